@@ -1,0 +1,22 @@
+"""Pools of fixed-size blocks, what names their contents, and how much of a prefix they can give back."""
+
+from cargohold.blocks.block import KVCacheBlock
+from cargohold.blocks.hashing import DIGEST_BYTES, extend_hashes, hash_block, root_hash
+from cargohold.blocks.pool import BlockPool
+from cargohold.blocks.prefix_hit import ABSENT, NOT_YET, READY, GroupUnits, PrefixHit, UnitStates, longest_hit
+
+__all__ = [
+    "ABSENT",
+    "DIGEST_BYTES",
+    "NOT_YET",
+    "READY",
+    "BlockPool",
+    "GroupUnits",
+    "KVCacheBlock",
+    "PrefixHit",
+    "UnitStates",
+    "extend_hashes",
+    "hash_block",
+    "longest_hit",
+    "root_hash",
+]

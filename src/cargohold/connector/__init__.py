@@ -1,0 +1,1 @@
+"""Connectors that implement the contract."""

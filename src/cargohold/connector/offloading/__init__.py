@@ -1,0 +1,1 @@
+"""Copies KV down as it is computed, and loads it back on a prefix hit."""

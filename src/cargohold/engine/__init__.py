@@ -1,0 +1,1 @@
+"""The embedded engine: small and complete, for any Hugging Face model with attention we know."""

@@ -1,0 +1,110 @@
+"""Whether a waiting request may start now, and with how much of its KV already there."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from cargohold.engine.core.config import SchedulerConfig
+from cargohold.engine.core.kv_cache_manager import KVCacheManager, LocalHit
+from cargohold.engine.core.plan import StepPlan
+from cargohold.engine.core.request import Request, RequestStatus
+from cargohold.engine.core.transfers import TransferTable
+from cargohold.protocol import Clock, ConnectorGuard
+
+
+class Verdict(Enum):
+    """What became of the attempt to admit a request."""
+
+    RUNS = auto()
+    """It has its blocks and is part of the step."""
+    LOADS = auto()
+    """It has its blocks and waits for a connector to fill them."""
+    DEFERRED = auto()
+    """A connector does not know yet; try again in the next step. Those behind it may go first."""
+    NO_ROOM = auto()
+    """There are not enough blocks. Those behind it wait too, or it would never get them."""
+
+
+class Admission:
+    """Admits waiting requests.
+
+    Looks up the device pool first, then asks the connector for more; allocates; tells the connector.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        connector: ConnectorGuard,
+        transfers: TransferTable,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._connector = connector
+        self._transfers = transfers
+        self._clock = clock
+
+    def try_admit(self, request: Request, plan: StepPlan, num_running: int) -> Verdict:
+        """Admit ``request`` if possible; mutates it, the pool and ``plan`` unless the verdict is DEFERRED or NO_ROOM."""
+        # One block for each running request's next token, or the newcomer would soon cost one of them its blocks.
+        num_spare = num_running * len(self._kv.layout.groups)
+        if self._kv.holds_blocks(request):
+            return self._start_loaded(request, plan, num_spare)
+        hit = self._kv.find_local_hit(request)
+        num_external, is_async = 0, False
+        if request.ask_connector:
+            answer, is_async = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
+            if answer is None:
+                return Verdict.DEFERRED
+            num_external = answer
+        if is_async:
+            return self._start_loading(request, hit, num_external, num_spare)
+        return self._start(request, plan, hit, num_external, num_spare)
+
+    def _start(self, request: Request, plan: StepPlan, hit: LocalHit, num_external: int, num_spare: int) -> Verdict:
+        # The last token is computed even if its KV is there: generation starts from its logits.
+        num_computed = min(hit.num_tokens + num_external, request.num_tokens - 1)
+        num_new = min(request.num_tokens - num_computed, plan.num_tokens_left)
+        if not self._kv.allocate_first(request, hit, num_external, num_computed + num_new, num_spare):
+            return Verdict.NO_ROOM
+        self._note_admission(request, hit, num_external)
+        request.num_computed_tokens = num_computed
+        if not self._tell_connector(request, num_external):
+            return Verdict.DEFERRED
+        plan.add(request, num_new, self._kv.block_ids(request), loads_in_step=num_external > 0)
+        return Verdict.RUNS
+
+    def _start_loading(self, request: Request, hit: LocalHit, num_external: int, num_spare: int) -> Verdict:
+        if not self._kv.allocate_first(request, hit, num_external, hit.num_tokens + num_external, num_spare):
+            return Verdict.NO_ROOM
+        self._note_admission(request, hit, num_external)
+        if not self._tell_connector(request, num_external):
+            return Verdict.DEFERRED
+        request.status = RequestStatus.LOADING
+        request.times.loading_since = self._clock()
+        self._transfers.start_load(request, self._clock())
+        return Verdict.LOADS
+
+    def _start_loaded(self, request: Request, plan: StepPlan, num_spare: int) -> Verdict:
+        num_new = min(request.num_tokens - request.num_computed_tokens, plan.num_tokens_left)
+        if not self._kv.allocate_more(request, request.num_computed_tokens + num_new, num_spare):
+            return Verdict.NO_ROOM
+        self._tell_connector(request, 0)
+        plan.add(request, num_new, self._kv.block_ids(request))
+        return Verdict.RUNS
+
+    def _note_admission(self, request: Request, hit: LocalHit, num_external: int) -> None:
+        request.num_device_tokens = hit.num_tokens
+        request.num_external_tokens = num_external
+        if request.times.first_scheduled is None:
+            request.times.first_scheduled = self._clock()
+
+    def _tell_connector(self, request: Request, num_external: int) -> bool:
+        """Announce the allocation. ``False``, and the blocks taken back, if the connector broke and will load nothing."""
+        self._connector.update_state_after_alloc(request, self._kv.block_ids(request), num_external)
+        if num_external == 0 or self._connector.broken is None:
+            return True
+        self._kv.free(request)
+        request.num_computed_tokens = request.num_device_tokens = request.num_external_tokens = 0
+        return False

@@ -1,0 +1,43 @@
+"""What the scheduler needs to be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from cargohold.engine.core.waiting_queue import QueuePolicy
+
+
+class LoadFailurePolicy(Enum):
+    """What becomes of a request whose load failed."""
+
+    RECOMPUTE = "recompute"
+    """Its tokens are computed instead; nobody notices but the clock."""
+    FAIL = "fail"
+    """The request ends with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits and policies of the scheduler.
+
+    Attributes:
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
+        max_model_len: longest sequence, prompt and generated tokens together.
+        policy: who is served first.
+        prefix_caching: whether blocks on the device are reused across requests.
+        load_failure_policy: what becomes of a request whose load failed.
+        load_timeout_s: a connector that has not ended a load after this time is turned off. A connector has deadlines of
+            its own; this one is for connectors that forget.
+        emit_events: whether KV events are collected.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: QueuePolicy = QueuePolicy.FCFS
+    prefix_caching: bool = True
+    load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    load_timeout_s: float = 120.0
+    emit_events: bool = False

@@ -1,0 +1,223 @@
+"""Gives requests blocks of the device pool, lets them share prefixes, and takes the blocks back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cargohold.blocks import ABSENT, READY, BlockPool, GroupUnits, KVCacheBlock, longest_hit
+from cargohold.engine.core.block_tables import BlockTable
+from cargohold.engine.core.request import Request
+from cargohold.protocol import MEDIUM_DEVICE, BlockIds, BlockRemoved, BlockStored, KVCacheGroup, KVCacheLayout, KVEvent
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHit:
+    """What the device pool already holds of a request. Takes no references: use it before the pool changes.
+
+    Attributes:
+        num_tokens: length of the prefix.
+        blocks: per group, its blocks; null where none is needed.
+    """
+
+    num_tokens: int
+    blocks: tuple[list[KVCacheBlock], ...]
+
+
+class _PoolStates:
+    """Presence of one request's blocks of one group in the pool; see ``cargohold.blocks.UnitStates``."""
+
+    def __init__(self, pool: BlockPool, group: KVCacheGroup, hashes: Sequence[bytes]) -> None:
+        self._pool = pool
+        self._group_id = group.index
+        self._hashes = hashes
+
+    def run(self, first: int, end: int) -> bytes:
+        num_ready = 0
+        for block_hash in self._hashes[first:end]:
+            if not self._pool.contains(block_hash, self._group_id):
+                break
+            num_ready += 1
+        return bytes([READY]) * num_ready
+
+    def window(self, first: int, end: int) -> bytes:
+        return bytes(
+            READY if self._pool.contains(block_hash, self._group_id) else ABSENT
+            for block_hash in self._hashes[first:end]
+        )
+
+
+class KVCacheManager:
+    """Block tables of all requests over one device pool.
+
+    Args:
+        layout: the paged KV cache.
+        prefix_caching: whether blocks may be found again by their prefix.
+        emit_events: whether to collect KV events for ``take_events``.
+    """
+
+    def __init__(self, layout: KVCacheLayout, *, prefix_caching: bool = True, emit_events: bool = False) -> None:
+        self.layout = layout
+        self.pool = BlockPool(layout.num_blocks, on_removed=self._note_removed if emit_events else None)
+        self._prefix_caching = prefix_caching
+        self._emit_events = emit_events
+        self._events: list[KVEvent] = []
+        self._tables: dict[str, tuple[BlockTable, ...]] = {}
+
+    def block_ids(self, request: Request) -> BlockIds:
+        """The request's block tables as ids; the manager's own lists, to be read at once or copied."""
+        return tuple(table.ids for table in self.tables(request.request_id))
+
+    def tables(self, request_id: str) -> tuple[BlockTable, ...]:
+        """The request's block tables; empty ones if it holds no blocks."""
+        tables = self._tables.get(request_id)
+        return tuple(BlockTable(group) for group in self.layout.groups) if tables is None else tables
+
+    def holds_blocks(self, request: Request) -> bool:
+        """Whether the request has block tables."""
+        return request.request_id in self._tables
+
+    def num_blocks_for(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Blocks that a request of ``num_tokens`` tokens needs at most at one time, computed ``max_step_tokens`` a step."""
+        return sum(max_held_blocks(group, num_tokens, max_step_tokens) for group in self.layout.groups)
+
+    def find_local_hit(self, request: Request) -> LocalHit:
+        """The longest prefix of the request that the pool holds, leaving at least its last token to compute."""
+        groups = self.layout.groups
+        if not self._prefix_caching:
+            return LocalHit(0, tuple([] for _ in groups))
+        hashes = [self._hashes(request, group) for group in groups]
+        units = [
+            GroupUnits(group, group.block_tokens, _PoolStates(self.pool, group, group_hashes))
+            for group, group_hashes in zip(groups, hashes, strict=True)
+        ]
+        num_tokens = longest_hit(units, request.num_tokens, limit_tokens=request.num_tokens - 1).num_tokens
+        return LocalHit(
+            num_tokens,
+            tuple(self._hit_blocks(group, of, num_tokens) for group, of in zip(groups, hashes, strict=True)),
+        )
+
+    def allocate_first(
+        self, request: Request, hit: LocalHit, num_external_tokens: int, num_tokens: int, num_spare_blocks: int
+    ) -> bool:
+        """Give a request that holds nothing its hit and new blocks, so that ``num_tokens`` tokens fit.
+
+        Positions that no query behind the hit and the ``num_external_tokens`` will read get null blocks.
+
+        Returns:
+            Whether there was room, with ``num_spare_blocks`` left over; if not, nothing was changed.
+        """
+        assert request.request_id not in self._tables
+        null = self.pool.null_block
+        tables = tuple(BlockTable(group) for group in self.layout.groups)
+        num_new = []
+        # The last token is computed even if all were hit, so its window must be there.
+        next_query = min(hit.num_tokens + num_external_tokens, request.num_tokens - 1)
+        for table, blocks in zip(tables, hit.blocks, strict=True):
+            table.append(blocks)
+            num_skipped = table.group.num_skipped_tokens(next_query) // table.group.block_tokens
+            table.append([null] * (num_skipped - len(blocks)))
+            table.skip(next_query, null)
+            table.num_cached = len(blocks)
+            num_new.append(table.num_missing_blocks(num_tokens))
+        hit_blocks = [block for table in tables for block in table.held_blocks()]
+        num_taken = sum(num_new) + sum(block.ref_cnt == 0 for block in hit_blocks)
+        if num_taken + num_spare_blocks > self.pool.num_free_blocks:
+            return False
+        # Touch before allocating, or the allocation might evict the hit.
+        self.pool.touch(hit_blocks)
+        for table, count in zip(tables, num_new, strict=True):
+            table.append(self.pool.allocate(count))
+        self._tables[request.request_id] = tables
+        return True
+
+    def allocate_more(self, request: Request, num_tokens: int, num_spare_blocks: int = 0) -> bool:
+        """Make room for ``num_tokens`` tokens of a request that holds blocks; frees what fell out of its windows.
+
+        Returns:
+            Whether there was room, with ``num_spare_blocks`` left over; if not, nothing was allocated.
+        """
+        tables = self._tables[request.request_id]
+        for table in tables:
+            self.pool.free_blocks(table.skip(request.num_computed_tokens, self.pool.null_block))
+        num_new = [table.num_missing_blocks(num_tokens) for table in tables]
+        if sum(num_new) + num_spare_blocks > self.pool.num_free_blocks:
+            return False
+        for table, count in zip(tables, num_new, strict=True):
+            table.append(self.pool.allocate(count))
+        return True
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Let the prefix cache find the request's full blocks among its first ``num_tokens`` tokens, whose KV is in place."""
+        if not self._prefix_caching:
+            return
+        for table in self._tables[request.request_id]:
+            hashes = self._hashes(request, table.group)
+            new = table.cache_full_blocks(self.pool, hashes, num_tokens)
+            if self._emit_events:
+                self._events.extend(self._stored_event(request, table.group, hashes, at) for at in new)
+
+    def free(self, request: Request) -> None:
+        """Give back all blocks of the request, last first, so that the ends of prefixes are evicted before their starts."""
+        for table in self._tables.pop(request.request_id, ()):
+            self.pool.free_blocks(table.held_blocks())
+
+    def requests_using(self, block_ids: frozenset[int]) -> list[str]:
+        """Ids of the requests that have one of these blocks in a table."""
+        return [
+            request_id
+            for request_id, tables in self._tables.items()
+            if any(not block_ids.isdisjoint(table.ids) for table in tables)
+        ]
+
+    def take_events(self) -> list[KVEvent]:
+        """KV events of the device pool since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def check(self) -> None:
+        """Verify that no block is lost. Raises ``AssertionError``."""
+        self.pool.check()
+        for tables in self._tables.values():
+            for table in tables:
+                assert table.ids == [block.block_id for block in table.blocks]
+                assert all(block.is_null or block.ref_cnt > 0 for block in table.blocks)
+
+    def _hashes(self, request: Request, group: KVCacheGroup) -> Sequence[bytes]:
+        per_block = group.block_tokens // self.layout.hash_block_tokens
+        return request.block_hashes if per_block == 1 else request.block_hashes[per_block - 1 :: per_block]
+
+    def _hit_blocks(self, group: KVCacheGroup, hashes: Sequence[bytes], num_tokens: int) -> list[KVCacheBlock]:
+        num_skipped = group.num_skipped_tokens(num_tokens) // group.block_tokens
+        blocks = [self.pool.null_block] * num_skipped
+        for block_hash in hashes[num_skipped : num_tokens // group.block_tokens]:
+            block = self.pool.lookup(block_hash, group.index)
+            assert block is not None, "a block of the hit vanished"
+            blocks.append(block)
+        return blocks
+
+    def _stored_event(self, request: Request, group: KVCacheGroup, hashes: Sequence[bytes], at: int) -> BlockStored:
+        start = at * group.block_tokens
+        return BlockStored(
+            block_hashes=(hashes[at],),
+            parent_block_hash=hashes[at - 1] if at else None,
+            token_ids=tuple(request.all_token_ids[start : start + group.block_tokens]),
+            block_tokens=group.block_tokens,
+            group=group.index,
+            medium=MEDIUM_DEVICE,
+        )
+
+    def _note_removed(self, block_hash: bytes, group_id: int) -> None:
+        self._events.append(BlockRemoved((block_hash,), group_id, MEDIUM_DEVICE))
+
+
+def max_held_blocks(group: KVCacheGroup, num_tokens: int, max_step_tokens: int) -> int:
+    """Blocks of ``group`` that a request of ``num_tokens`` tokens holds at most, computed ``max_step_tokens`` a step.
+
+    Full attention keeps all. A window keeps what the step's first query still reads, and the step's own tokens; the first
+    and the last of these blocks may each be partly outside.
+    """
+    all_blocks = -(-num_tokens // group.block_tokens)
+    if group.window_tokens is None:
+        return all_blocks
+    return min(all_blocks, -(-(group.window_tokens - 1 + max_step_tokens) // group.block_tokens) + 1)

@@ -1,0 +1,149 @@
+"""One request's life in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from cargohold.blocks import extend_hashes, root_hash
+from cargohold.engine.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request is.
+
+    ::
+
+        WAITING ---> RUNNING ---> FINISHED
+          ^   \\________  |  ^
+          |            \\ |  |    (preempted, or its load failed: it starts over)
+          +-------------WAITING
+          |
+          +--> LOADING --> WAITING   (its blocks are being filled; not schedulable until they are)
+    """
+
+    WAITING = auto()
+    LOADING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """A stop string, a stop token or the end-of-sequence token."""
+    LENGTH = "length"
+    """``max_tokens``, or the longest sequence the engine allows."""
+    ABORT = "abort"
+    """The client asked for it."""
+    ERROR = "error"
+    """The request alone failed; the output says why."""
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Moments in a request's life, in seconds of the engine's clock; ``None`` until they come.
+
+    Attributes:
+        arrived: added to the engine.
+        first_scheduled: first admitted, to load or to compute.
+        first_token: first token generated.
+        finished: ended.
+        loading_since: start of the load in flight.
+        load_wait_s: seconds spent waiting for loads, summed.
+    """
+
+    arrived: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    loading_since: float | None = None
+    load_wait_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and its progress. Satisfies ``cargohold.protocol.RequestView``.
+
+    Mutated by the scheduler alone.
+
+    Attributes:
+        request_id: unique among the requests alive.
+        all_token_ids: prompt, then generated tokens.
+        num_prompt_tokens: how many of them are the prompt.
+        sampling: how tokens are chosen.
+        seed: what makes this request's random choices repeatable.
+        priority: lower is served first, under the priority policy.
+        arrival: sequence number; ties are served in this order.
+        kv_transfer_params: what the client asks of the connectors.
+        block_hashes: one per full ``hash_block_tokens`` tokens.
+        status: where the request is.
+        num_computed_tokens: leading tokens whose KV is in the device pool.
+        num_device_tokens: tokens found in the device pool when it was last admitted.
+        num_external_tokens: tokens beyond those that a connector loaded, or is loading, since it was last admitted.
+        ask_connector: whether the connector may be asked for this request: not after a load of it failed.
+        finish_reason, error: why it ended.
+    """
+
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    times: RequestTimes
+    hash_block_tokens: int
+    priority: int = 0
+    arrival: int = 0
+    salt: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_device_tokens: int = 0
+    num_external_tokens: int = 0
+    num_preemptions: int = 0
+    ask_connector: bool = True
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    _root_hash: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._root_hash = root_hash(salt=self.salt)
+        self._extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose ids are known."""
+        return len(self.all_token_ids)
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """The generated tokens."""
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were generated."""
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Leading tokens whose KV was there when the request was last admitted, or is being loaded: never to be rewritten."""
+        return self.num_device_tokens + self.num_external_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended."""
+        return self.status is RequestStatus.FINISHED
+
+    def append_token(self, token_id: int) -> None:
+        """Add a generated token, and the hash of the block it completes."""
+        self.all_token_ids.append(token_id)
+        self._extend_hashes()
+
+    def _extend_hashes(self) -> None:
+        extend_hashes(self.block_hashes, self.all_token_ids, self.hash_block_tokens, self._root_hash)

@@ -1,0 +1,91 @@
+"""Messages between scheduler and executor: what a step computes, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cargohold.engine.sampling_params import SamplingParams
+from cargohold.protocol import BlockIds, ConnectorMetadata, EmptyMetadata, KVConnectorOutput
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to choose a request's next token.
+
+    Attributes:
+        sampling: the request's parameters.
+        seed: the request's seed.
+        index: number of the token to choose, counted from the first generated one. Seed and index decide the random draw,
+            so a request that starts over draws the same.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """One request's share of a step. Satisfies ``cargohold.protocol.ScheduledRequest``.
+
+    Attributes:
+        request_id: the request.
+        token_ids: the tokens to compute.
+        num_computed_tokens: position of the first of them.
+        write_from: first position whose KV is to be written; those before it are in place, in blocks that others may be
+            reading, and are computed for their logits alone.
+        block_ids: block tables per group, valid during this step.
+        sample: how to choose the next token; ``None`` if the prompt goes on after this step.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    write_from: int
+    block_ids: BlockIds
+    sample: SampleSpec | None
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """How many tokens are computed."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStep:
+    """What workers do in one step. Satisfies ``cargohold.protocol.StepView``.
+
+    Attributes:
+        scheduled: the batch; empty in a step that only carries transfers.
+        preempted_req_ids: requests that lost their blocks since the last step.
+        finished_req_ids: requests that ended since the last step.
+        connector_metadata: the connector's message to its workers.
+        drop_connector: stop the workers' connectors, waiting for what they have in flight.
+    """
+
+    scheduled: tuple[ScheduledTokens, ...] = ()
+    preempted_req_ids: frozenset[str] = frozenset()
+    finished_req_ids: frozenset[str] = frozenset()
+    connector_metadata: ConnectorMetadata = field(default_factory=EmptyMetadata)
+    drop_connector: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(share.num_scheduled_tokens for share in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What came of a step, over all workers.
+
+    Attributes:
+        sampled: the next token of every request that was to get one.
+        connector: what the workers' connectors report.
+        connector_error: what a worker's connector raised, if one did: the step's tokens cannot be trusted then.
+    """
+
+    sampled: Mapping[str, int] = field(default_factory=dict)
+    connector: KVConnectorOutput = field(default_factory=KVConnectorOutput)
+    connector_error: str | None = None

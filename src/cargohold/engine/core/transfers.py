@@ -1,0 +1,99 @@
+"""Requests whose blocks a connector's workers still write or read, and what became of those transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cargohold.engine.core.request import Request
+from cargohold.protocol import FinishedTransfers
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLoad:
+    """An asynchronous load that is over.
+
+    Attributes:
+        request: whose it was.
+        failed: whether nothing of it may be used.
+        invalid_block_ids: blocks of it that hold garbage.
+    """
+
+    request: Request
+    failed: bool
+    invalid_block_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class _Load:
+    request: Request
+    started: float
+    invalid_block_ids: set[int] = field(default_factory=set)
+
+
+class TransferTable:
+    """Which requests' blocks are in use by transfers.
+
+    A request is *loading* from the allocation of its destination blocks until its load ends, even if it is aborted meanwhile:
+    a copy may still write there. It is *sending* from its end until the connector says that it no longer reads its blocks.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[str, _Load] = {}
+        self._sending: dict[str, Request] = {}
+
+    @property
+    def num_loads(self) -> int:
+        """Loads in flight."""
+        return len(self._loads)
+
+    def __bool__(self) -> bool:
+        return bool(self._loads or self._sending)
+
+    def holds(self, request: Request) -> bool:
+        """Whether a transfer still uses the request's blocks."""
+        return request.request_id in self._loads or request.request_id in self._sending
+
+    def start_load(self, request: Request, now: float) -> None:
+        """The request's destination blocks are allocated; its load begins."""
+        self._loads[request.request_id] = _Load(request, now)
+
+    def start_send(self, request: Request) -> None:
+        """The request ended, and the connector keeps its blocks."""
+        self._sending[request.request_id] = request
+
+    def oldest_load(self) -> tuple[Request, float] | None:
+        """The load that began first, and when."""
+        first = next(iter(self._loads.values()), None)
+        return None if first is None else (first.request, first.started)
+
+    def note_invalid(self, block_ids: frozenset[int], request_ids: list[str]) -> None:
+        """Remember that blocks of these requests hold garbage, for those whose load has not ended yet."""
+        for request_id in request_ids:
+            if request_id in self._loads:
+                self._loads[request_id].invalid_block_ids |= block_ids
+
+    def strays(self, finished: FinishedTransfers) -> list[str]:
+        """Ids in ``finished`` of requests that have no such transfer."""
+        return sorted(
+            (finished.finished_recving - self._loads.keys()) | (finished.finished_sending - self._sending.keys())
+        )
+
+    def end_loads(self, finished: FinishedTransfers) -> Iterator[EndedLoad]:
+        """Take out the loads that ended; there must be no strays."""
+        for request_id in sorted(finished.finished_recving):
+            load = self._loads.pop(request_id)
+            yield EndedLoad(load.request, request_id in finished.failed_recving, frozenset(load.invalid_block_ids))
+
+    def end_sends(self, finished: FinishedTransfers) -> Iterator[Request]:
+        """Take out the requests whose blocks are no longer read; there must be no strays."""
+        for request_id in sorted(finished.finished_sending):
+            yield self._sending.pop(request_id)
+
+    def abandon(self) -> tuple[list[Request], list[Request]]:
+        """Forget all transfers, because nothing carries them out any more; returns who was loading and who was sending."""
+        loading = [load.request for load in self._loads.values()]
+        sending = list(self._sending.values())
+        self._loads.clear()
+        self._sending.clear()
+        return loading, sending

@@ -1,0 +1,1 @@
+"""How steps reach workers: in process, or over several."""

@@ -1,0 +1,177 @@
+"""Every error that Cargohold raises on purpose.
+
+::
+
+    CargoholdError
+    ├── ConfigError              an option is impossible: names the key, the value and what would work
+    ├── ModelError               a model cannot be served
+    │   ├── ModelNotFoundError     nothing is there under that name
+    │   └── UnsupportedModelError  it is there, but has something the engine cannot run
+    ├── RequestError             one request cannot be served; the engine is unharmed
+    ├── BlockError               a block pool was asked for something that breaks its rules
+    │   ├── NullBlockError         the null block was touched, freed or cached
+    │   ├── BlockNotHeldError      a reference was given back that nobody holds
+    │   ├── OutOfBlocksError       more blocks were asked for than are free
+    │   └── StaleCursorError       the block a walk should resume behind has left the free queue
+    ├── ContractError            a connector broke a rule of the contract
+    ├── LifecycleError           a chunk or job was asked for a move that its state does not allow
+    ├── MissingChunkError        a load was planned for a chunk that is not there
+    └── EngineDeadError          the engine stopped and cannot go on; carries the cause
+
+Facts are fields, so that a program can act on them; the message says what is wrong and what would work. ``ConfigError`` and
+``RequestError`` are also ``ValueError``: they mean that an argument was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class CargoholdError(Exception):
+    """Root of the tree; catching it catches everything Cargohold raises on purpose."""
+
+
+class ConfigError(CargoholdError, ValueError):
+    """An option that cannot work, found before anything heavy is started.
+
+    Attributes:
+        key: name of the option as the user wrote it.
+        value: what was given.
+        expected: what would be accepted, as a phrase.
+    """
+
+    def __init__(self, key: str, value: object, expected: str) -> None:
+        super().__init__(f"{key}={value!r} is not possible: {expected}")
+        self.key = key
+        self.value = value
+        self.expected = expected
+
+
+class ModelError(CargoholdError):
+    """A model cannot be served.
+
+    Attributes:
+        model: the name or path as the user wrote it.
+        reason: what is wrong and what would work.
+    """
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"model {model!r}: {reason}")
+        self.model = model
+        self.reason = reason
+
+
+class ModelNotFoundError(ModelError):
+    """Nothing is there under that name, or what is there is not a model."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model is there, but has something that the engine cannot run."""
+
+
+class RequestError(CargoholdError, ValueError):
+    """One request cannot be served; others and the engine are unharmed.
+
+    Attributes:
+        request_id: the request, or ``None`` before it has an id.
+    """
+
+    def __init__(self, message: str, request_id: str | None = None) -> None:
+        super().__init__(message if request_id is None else f"request {request_id}: {message}")
+        self.request_id = request_id
+
+
+class BlockError(CargoholdError):
+    """A block pool was asked for something that breaks its rules; the pool is unchanged."""
+
+
+class NullBlockError(BlockError):
+    """The null block was touched, freed, cached or locked."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(f"cannot {operation} the null block: it stands for a position whose KV is not kept")
+        self.operation = operation
+
+
+class BlockNotHeldError(BlockError):
+    """A reference was given back that its giver does not hold.
+
+    Attributes:
+        block_id: the first offending block.
+        held: references the giver holds.
+        given_back: references it tried to give back.
+    """
+
+    def __init__(self, block_id: int, held: int, given_back: int) -> None:
+        super().__init__(
+            f"block {block_id}: {given_back} reference(s) given back, but only {held} held; nothing was changed"
+        )
+        self.block_id = block_id
+        self.held = held
+        self.given_back = given_back
+
+
+class OutOfBlocksError(BlockError):
+    """More blocks were asked for than are free."""
+
+    def __init__(self, requested: int, free: int) -> None:
+        super().__init__(f"{requested} blocks requested, {free} free")
+        self.requested = requested
+        self.free = free
+
+
+class StaleCursorError(BlockError):
+    """The block that a walk should resume behind is no longer in the free queue; start again at the head."""
+
+    def __init__(self, block_id: int) -> None:
+        super().__init__(f"block {block_id} has left the free queue; restart the walk at its head")
+        self.block_id = block_id
+
+
+class ContractError(CargoholdError):
+    """A connector broke a rule of the contract.
+
+    Attributes:
+        connector: name of the connector.
+        rule: the rule, as a sentence.
+    """
+
+    def __init__(self, connector: str, rule: str) -> None:
+        super().__init__(f"connector {connector}: {rule}")
+        self.connector = connector
+        self.rule = rule
+
+
+class LifecycleError(CargoholdError):
+    """A move that the state does not allow: a bug of ours. Nothing was changed.
+
+    Attributes:
+        subject: what was asked to move.
+        state: the state it is in.
+        move: the move that was asked for.
+        history: the moves that led here, oldest first.
+    """
+
+    def __init__(self, subject: str, state: str, move: str, history: Iterable[str] = ()) -> None:
+        self.subject = subject
+        self.state = state
+        self.move = move
+        self.history = tuple(history)
+        path = " -> ".join(self.history) or "no earlier moves known"
+        super().__init__(f"{subject} is {state}: cannot {move} ({path})")
+
+
+class MissingChunkError(CargoholdError):
+    """A load was planned for a chunk that is not ready in the tier.
+
+    Attributes:
+        key: the offload key.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(f"chunk {key.hex()} is not ready to be loaded")
+        self.key = key
+
+
+class EngineDeadError(CargoholdError):
+    """The engine stopped and cannot go on; ``__cause__`` is what stopped it."""

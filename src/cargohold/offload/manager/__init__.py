@@ -1,0 +1,1 @@
+"""Managers: which chunks a tier holds, and where."""

@@ -1,0 +1,188 @@
+"""The manager port: which chunks a tier holds and where, and who is using them.
+
+A manager plans; it moves no bytes, does no I/O, starts no thread and asks no clock. Everything it hands out is a handle that
+must be given back exactly once. The life of a chunk::
+
+    absent --prepare_store--> writing --commit--> ready <--> being read (n)     (prepare_load / release)
+       ^                         |                  |
+       +------- forfeit ---------+                  +-- evicted or removed, only when nobody reads it --> absent
+
+Any other move is a bug of ours: it raises ``LifecycleError`` and changes nothing. At all times
+``num_free + num_ready + num_writing == capacity``, and pins equal the loads that live handles stand for.
+
+Keys come in prefix order, many at once: the scheduler's thread asks for thousands of chunks at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, TypeAlias
+
+OffloadKey: TypeAlias = bytes
+"""Block hash of a chunk's last block, then the KV-cache group's index in four bytes, little-endian: 36 bytes."""
+
+
+class CannotStore(Enum):
+    """Why nothing can be stored at the moment."""
+
+    BUSY = "busy"
+    """Every slot is being written or read. Offer the chunks again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksStored:
+    """Chunks became ready.
+
+    Attributes:
+        keys: which, in prefix order.
+    """
+
+    keys: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksRemoved:
+    """Chunks are gone.
+
+    Attributes:
+        keys: which, in the order of removal.
+    """
+
+    keys: tuple[OffloadKey, ...]
+
+
+ManagerEvent: TypeAlias = ChunksStored | ChunksRemoved
+
+
+class StoreHandle(Protocol):
+    """Slots reserved for chunks on their way into the tier.
+
+    Attributes:
+        keys: the chunks to store, in prefix order: those offered that were absent and are worth a slot.
+        slots: where each goes, parallel to ``keys``.
+    """
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """The chunks to store."""
+        ...
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """Where each goes."""
+        ...
+
+    def commit(self) -> None:
+        """The bytes are there: the chunks are ready from now on."""
+        ...
+
+    def forfeit(self) -> None:
+        """The bytes are not there: the slots are free again."""
+        ...
+
+
+class LoadHandle(Protocol):
+    """Chunks pinned while they are read.
+
+    Attributes:
+        keys: the chunks, in the order asked for.
+        slots: where each is, parallel to ``keys``.
+    """
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """The chunks."""
+        ...
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """Where each is."""
+        ...
+
+    def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
+        """The read is over. ``bad_keys`` turned out to be corrupt: they are gone as soon as nobody else reads them, and not
+        found from now on.
+        """
+        ...
+
+
+class OffloadManager(ABC):
+    """One tier's chunks.
+
+    Attributes:
+        capacity: slots.
+    """
+
+    capacity: int
+
+    @property
+    @abstractmethod
+    def generation(self) -> int:
+        """Changes whenever an answer of ``lookup`` may have changed: an equal generation means equal answers."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
+        """One byte per key: ``cargohold.blocks.ABSENT``, ``READY`` or ``NOT_YET``. Changes nothing observable."""
+
+    @abstractmethod
+    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Like ``lookup``, but ends before the first absent key."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """A request uses these chunks, in prefix order, last one its last; mark those that are there as recently used."""
+
+    @abstractmethod
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
+        """Pin ready chunks. Raises ``MissingChunkError`` for the first that is not ready, and then pins none."""
+
+    @abstractmethod
+    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
+        """Reserve slots for those of ``keys`` that are absent and worth one, evicting others if need be.
+
+        Never evicts a pinned or unfinished chunk, nor one of ``keys``. The handle may be empty: everything is there, or not
+        worth a slot.
+
+        Args:
+            keys: consecutive chunks of one prefix.
+            parent: the chunk before the first, if there is one.
+        """
+
+    @abstractmethod
+    def remove(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget ready chunks, as soon as nobody reads them; unknown keys are ignored."""
+
+    @abstractmethod
+    def reset(self) -> bool:
+        """Forget everything. ``False``, and nothing forgotten, while a handle is out."""
+
+    @abstractmethod
+    def take_events(self) -> list[ManagerEvent]:
+        """What became ready and what was removed since the last call, in order; empty unless the manager records it."""
+
+    @property
+    @abstractmethod
+    def num_ready(self) -> int:
+        """Chunks that can be loaded."""
+
+    @property
+    @abstractmethod
+    def num_writing(self) -> int:
+        """Slots reserved by live store handles."""
+
+    @property
+    @abstractmethod
+    def num_pins(self) -> int:
+        """Chunks pinned by live load handles, counted once per handle."""
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return self.capacity - self.num_ready - self.num_writing
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify every invariant. Raises ``AssertionError``. Walks everything: for tests and idle moments."""

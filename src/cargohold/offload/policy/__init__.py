@@ -1,0 +1,1 @@
+"""Replacement policies."""

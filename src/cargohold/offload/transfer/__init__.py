@@ -1,0 +1,1 @@
+"""Workers' copies between paged KV and a tier."""

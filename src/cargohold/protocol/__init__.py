@@ -1,0 +1,80 @@
+"""What engine and connector say to each other. Standard library only: no torch, no engine."""
+
+from cargohold.protocol.aggregation import OutputAggregator
+from cargohold.protocol.connector import KVConnectorScheduler, KVConnectorWorker
+from cargohold.protocol.context import BlockPoolView, KVCacheBlockView, SchedulerContext
+from cargohold.protocol.events import (
+    MEDIUM_DEVICE,
+    MEDIUM_HOST,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+)
+from cargohold.protocol.factory import (
+    ClassFactory,
+    Clock,
+    KVConnectorFactory,
+    SchedulerEnvironment,
+    WorkerEnvironment,
+)
+from cargohold.protocol.guard import ConnectorGuard
+from cargohold.protocol.kv_cache import NULL_BLOCK_ID, AttentionKind, BlockIds, KVCacheGroup, KVCacheLayout
+from cargohold.protocol.messages import (
+    CacheReport,
+    ConnectorMetadata,
+    EmptyMetadata,
+    FinishedTransfers,
+    KVConnectorOutput,
+    KVConnectorSchedulerOutput,
+    Stats,
+    TransferOutcome,
+    WorkerMetadata,
+    add_stats,
+)
+from cargohold.protocol.null import NULL_CONNECTOR, NullConnectorScheduler, NullConnectorWorker
+from cargohold.protocol.request import RequestView, ScheduledRequest, StepView
+
+__all__ = [
+    "MEDIUM_DEVICE",
+    "MEDIUM_HOST",
+    "MEDIUM_STORAGE",
+    "NULL_BLOCK_ID",
+    "NULL_CONNECTOR",
+    "AllBlocksCleared",
+    "AttentionKind",
+    "BlockIds",
+    "BlockPoolView",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheReport",
+    "ClassFactory",
+    "Clock",
+    "ConnectorGuard",
+    "ConnectorMetadata",
+    "EmptyMetadata",
+    "FinishedTransfers",
+    "KVCacheBlockView",
+    "KVCacheGroup",
+    "KVCacheLayout",
+    "KVConnectorFactory",
+    "KVConnectorOutput",
+    "KVConnectorScheduler",
+    "KVConnectorSchedulerOutput",
+    "KVConnectorWorker",
+    "KVEvent",
+    "NullConnectorScheduler",
+    "NullConnectorWorker",
+    "OutputAggregator",
+    "RequestView",
+    "ScheduledRequest",
+    "SchedulerContext",
+    "SchedulerEnvironment",
+    "Stats",
+    "StepView",
+    "TransferOutcome",
+    "WorkerEnvironment",
+    "WorkerMetadata",
+    "add_stats",
+]

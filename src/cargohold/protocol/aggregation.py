@@ -1,0 +1,130 @@
+"""One output from all workers' outputs: counts completions, so that neither executors nor connectors have to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from cargohold.errors import ContractError
+from cargohold.protocol.messages import (
+    FinishedTransfers,
+    KVConnectorOutput,
+    Stats,
+    TransferOutcome,
+    WorkerMetadata,
+    add_stats,
+)
+
+Id = TypeVar("Id", str, int)
+
+
+@dataclass(slots=True)
+class _Count(Generic[Id]):
+    """Which workers have reported each id that is not complete yet, and the worst outcome so far."""
+
+    what: str
+    reporters: dict[Id, set[int]] = field(default_factory=dict)
+    worst: dict[Id, TransferOutcome] = field(default_factory=dict)
+
+    def report(self, rank: int, ident: Id, outcome: TransferOutcome, connector: str) -> None:
+        """Note that ``rank`` reported ``ident``. Raises ``ContractError`` if it already had."""
+        ranks = self.reporters.setdefault(ident, set())
+        if rank in ranks:
+            raise ContractError(connector, f"worker {rank} reported {self.what} {ident!r} twice")
+        ranks.add(rank)
+        self.worst[ident] = max(outcome, self.worst.get(ident, TransferOutcome.DONE))
+
+    def take_complete(self, expected: int) -> dict[Id, TransferOutcome]:
+        """Remove and return what at least ``expected`` workers have reported."""
+        complete = [ident for ident, ranks in self.reporters.items() if len(ranks) >= expected]
+        for ident in complete:
+            del self.reporters[ident]
+        return {ident: self.worst.pop(ident) for ident in complete}
+
+
+class OutputAggregator:
+    """Merges the outputs of all workers, step by step.
+
+    An id (request sent, request received, job) is passed on exactly once, in the step in which the last expected report
+    arrives, and as failed if any worker failed it. Invalid blocks are united; metadata and stats are aggregated pairwise in
+    rank order. State lives between steps: workers may report the same id several steps apart.
+
+    Args:
+        world_size: number of workers.
+        expected_finished_count: reports that complete an id; all workers' if ``None``.
+        connector: name, for errors.
+    """
+
+    def __init__(
+        self, world_size: int, expected_finished_count: int | None = None, connector: str = "connector"
+    ) -> None:
+        self._world_size = world_size
+        self._connector = connector
+        self._expected = self._checked_expectation(
+            world_size if expected_finished_count is None else expected_finished_count
+        )
+        self._sending = _Count[str]("finished sending of request")
+        self._recving = _Count[str]("finished receiving of request")
+        self._jobs = _Count[int]("end of job")
+
+    @property
+    def num_incomplete(self) -> int:
+        """Ids that some workers have reported and others have not."""
+        return sum(len(count.reporters) for count in (self._sending, self._recving, self._jobs))
+
+    def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
+        """Merge one step's outputs, indexed by rank; ``None`` where a worker had nothing to say.
+
+        Raises:
+            ContractError: a worker reported an id twice, or raised the expectation beyond the number of workers.
+        """
+        present = [(rank, output) for rank, output in enumerate(outputs) if output is not None]
+        for rank, output in present:
+            self._count(rank, output.finished)
+        received = self._recving.take_complete(self._expected)
+        worker_meta: WorkerMetadata | None = None
+        stats: Stats = {}
+        for _, output in present:
+            if output.worker_meta is not None:
+                worker_meta = output.worker_meta if worker_meta is None else worker_meta.aggregate(output.worker_meta)
+            stats = add_stats(stats, output.stats)
+        return KVConnectorOutput(
+            finished=FinishedTransfers(
+                finished_sending=frozenset(self._sending.take_complete(self._expected)),
+                finished_recving=frozenset(received),
+                failed_recving=frozenset(
+                    request_id for request_id, outcome in received.items() if outcome is not TransferOutcome.DONE
+                ),
+                jobs=self._jobs.take_complete(self._expected),
+            ),
+            invalid_block_ids=_union(output.invalid_block_ids for _, output in present),
+            worker_meta=worker_meta,
+            stats=stats,
+        )
+
+    def _count(self, rank: int, finished: FinishedTransfers) -> None:
+        if finished.expected_finished_count:
+            self._expected = self._checked_expectation(finished.expected_finished_count)
+        for request_id in finished.finished_sending:
+            self._sending.report(rank, request_id, TransferOutcome.DONE, self._connector)
+        for request_id in finished.finished_recving:
+            failed = request_id in finished.failed_recving
+            outcome = TransferOutcome.FAILED if failed else TransferOutcome.DONE
+            self._recving.report(rank, request_id, outcome, self._connector)
+        stray = finished.failed_recving - finished.finished_recving
+        if stray:
+            raise ContractError(self._connector, f"worker {rank} reported {min(stray)!r} as failed but not as finished")
+        for job_id, outcome in finished.jobs.items():
+            self._jobs.report(rank, job_id, outcome, self._connector)
+
+    def _checked_expectation(self, count: int) -> int:
+        if not 1 <= count <= self._world_size:
+            raise ContractError(
+                self._connector, f"expects {count} reports per transfer; there are {self._world_size} worker(s)"
+            )
+        return count
+
+
+def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset().union(*sets)

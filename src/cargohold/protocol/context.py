@@ -1,0 +1,94 @@
+"""The scheduler context: a structural view of the engine's block pool, handed once to the scheduler side of a connector.
+
+An engine's own classes satisfy these protocols as they are, and a connector that uses them imports nothing from an engine.
+
+Rules, for whoever implements or uses them:
+
+* A block with ``ref_cnt == 0`` is in the free queue and may be evicted and reused at any allocation. ``touch`` takes it out.
+* References add up: two touches need two frees. Freeing more than was touched raises and changes nothing.
+* ``free_blocks`` puts blocks whose count reaches zero at the tail of the free queue in the order given: the first given is
+  evicted first.
+* The null block is never yielded, touched or freed.
+
+To protect a copy: ``touch`` the blocks before it starts, ``free_blocks`` when all workers report it done. The request's life
+and the copy's life are then independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from cargohold.protocol.request import RequestView
+
+
+@runtime_checkable
+class KVCacheBlockView(Protocol):
+    """One block of the pool, read-only."""
+
+    @property
+    def block_id(self) -> int:
+        """Index of the block in the KV tensors."""
+        ...
+
+    @property
+    def ref_cnt(self) -> int:
+        """References held on it, by requests and connectors together."""
+        ...
+
+    @property
+    def is_null(self) -> bool:
+        """True for the null block alone."""
+        ...
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """Digest of the prefix it holds; ``None`` unless it is in the prefix cache. Opaque."""
+        ...
+
+    @property
+    def group_id(self) -> int | None:
+        """KV-cache group whose KV it holds; ``None`` unless it is in the prefix cache."""
+        ...
+
+
+@runtime_checkable
+class BlockPoolView(Protocol):
+    """A pool of blocks as a connector may use it."""
+
+    def get_block(self, block_id: int) -> KVCacheBlockView:
+        """The block with that id. Raises ``IndexError`` where there is none."""
+        ...
+
+    def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
+        """Take one reference on each; raises ``NullBlockError`` and changes nothing if the null block is among them."""
+        ...
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlockView]) -> None:
+        """Give one reference back on each.
+
+        Raises ``BlockNotHeldError`` or ``NullBlockError`` and changes nothing if one cannot be given back.
+        """
+        ...
+
+    def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
+        """Walk the free queue in eviction order, next victim first.
+
+        With ``after`` the walk resumes behind a block that an earlier walk yielded. If that block has left the free queue,
+        the *call* raises ``StaleCursorError``, so that the caller restarts at the head knowingly. Touching the block just
+        yielded is allowed during the walk; a walk whose next block has left the queue meanwhile raises the same.
+        """
+        ...
+
+
+@runtime_checkable
+class SchedulerContext(BlockPoolView, Protocol):
+    """The pool, and the requests that use it."""
+
+    def get_request_blocks(self, request_id: str) -> tuple[Sequence[KVCacheBlockView], ...]:
+        """The request's block table per group, null blocks in their places; empty tables if it holds none."""
+        ...
+
+    def waiting_requests(self) -> Iterable[RequestView]:
+        """Requests not running yet, in the order in which they will be tried."""
+        ...

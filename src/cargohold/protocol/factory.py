@@ -1,0 +1,86 @@
+"""How an engine gets its connector without naming one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cargohold.protocol.connector import KVConnectorScheduler, KVConnectorWorker
+from cargohold.protocol.kv_cache import KVCacheLayout
+
+
+class Clock(Protocol):
+    """Monotonic time in seconds. Production passes ``time.monotonic``; a simulation passes its own."""
+
+    def __call__(self) -> float:
+        """Seconds since some fixed moment."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerEnvironment:
+    """What the scheduler side of a connector is told of the engine it lives in.
+
+    Attributes:
+        layout: the paged KV cache.
+        clock: monotonic time, for deadlines.
+        prefix_caching: whether the device pool keeps blocks for reuse. Without it, waiting for another request's load is
+            pointless, for its blocks could not be shared.
+        applies_locks: whether the engine applies ``report_to_scheduler``.
+        emits_events: whether anyone listens to KV events.
+    """
+
+    layout: KVCacheLayout
+    clock: Clock
+    prefix_caching: bool = True
+    applies_locks: bool = True
+    emits_events: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnvironment:
+    """What the worker side of a connector is told of the worker it lives in.
+
+    Attributes:
+        layout: the paged KV cache.
+        rank: which of the ``layout.world_size`` workers this is, from 0.
+        clock: monotonic time.
+    """
+
+    layout: KVCacheLayout
+    rank: int
+    clock: Clock
+
+
+class KVConnectorFactory(Protocol):
+    """Makes the two sides. A worker may live in another process, so the factory itself must survive ``spawn``."""
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
+        """The scheduler side. Raises ``ConfigError`` if it cannot work in this environment."""
+        ...
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
+        """The worker side of the same connector."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFactory:
+    """A factory from two callables: enough for a connector whose classes need nothing but their environment.
+
+    Attributes:
+        scheduler_side: called with the ``SchedulerEnvironment``.
+        worker_side: called with the ``WorkerEnvironment``.
+    """
+
+    scheduler_side: Callable[[SchedulerEnvironment], KVConnectorScheduler] = field()
+    worker_side: Callable[[WorkerEnvironment], KVConnectorWorker] = field()
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
+        """Call ``scheduler_side``."""
+        return self.scheduler_side(environment)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
+        """Call ``worker_side``."""
+        return self.worker_side(environment)

@@ -1,0 +1,106 @@
+"""What both sides know about the engine's paged KV cache: its groups, its blocks, its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+BlockIds: TypeAlias = tuple[Sequence[int], ...]
+"""One block table per KV-cache group: ``block_ids[group][i]`` holds tokens ``[i * block_tokens, (i + 1) * block_tokens)``.
+
+Id 0 is the null block. A table handed over by the engine is the engine's own: read it during the call, copy what you keep.
+"""
+
+NULL_BLOCK_ID = 0
+"""Id of the null block: the placeholder for a position whose KV is not kept."""
+
+
+class AttentionKind(Enum):
+    """How the layers of a group look back, which decides which of their blocks are worth keeping."""
+
+    FULL = "full"
+    """Every token sees all tokens before it; every block is kept."""
+    SLIDING_WINDOW = "sliding_window"
+    """A token sees itself and the ``window_tokens - 1`` before it."""
+    CHUNKED_LOCAL = "chunked_local"
+    """A token sees itself and those before it in the same aligned run of ``window_tokens``."""
+    RECURRENT = "recurrent"
+    """One state stands for the whole prefix: only the last block matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that share one block table.
+
+    Attributes:
+        index: position of the group in the layout, and in every ``BlockIds``.
+        kind: how its layers look back.
+        block_tokens: tokens per block.
+        layer_names: the layers, in the order in which a block holds them.
+        window_tokens: reach of a window, a chunk's length for chunked local attention; ``None`` where there is none.
+    """
+
+    index: int
+    kind: AttentionKind
+    block_tokens: int
+    layer_names: tuple[str, ...]
+    window_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        windowed = self.kind in (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens must be at least 1, not {self.block_tokens}")
+        if windowed != (self.window_tokens is not None):
+            raise ValueError(f"{self.kind.value} attention and window_tokens={self.window_tokens} do not go together")
+        if self.window_tokens is not None and self.window_tokens < 1:
+            raise ValueError(f"window_tokens must be at least 1, not {self.window_tokens}")
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Leading tokens that no query at position ``num_computed_tokens`` or later will read.
+
+        Their KV need not be kept; blocks that lie wholly inside are null in the block table.
+        """
+        match self.kind:
+            case AttentionKind.FULL:
+                return 0
+            case AttentionKind.SLIDING_WINDOW:
+                assert self.window_tokens is not None
+                return max(0, num_computed_tokens - self.window_tokens + 1)
+            case AttentionKind.CHUNKED_LOCAL:
+                assert self.window_tokens is not None
+                return num_computed_tokens // self.window_tokens * self.window_tokens
+            case AttentionKind.RECURRENT:
+                return max(0, num_computed_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """The paged KV cache of one engine replica, as scheduler and workers agree on it.
+
+    Attributes:
+        groups: the KV-cache groups; ``groups[i].index == i``.
+        num_blocks: blocks in the device pool, the null block included.
+        block_bytes: bytes of one block on one worker. Every group's blocks have this size, so that all groups share one pool.
+        hash_block_tokens: tokens per entry of a request's ``block_hashes``; divides every group's ``block_tokens``.
+        world_size: workers that each hold a shard of every block.
+    """
+
+    groups: tuple[KVCacheGroup, ...]
+    num_blocks: int
+    block_bytes: int
+    hash_block_tokens: int
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if [group.index for group in self.groups] != list(range(len(self.groups))) or not self.groups:
+            raise ValueError("groups must be numbered 0, 1, ... in order, and there must be one at least")
+        for group in self.groups:
+            if group.block_tokens % self.hash_block_tokens:
+                raise ValueError(
+                    f"hash_block_tokens={self.hash_block_tokens} does not divide block_tokens={group.block_tokens} "
+                    f"of group {group.index}"
+                )
+        if self.num_blocks < 2 or self.block_bytes < 1 or self.world_size < 1:
+            raise ValueError("a layout needs at least two blocks (one is null), one byte per block and one worker")

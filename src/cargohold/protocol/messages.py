@@ -1,0 +1,134 @@
+"""Messages that ride on the engine's own step messages, between the scheduler side of a connector and its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol, Self, TypeAlias, runtime_checkable
+
+
+class TransferOutcome(IntEnum):
+    """How a job ended. Ordered from best to worst: over several workers the worst counts."""
+
+    DONE = 0
+    """Every byte is where it belongs."""
+    ABANDONED = 1
+    """Given up before it did harm: cancelled, or too late. The source is as it was; the destination is worthless."""
+    FAILED = 2
+    """Something broke: an I/O error, a checksum. The destination is worthless, and the source may be."""
+
+
+@runtime_checkable
+class ConnectorMetadata(Protocol):
+    """Scheduler side to workers, once a step.
+
+    The engine carries it without looking inside. A connector's metadata is a frozen dataclass whose fields are numbers,
+    strings, bytes, enums, and tuples, frozensets, dicts or such dataclasses of these, fully annotated: then every executor
+    can carry it to another process without running code that the bytes choose.
+    """
+
+
+@runtime_checkable
+class WorkerMetadata(Protocol):
+    """Workers to scheduler side, opaque to the engine. The rule for fields is that of ``ConnectorMetadata``."""
+
+    def aggregate(self, other: Self) -> Self:
+        """Merge another worker's metadata of the same step into a new object; neither input is changed.
+
+        The aggregator calls it pairwise in rank order: ``meta[0].aggregate(meta[1]).aggregate(meta[2])``.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyMetadata:
+    """The metadata of a connector that has nothing to say."""
+
+    def aggregate(self, other: EmptyMetadata) -> EmptyMetadata:
+        """Nothing and nothing is nothing."""
+        return self
+
+
+Stats: TypeAlias = Mapping[str, float]
+"""Counters by name, for one step: increments, not totals, so that steps and workers add up."""
+
+
+def add_stats(left: Stats, right: Stats) -> Stats:
+    """Sum two sets of counters into a new one."""
+    if not right:
+        return left
+    total = dict(left)
+    for name, value in right.items():
+        total[name] = total.get(name, 0) + value
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTransfers:
+    """What ended on one worker since it was last asked.
+
+    Attributes:
+        finished_sending: requests whose blocks this worker no longer reads; answers ``True`` from ``request_finished``.
+        finished_recving: requests whose asynchronous load has ended, failed ones included.
+        failed_recving: those of them whose load failed as a whole: nothing of it may be used.
+        jobs: jobs that ended, and how. Job ids are the connector's own.
+        expected_finished_count: workers that must report each id from now on, if this worker knows better; 0 otherwise.
+    """
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    failed_recving: frozenset[str] = frozenset()
+    jobs: Mapping[int, TransferOutcome] = field(default_factory=dict)
+    expected_finished_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnectorOutput:
+    """What one worker's connector (or, once aggregated, all of them) reports after a step.
+
+    Attributes:
+        finished: transfers that ended; over several workers, those that all of them have reported.
+        invalid_block_ids: blocks whose load failed. For an asynchronous load they are reported no later than its
+            ``finished_recving``.
+        worker_meta: opaque; merged over workers with ``aggregate``.
+        stats: counters, added up over workers.
+    """
+
+    finished: FinishedTransfers = FinishedTransfers()
+    invalid_block_ids: frozenset[int] = frozenset()
+    worker_meta: WorkerMetadata | None = None
+    stats: Stats = field(default_factory=dict)
+
+    def is_empty(self) -> bool:
+        """True if it says nothing, so that ``update_connector_output`` need not be called."""
+        return self == _NOTHING_TO_REPORT
+
+
+_NOTHING_TO_REPORT = KVConnectorOutput()
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnectorSchedulerOutput:
+    """What the scheduler side of a connector asks of the scheduler after a step.
+
+    Attributes:
+        lock_block_ids: blocks to take a reference on. Repeated ids add up.
+        unlock_block_ids: blocks to give a reference back on; freed in the order given, so the first is evicted first.
+    """
+
+    lock_block_ids: tuple[int, ...] = ()
+    unlock_block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Why a request hit or missed: the answer to "why was this prompt slow?".
+
+    Attributes:
+        restored_tokens: tokens loaded, by the tier they came from.
+        notes: what was decided for the request and why, in order, as sentences.
+    """
+
+    restored_tokens: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
