@@ -100,21 +100,22 @@ class ConnectorGuard(KVConnectorScheduler):
 
     Args:
         inner: the connector.
-        context: the block pool it may use, and on which its locks are applied; ``None`` where there is none.
+        context: the block pool on which its locks are applied.
+        binds_context: whether the connector may use the pool itself.
     """
 
-    def __init__(self, inner: KVConnectorScheduler, context: SchedulerContext | None) -> None:
+    def __init__(self, inner: KVConnectorScheduler, context: SchedulerContext, *, binds_context: bool = True) -> None:
         self._inner = inner
-        self._held = None if context is None else HeldBlocks(context)
+        self._held = HeldBlocks(context)
         self.name = inner.name
         self.broken: ContractError | None = None
-        if self._held is not None:
+        if binds_context:
             self.bind_scheduler_context(self._held)
 
     @property
     def num_held_references(self) -> int:
         """References on blocks that the connector holds, through ``touch`` or locks."""
-        return 0 if self._held is None else self._held.num_references
+        return self._held.num_references
 
     def break_off(self, rule: str, cause: Exception | None = None) -> None:
         """Turn the connector off because it broke ``rule``. Only the first time counts."""
@@ -127,14 +128,13 @@ class ConnectorGuard(KVConnectorScheduler):
 
     def release_held_blocks(self) -> None:
         """Give back every reference the connector holds. Only once its workers have stopped."""
-        if self._held is not None:
-            self._held.release()
+        self._held.release()
 
     def apply_report(self) -> None:
         """Ask for locks and unlocks and apply them."""
         report = self.report_to_scheduler()
-        if report is not None and self._held is not None:
-            self._call("report_to_scheduler", None, self._apply, self._held, report)
+        if report is not None:
+            self._call("report_to_scheduler", None, self._apply, report)
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
         """Pass on."""
@@ -227,9 +227,9 @@ class ConnectorGuard(KVConnectorScheduler):
         keeps_blocks, params = self._inner.request_finished(request, block_ids)
         return bool(keeps_blocks), params
 
-    def _apply(self, held: HeldBlocks, report: KVConnectorSchedulerOutput) -> None:
-        held.lock(report.lock_block_ids)
-        held.unlock(report.unlock_block_ids)
+    def _apply(self, report: KVConnectorSchedulerOutput) -> None:
+        self._held.lock(report.lock_block_ids)
+        self._held.unlock(report.unlock_block_ids)
 
     def _call(self, method: str, otherwise: T, call: Callable[..., T], *args: object) -> T:
         if self.broken is not None:

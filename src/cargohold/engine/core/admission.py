@@ -99,6 +99,7 @@ class Admission:
         request.num_external_tokens = num_external
         if request.times.first_scheduled is None:
             request.times.first_scheduled = self._clock()
+            request.num_first_device_tokens = hit.num_tokens
 
     def _tell_connector(self, request: Request, num_external: int) -> bool:
         """Announce the allocation. ``False``, and the blocks taken back, if the connector broke and will load nothing."""

@@ -83,6 +83,7 @@ class Request:
         status: where the request is.
         num_computed_tokens: leading tokens whose KV is in the device pool.
         num_device_tokens: tokens found in the device pool when it was last admitted.
+        num_first_device_tokens: the same when it was admitted for the first time.
         num_external_tokens: tokens beyond those that a connector loaded, or is loading, since it was last admitted.
         ask_connector: whether the connector may be asked for this request: not after a load of it failed.
         finish_reason, error: why it ended.
@@ -103,6 +104,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_device_tokens: int = 0
+    num_first_device_tokens: int = 0
     num_external_tokens: int = 0
     num_preemptions: int = 0
     ask_connector: bool = True

@@ -57,10 +57,17 @@ class Scheduler:
         layout: the paged KV cache.
         connector: scheduler side of the KV connector.
         clock: monotonic time in seconds.
+        with_context: whether the connector is given a view of the block pool; without, it reports locks instead.
     """
 
     def __init__(
-        self, config: SchedulerConfig, layout: KVCacheLayout, connector: KVConnectorScheduler, clock: Clock
+        self,
+        config: SchedulerConfig,
+        layout: KVCacheLayout,
+        connector: KVConnectorScheduler,
+        clock: Clock,
+        *,
+        with_context: bool = True,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -69,7 +76,7 @@ class Scheduler:
         self._running = RunningRequests(self._waiting.urgency)
         self._transfers = TransferTable()
         self._requests: dict[str, Request] = {}
-        self.connector = ConnectorGuard(connector, EngineContext(self.kv, self._waiting))
+        self.connector = ConnectorGuard(connector, EngineContext(self.kv, self._waiting), binds_context=with_context)
         self._admission = Admission(config, self.kv, self.connector, self._transfers, clock)
         self._connector_dropped = False
         self._finished_ids: set[str] = set()

@@ -1,0 +1,54 @@
+"""Options of the offloading connector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cargohold.errors import ConfigError
+from cargohold.machine import memory_limit_bytes
+from cargohold.units import format_bytes, is_positive_int, parse_bytes
+
+DEFAULT_POLICY = "lru"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """Keep KV in host memory. Checked when made; raises ``ConfigError`` naming the option.
+
+    Attributes:
+        host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
+        policy: what is evicted when it is full; one of ``cargohold.offload.policy.POLICIES``.
+        blocks_per_chunk: blocks that are offloaded as one unit. Larger chunks cost less bookkeeping and hit less often.
+        store_generated: whether KV of generated tokens is kept too, or the prompts' alone.
+        max_inflight_fraction: part of the device pool that stores in flight may hold at most; above it new chunks wait.
+        transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
+    """
+
+    host_bytes: int | str
+    policy: str = DEFAULT_POLICY
+    blocks_per_chunk: int = 1
+    store_generated: bool = True
+    max_inflight_fraction: float = 0.5
+    transfer_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        limit = memory_limit_bytes()
+        if self.num_host_bytes > limit:
+            raise ConfigError("host_bytes", self.host_bytes, f"this machine allows {format_bytes(limit)} in all")
+        # TODO self._require("policy", self.policy in POLICIES, f"one of {', '.join(sorted(POLICIES))}")
+        self._require(
+            "blocks_per_chunk",
+            is_positive_int(self.blocks_per_chunk),
+            "an integer from 1",
+        )
+        self._require("max_inflight_fraction", 0 < self.max_inflight_fraction <= 1, "a number above 0 and at most 1")
+        self._require("transfer_timeout_s", self.transfer_timeout_s > 0, "a number of seconds above 0")
+
+    @property
+    def num_host_bytes(self) -> int:
+        """``host_bytes`` as a number."""
+        return parse_bytes("host_bytes", self.host_bytes)
+
+    def _require(self, key: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ConfigError(key, getattr(self, key), f"it must be {expected}")

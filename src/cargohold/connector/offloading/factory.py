@@ -1,0 +1,55 @@
+"""Makes both sides of the offloading connector for an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.worker import OffloadingWorker
+from cargohold.errors import ConfigError
+from cargohold.offload.tier import HostMemory
+from cargohold.offload.transfer import TransferWorker
+from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
+from cargohold.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingFactory:
+    """Satisfies ``cargohold.protocol.KVConnectorFactory``.
+
+    Attributes:
+        config: options.
+    """
+
+    config: OffloadConfig
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        """The scheduler side. Raises ``ConfigError`` if the tier cannot hold a single chunk."""
+        from cargohold.offload.manager import make_manager
+
+        manager = make_manager(
+            self.config.policy, self._num_slots(environment.layout), record_events=environment.emits_events
+        )
+        return OffloadingScheduler(self.config, environment, manager)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        """The worker side, with this worker's shard of the tier."""
+        layout = environment.layout
+        num_rows = self._num_slots(layout) * self.config.blocks_per_chunk
+
+        def make_transfers(regions: Sequence[Any]) -> TransferWorker:
+            from cargohold.offload.transfer.factory import make_transfer_worker  # noqa: PLC0415  # imports torch
+
+            return make_transfer_worker(regions, HostMemory(num_rows, layout.block_bytes), environment.clock)
+
+        return OffloadingWorker(make_transfers)
+
+    def _num_slots(self, layout: KVCacheLayout) -> int:
+        chunk_bytes = layout.block_bytes * layout.world_size * self.config.blocks_per_chunk
+        num_slots = self.config.num_host_bytes // chunk_bytes
+        if num_slots < 1:
+            raise ConfigError("host_bytes", self.config.host_bytes, f"one chunk takes {format_bytes(chunk_bytes)}")
+        return num_slots

@@ -1,0 +1,113 @@
+"""Transfers in flight: who they belong to and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cargohold.offload.manager.base import LoadHandle, OffloadKey, StoreHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load in flight.
+
+    Attributes:
+        job_id: the job.
+        request_id: who waits for it.
+        handle: pins on the chunks it reads.
+        num_computed_tokens: leading tokens that were on the device before it.
+        block_ids: its destinations, held until it has ended on all workers.
+        key_of_block: which chunk fills which destination.
+    """
+
+    job_id: int
+    request_id: str
+    handle: LoadHandle
+    num_computed_tokens: int
+    block_ids: tuple[int, ...]
+    key_of_block: dict[int, OffloadKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A store in flight.
+
+    Attributes:
+        job_id: the job.
+        request_id: whose blocks it reads.
+        handle: slots reserved for the chunks it writes.
+        block_ids: its sources, held until it has ended on all workers.
+    """
+
+    job_id: int
+    request_id: str
+    handle: StoreHandle
+    block_ids: tuple[int, ...]
+
+
+class JobTable:
+    """The jobs in flight. Ids are never used again.
+
+    Attributes:
+        num_store_blocks: device blocks that stores in flight hold.
+        version: changes whenever the answer of ``is_loading_any`` may have changed.
+    """
+
+    def __init__(self) -> None:
+        self._next_id = 0
+        self._loads: dict[int, Load] = {}
+        self._stores: dict[int, Store] = {}
+        self._loading: dict[OffloadKey, int] = {}
+        self.version = 0
+        self.num_store_blocks = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._loads or self._stores)
+
+    def __len__(self) -> int:
+        return len(self._loads) + len(self._stores)
+
+    def new_id(self) -> int:
+        """An id for a new job."""
+        self._next_id += 1
+        return self._next_id
+
+    def add_load(self, load: Load) -> None:
+        """A load begins."""
+        self._loads[load.job_id] = load
+        self.version += 1
+        for key in load.handle.keys:
+            self._loading[key] = self._loading.get(key, 0) + 1
+
+    def add_store(self, store: Store) -> None:
+        """A store begins."""
+        self._stores[store.job_id] = store
+        self.num_store_blocks += len(store.block_ids)
+
+    def end(self, job_id: int) -> Load | Store | None:
+        """Take out a job that has ended; ``None`` if it is not in flight."""
+        if (load := self._loads.pop(job_id, None)) is not None:
+            self._forget_loading(load.handle.keys)
+            return load
+        if (store := self._stores.pop(job_id, None)) is not None:
+            self.num_store_blocks -= len(store.block_ids)
+            return store
+        return None
+
+    def is_loading_any(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether one of these chunks is being loaded."""
+        return bool(self._loading) and not self._loading.keys().isdisjoint(keys)
+
+    def _forget_loading(self, keys: Sequence[OffloadKey]) -> None:
+        self.version += 1
+        for key in keys:
+            count = self._loading[key] - 1
+            if count:
+                self._loading[key] = count
+            else:
+                del self._loading[key]
+
+    def stores_of(self, request_id: str) -> Iterator[Store]:
+        """Stores that read a request's blocks."""
+        return (store for store in self._stores.values() if store.request_id == request_id)

@@ -1,0 +1,83 @@
+"""Loads: planned when a request gets its blocks, ended when all workers have reported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from cargohold.connector.offloading.chunks import chunks_to_load
+from cargohold.connector.offloading.jobs import Load
+from cargohold.connector.offloading.messages import LoadJob
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.shared import Shared
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.protocol import BlockIds, KVConnectorOutput, TransferOutcome
+
+logger = logging.getLogger(__name__)
+
+
+class Loads:
+    """Plans loads and draws the consequences of their ends."""
+
+    def __init__(self, shared: Shared, requests: Mapping[str, RequestState]) -> None:
+        self._shared = shared
+        self._requests = requests
+        self._planned: list[LoadJob] = []
+        # Blocks that some worker reported as bad, of loads that have not ended on all of them.
+        self._invalid_block_ids: set[int] = set()
+
+    def plan(self, state: RequestState, blocks: BlockIds, num_computed_tokens: int, num_hit_tokens: int) -> None:
+        """Load what lies between the computed tokens and the end of the hit into the request's blocks."""
+        shared = self._shared
+        per_chunk = shared.config.blocks_per_chunk
+        chunks = [
+            (keys.keys[chunk.index], chunk)
+            for keys in state.keys
+            for chunk in chunks_to_load(
+                keys.group, blocks[keys.group.index], per_chunk, num_computed_tokens, num_hit_tokens
+            )
+        ]
+        handle = shared.manager.prepare_load([key for key, _ in chunks])
+        block_ids, rows = shared.places([chunk for _, chunk in chunks], handle.slots)
+        shared.holder.hold(block_ids)
+        request_id = state.request.request_id
+        key_of_block = {block_id: key for key, chunk in chunks for block_id in chunk.block_ids}
+        load = Load(shared.jobs.new_id(), request_id, handle, num_computed_tokens, block_ids, key_of_block)
+        shared.jobs.add_load(load)
+        self._planned.append(LoadJob(load.job_id, request_id, block_ids, rows, shared.config.transfer_timeout_s))
+        state.restored_tokens += num_hit_tokens - num_computed_tokens
+        shared.stats["loads"] += 1
+        shared.stats["loaded_blocks"] += len(block_ids)
+
+    def take_planned(self) -> tuple[LoadJob, ...]:
+        """The loads planned since the last call."""
+        planned, self._planned = tuple(self._planned), []
+        return planned
+
+    def note_invalid(self, block_ids: frozenset[int]) -> None:
+        """Some worker could not fill these blocks."""
+        self._invalid_block_ids |= block_ids
+
+    def end(self, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
+        """Release what the load held. Chunks that could not be read are forgotten: they are misses from now on."""
+        bad_blocks = self._invalid_block_ids & load.key_of_block.keys()
+        self._invalid_block_ids -= bad_blocks
+        if outcome is TransferOutcome.FAILED and load.request_id in output.finished.failed_recving:
+            bad_blocks = set(load.block_ids)
+        bad_keys = {load.key_of_block[block_id] for block_id in bad_blocks}
+        load.handle.release(bad_keys)
+        self._shared.holder.release(load.block_ids)
+        if outcome is not TransferOutcome.DONE:
+            self._note_failure(load, outcome, bad_keys)
+
+    def _note_failure(self, load: Load, outcome: TransferOutcome, bad_keys: set[OffloadKey]) -> None:
+        tier = self._shared.tier
+        self._shared.stats["loads_failed"] += 1
+        too_late = outcome is TransferOutcome.ABANDONED
+        reason = "came too late" if too_late else f"failed: {len(bad_keys)} of {len(load.handle.keys)} chunks are bad"
+        logger.warning("a load of %d blocks from %s %s", len(load.block_ids), tier, reason)
+        state = self._requests.get(load.request_id)
+        if state is not None:
+            state.notes.append(f"the load from {tier} {reason}; those tokens are computed instead")
+            state.restored_tokens = 0
+            state.offer_again_from(load.num_computed_tokens)

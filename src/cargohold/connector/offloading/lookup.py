@@ -1,0 +1,72 @@
+"""How much of a request the tier can give back."""
+
+from __future__ import annotations
+
+from cargohold.blocks import GroupUnits, longest_hit
+from cargohold.connector.offloading.jobs import JobTable
+from cargohold.connector.offloading.requests import Lookup, RequestState
+from cargohold.offload.keys import ChunkKeys
+from cargohold.offload.manager.base import OffloadManager
+
+
+class _TierStates:
+    """Presence of one request's chunks of one group in the tier; see ``cargohold.blocks.UnitStates``."""
+
+    def __init__(self, manager: OffloadManager, keys: ChunkKeys) -> None:
+        self._manager = manager
+        self._keys = keys.keys
+
+    def run(self, first: int, end: int) -> bytes:
+        return self._manager.lookup_run(self._keys[first:end])
+
+    def window(self, first: int, end: int) -> bytes:
+        return self._manager.lookup(self._keys[first:end])
+
+
+class TierLookup:
+    """Looks requests up in a tier.
+
+    Args:
+        manager: what the tier holds.
+        jobs: transfers in flight.
+        shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
+    """
+
+    def __init__(self, manager: OffloadManager, jobs: JobTable, *, shares_loads: bool) -> None:
+        self._manager = manager
+        self._jobs = jobs
+        self._shares_loads = shares_loads
+
+    def find(self, state: RequestState, num_computed_tokens: int) -> Lookup:
+        """The longest usable prefix of a request. Remembered in ``state`` and repeated while nothing has changed."""
+        request = state.request
+        basis = (self._manager.generation, self._jobs.version, request.num_tokens)
+        lookup = state.lookup
+        if lookup is None or lookup.basis != basis or lookup.num_computed_tokens != num_computed_tokens:
+            state.extend_keys()
+            lookup = state.lookup = self._find(state, num_computed_tokens, basis)
+        return lookup
+
+    def _find(self, state: RequestState, num_computed_tokens: int, basis: tuple[int, ...]) -> Lookup:
+        num_tokens = state.request.num_tokens
+        max_load = state.params.max_load_tokens
+        hit = longest_hit(
+            [GroupUnits(keys.group, keys.chunk_tokens, _TierStates(self._manager, keys)) for keys in state.keys],
+            num_tokens,
+            num_computed_tokens,
+            limit_tokens=num_tokens if max_load is None else min(num_tokens, num_computed_tokens + max_load),
+        )
+        if hit.num_tokens - num_computed_tokens < min(keys.chunk_tokens for keys in state.keys):
+            # Not worth a transfer: less than one chunk beyond what is there.
+            return Lookup(num_computed_tokens, hit.undecided, num_computed_tokens, basis)
+        waits = self._shares_loads and self._is_being_loaded(state, num_computed_tokens, hit.num_tokens)
+        return Lookup(hit.num_tokens, hit.undecided or waits, num_computed_tokens, basis)
+
+    def _is_being_loaded(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> bool:
+        """Whether another request is loading part of the hit: its blocks will be in the prefix cache soon."""
+        return any(
+            self._jobs.is_loading_any(
+                keys.keys[num_computed_tokens // keys.chunk_tokens : num_hit_tokens // keys.chunk_tokens]
+            )
+            for keys in state.keys
+        )

@@ -1,0 +1,78 @@
+"""What the scheduler side remembers of each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cargohold.connector.offloading.params import TransferParams
+from cargohold.offload.keys import ChunkKeys
+from cargohold.protocol import KVCacheLayout, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The answer of a look-up, and what it depended on: while that is the same, so is the answer.
+
+    Attributes:
+        num_tokens: leading tokens usable, computed ones included.
+        undecided: whether to ask again.
+        num_computed_tokens: leading tokens that were on the device.
+        basis: what else it depended on.
+    """
+
+    num_tokens: int
+    undecided: bool
+    num_computed_tokens: int
+    basis: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request.
+
+    Attributes:
+        request: the engine's view of it.
+        params: the client's wishes.
+        keys: offload keys per group.
+        next_chunk: per group, the first chunk not offered for storing yet.
+        lookup: the last look-up's answer.
+        restored_tokens: tokens loaded so far.
+        notes: what was decided and why.
+    """
+
+    request: RequestView
+    params: TransferParams
+    keys: tuple[ChunkKeys, ...]
+    next_chunk: list[int]
+    lookup: Lookup | None = None
+    restored_tokens: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def create(cls, request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int) -> RequestState:
+        """State of a request that has just arrived. Raises ``RequestError`` if its wishes cannot be."""
+        params = TransferParams.parse(request.kv_transfer_params, request.request_id)
+        keys = tuple(ChunkKeys(group, blocks_per_chunk, layout.hash_block_tokens) for group in layout.groups)
+        return cls(request, params, keys, [0] * len(keys))
+
+    def extend_keys(self) -> None:
+        """Add the keys of chunks that became full."""
+        hashes = self.request.block_hashes
+        for keys in self.keys:
+            keys.extend(hashes)
+
+    def has_unoffered_chunks(self, num_tokens: int) -> bool:
+        """Whether the first ``num_tokens`` tokens have full chunks that were not offered for storing."""
+        return any(
+            num_tokens // keys.chunk_tokens > first for keys, first in zip(self.keys, self.next_chunk, strict=True)
+        )
+
+    def offer_again_from(self, num_tokens: int) -> None:
+        """Offer again for storing what lies behind ``num_tokens``: the tier lost it."""
+        for group, keys in enumerate(self.keys):
+            self.next_chunk[group] = min(self.next_chunk[group], num_tokens // keys.chunk_tokens)
+
+    def skip_offers(self, num_tokens: int) -> None:
+        """Do not offer for storing the chunks that lie wholly in the first ``num_tokens`` tokens."""
+        for group, keys in enumerate(self.keys):
+            self.next_chunk[group] = max(self.next_chunk[group], num_tokens // keys.chunk_tokens)

@@ -1,0 +1,185 @@
+"""Scheduler side of the offloading connector: what to load and to store, and when it is safe."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.holds import LockHolder, RequestHolder, TouchHolder
+from cargohold.connector.offloading.jobs import Load, Store
+from cargohold.connector.offloading.loads import Loads
+from cargohold.connector.offloading.lookup import TierLookup
+from cargohold.connector.offloading.messages import OffloadingMetadata
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.shared import Shared
+from cargohold.connector.offloading.stores import Stores
+from cargohold.offload.manager.base import OffloadManager
+from cargohold.protocol import (
+    BlockIds,
+    CacheReport,
+    ConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    KVConnectorSchedulerOutput,
+    RequestView,
+    SchedulerContext,
+    SchedulerEnvironment,
+    Stats,
+    StepView,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadingScheduler(KVConnectorScheduler):
+    """Copies KV down as it is computed, and loads it back on a prefix hit.
+
+    Args:
+        config: options.
+        environment: the engine.
+        manager: what the tier holds.
+        tier: name of the tier in reports.
+    """
+
+    name = "offloading"
+
+    def __init__(
+        self, config: OffloadConfig, environment: SchedulerEnvironment, manager: OffloadManager, tier: str = "host"
+    ) -> None:
+        holder = LockHolder() if environment.applies_locks else RequestHolder()
+        self._shared = Shared(config, environment.layout, manager, tier, holder)
+        self._requests: dict[str, RequestState] = {}
+        self._lookup = TierLookup(manager, self._shared.jobs, shares_loads=environment.prefix_caching)
+        self._loads = Loads(self._shared, self._requests)
+        self._stores = Stores(self._shared)
+        # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
+        self._lingering: set[str] = set()
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        """Hold blocks by touching them from now on."""
+        self._shared.holder = TouchHolder(context)
+
+    def on_new_request(self, request: RequestView) -> None:
+        """Remember the request; raises ``RequestError`` if it asks for something impossible."""
+        shared = self._shared
+        state = RequestState.create(request, shared.layout, shared.config.blocks_per_chunk)
+        self._requests[request.request_id] = state
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
+        """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise."""
+        keeps_blocks = self._needs_request(request.request_id)
+        if keeps_blocks:
+            self._lingering.add(request.request_id)
+        return keeps_blocks, None
+
+    def explain(self, request_id: str) -> CacheReport:
+        """What was decided for the request, and why; forgets it."""
+        state = self._requests.pop(request_id)
+        restored = {self._shared.tier: state.restored_tokens} if state.restored_tokens else {}
+        return CacheReport(restored, tuple(state.notes))
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond the computed ones that the tier holds; loaded asynchronously."""
+        lookup = self._lookup.find(self._requests[request.request_id], num_computed_tokens)
+        if lookup.undecided:
+            return None, False
+        num_external_tokens = lookup.num_tokens - num_computed_tokens
+        return num_external_tokens, num_external_tokens > 0
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        """Plan the load of what was found, into the blocks allocated for it."""
+        state = self._requests[request.request_id]
+        lookup, state.lookup = state.lookup, None
+        if lookup is None:
+            return  # the second call, after the load
+        # Marked only now that the request runs: a look-up may be repeated any number of times.
+        for keys in state.keys:
+            self._shared.manager.touch(keys.keys)
+        num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
+        if num_external_tokens:
+            self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
+        if not state.params.do_remote_decode:
+            state.skip_offers(num_hit_tokens)
+        self._note_lookup(state, lookup.num_computed_tokens, num_external_tokens)
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        """This step's loads, and stores of the chunks that its tokens complete."""
+        finish_stores = self._must_finish_stores(step)
+        return OffloadingMetadata(
+            loads=self._loads.take_planned(),
+            stores=tuple(
+                store
+                for share in step.scheduled
+                for store in self._stores.plan(self._requests[share.request_id], share)
+            ),
+            finish_stores=finish_stores,
+            release=self._take_released(),
+        )
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Release what ended jobs held; make stored chunks visible, and forget those that could not be read."""
+        self._loads.note_invalid(output.invalid_block_ids)
+        for job_id, outcome in output.finished.jobs.items():
+            job = self._shared.jobs.end(job_id)
+            if isinstance(job, Load):
+                self._loads.end(job, outcome, output)
+            elif isinstance(job, Store):
+                self._stores.end(job, outcome)
+            else:
+                logger.warning("a worker reported job %d, which is not in flight", job_id)
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
+        """Locks and unlocks, where blocks are held that way."""
+        return self._shared.holder.take_report()
+
+    def has_pending_work(self) -> bool:
+        """While jobs are in flight, or blocks of ended requests are kept."""
+        return bool(self._shared.jobs or self._lingering)
+
+    # --- on demand ----------------------------------------------------------------------------------------------------
+
+    def reset_cache(self) -> bool:
+        """Forget every chunk, unless a job is in flight."""
+        return not self._shared.jobs and self._shared.manager.reset()
+
+    def get_stats(self) -> Stats:
+        """Counters since the last call."""
+        stats, self._shared.stats = dict(self._shared.stats), Counter()
+        return stats
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _needs_request(self, request_id: str) -> bool:
+        """Whether a copy reads the request's blocks that nothing but the request's own references protects."""
+        return not self._shared.holder.outlives_requests and any(self._shared.jobs.stores_of(request_id))
+
+    def _must_finish_stores(self, step: StepView) -> bool:
+        """Whether this step may overwrite blocks that stores read: those of preempted requests, or behind a window."""
+        if self._shared.holder.outlives_requests or not self._shared.jobs.num_store_blocks:
+            return False
+        has_windows = any(group.window_tokens is not None for group in self._shared.layout.groups)
+        return has_windows or any(self._needs_request(request_id) for request_id in step.preempted_req_ids)
+
+    def _take_released(self) -> tuple[str, ...]:
+        """Ended requests whose stores have ended since the last step."""
+        released = tuple(sorted(lingering for lingering in self._lingering if not self._needs_request(lingering)))
+        self._lingering.difference_update(released)
+        return released
+
+    def _note_lookup(self, state: RequestState, num_computed_tokens: int, num_external_tokens: int) -> None:
+        tier, num_tokens = self._shared.tier, state.request.num_tokens
+        num_missing = num_tokens - num_computed_tokens - num_external_tokens
+        state.notes.append(
+            f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {num_external_tokens} more in {tier}; "
+            f"{num_missing} were left to compute"
+        )
+        self._shared.stats["asked_tokens"] += num_tokens
+        self._shared.stats["device_hit_tokens"] += num_computed_tokens
+        self._shared.stats[f"{tier}_hit_tokens"] += num_external_tokens

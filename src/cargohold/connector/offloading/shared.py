@@ -1,0 +1,46 @@
+"""What the parts of the scheduler side share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cargohold.connector.offloading.chunks import ChunkBlocks, chunk_rows
+from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.holds import BlockHolder
+from cargohold.connector.offloading.jobs import JobTable
+from cargohold.offload.manager.base import OffloadManager
+from cargohold.protocol import KVCacheLayout
+
+
+@dataclass(slots=True)
+class Shared:
+    """One connector's common ground.
+
+    Attributes:
+        config: options.
+        layout: the engine's paged KV.
+        manager: what the tier holds.
+        tier: its name in reports.
+        holder: keeps blocks from being reused while they are copied.
+        jobs: transfers in flight.
+        stats: counters since they were last taken.
+    """
+
+    config: OffloadConfig
+    layout: KVCacheLayout
+    manager: OffloadManager
+    tier: str
+    holder: BlockHolder
+    jobs: JobTable = field(default_factory=JobTable)
+    stats: Counter[str] = field(default_factory=Counter)
+
+    def places(self, chunks: Sequence[ChunkBlocks], slots: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Device blocks of chunks, and the tier's rows for them, in parallel."""
+        per_chunk = self.config.blocks_per_chunk
+        block_ids = tuple(block_id for chunk in chunks for block_id in chunk.block_ids)
+        rows = tuple(
+            row for chunk, slot in zip(chunks, slots, strict=True) for row in chunk_rows(chunk, slot, per_chunk)
+        )
+        return block_ids, rows

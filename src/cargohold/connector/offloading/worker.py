@@ -1,0 +1,119 @@
+"""Worker side of the offloading connector: hands jobs to a transfer worker and reports how they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar
+
+from cargohold.connector.offloading.messages import OffloadingMetadata
+from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.protocol import (
+    ConnectorMetadata,
+    FinishedTransfers,
+    KVConnectorWorker,
+    Stats,
+    TransferOutcome,
+)
+
+
+class OffloadingWorker(KVConnectorWorker):
+    """Moves blocks between one worker's paged KV and its shard of the tier.
+
+    Args:
+        make_transfers: makes the transfer worker once the paged KV is known; called with the regions.
+    """
+
+    name = "offloading"
+    metadata_type: ClassVar[type] = OffloadingMetadata
+
+    def __init__(self, make_transfers: Callable[[Sequence[Any]], TransferWorker]) -> None:
+        self._make_transfers = make_transfers
+        self._transfers: TransferWorker | None = None
+        self._metadata = OffloadingMetadata()
+        # Requests whose loads have not ended, by job.
+        self._waiting: dict[int, str] = {}
+        self._invalid_block_ids: set[int] = set()
+        self._stats: dict[str, float] = {}
+
+    def register_kv_caches(self, kv_caches: Sequence[Sequence[Any]]) -> None:
+        """Take the paged KV. All groups must share the same regions, so that a block id alone says where a block is."""
+        regions = kv_caches[0]
+        assert all(_same(other, regions) for other in kv_caches), "groups with memory of their own are not served"
+        self._transfers = self._make_transfers(regions)
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        """Take this step's jobs."""
+        assert isinstance(metadata, OffloadingMetadata)
+        self._metadata = metadata
+
+    def handle_preemptions(self) -> None:
+        """Let stores end whose sources this step may overwrite."""
+        if self._metadata.finish_stores:
+            self._running.finish_stores()
+
+    def start_load_kv(self) -> None:
+        """Start the loads."""
+        for load in self._metadata.loads:
+            self._waiting[load.job_id] = load.request_id
+            self._running.submit(CopyJob(load.job_id, Direction.LOAD, load.block_ids, load.rows, load.timeout_s))
+
+    def wait_for_save(self) -> None:
+        """Start the stores: the forward pass has written what they read."""
+        for store in self._metadata.stores:
+            self._running.submit(CopyJob(store.job_id, Direction.STORE, store.block_ids, store.rows, store.timeout_s))
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        """Jobs that ended, and the requests whose loads they were."""
+        received: set[str] = set()
+        failed: set[str] = set()
+        jobs: dict[int, TransferOutcome] = {}
+        for result in self._running.poll():
+            jobs[result.job.job_id] = result.outcome
+            self._count(result)
+            if result.job.direction is Direction.LOAD:
+                request_id = self._waiting.pop(result.job.job_id)
+                received.add(request_id)
+                if result.failed_block_ids:
+                    self._invalid_block_ids |= result.failed_block_ids
+                elif result.outcome is not TransferOutcome.DONE:
+                    failed.add(request_id)
+        return FinishedTransfers(
+            finished_sending=frozenset(self._metadata.release),
+            finished_recving=frozenset(received),
+            failed_recving=frozenset(failed),
+            jobs=jobs,
+        )
+
+    def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
+        """Blocks whose load failed since the last call."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def get_stats(self) -> Stats:
+        """Blocks moved and seconds taken, per direction, since the last call."""
+        stats, self._stats = self._stats, {}
+        return stats
+
+    def clear_connector_metadata(self) -> None:
+        """Forget this step's jobs."""
+        self._metadata = OffloadingMetadata()
+
+    def shutdown(self) -> None:
+        """Let running copies end."""
+        if self._transfers is not None:
+            self._transfers.shutdown()
+
+    @property
+    def _running(self) -> TransferWorker:
+        assert self._transfers is not None, "register_kv_caches comes first"
+        return self._transfers
+
+    def _count(self, result: CopyResult) -> None:
+        direction = result.job.direction.value
+        for name, amount in ((f"{direction}_blocks", len(result.job.block_ids)), (f"{direction}_s", result.duration_s)):
+            self._stats[name] = self._stats.get(name, 0) + amount
+
+
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

@@ -1,0 +1,23 @@
+"""One step output from all workers'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cargohold.engine.core.step import StepOutput
+from cargohold.errors import ContractError
+from cargohold.protocol import OutputAggregator
+
+
+def merge_outputs(aggregator: OutputAggregator, outputs: Sequence[StepOutput]) -> StepOutput:
+    """Merge the outputs of one step, indexed by rank. Every rank samples the same tokens, so rank 0 speaks for all.
+
+    Mutates ``aggregator``. If a worker's connector broke a rule of reporting, the merged output carries that as the
+    connector's error instead of its reports.
+    """
+    errors = [f"worker {rank}: {out.connector_error}" for rank, out in enumerate(outputs) if out.connector_error]
+    try:
+        connector = aggregator.aggregate([output.connector for output in outputs])
+    except ContractError as error:
+        return StepOutput(sampled=outputs[0].sampled, connector_error=error.rule)
+    return StepOutput(sampled=outputs[0].sampled, connector=connector, connector_error="; ".join(errors) or None)

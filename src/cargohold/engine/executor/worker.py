@@ -1,0 +1,41 @@
+"""A worker: one model shard, its paged KV, and the worker side of the connector, stepped together."""
+
+from __future__ import annotations
+
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.executor.runner import ModelRunner
+from cargohold.engine.executor.worker_guard import WorkerConnectorGuard
+from cargohold.protocol import KVConnectorOutput, KVConnectorWorker
+
+
+class Worker:
+    """Runs steps in the order that the contract prescribes.
+
+    Args:
+        runner: computes tokens.
+        connector: worker side of the KV connector; it is given the runner's KV memory.
+    """
+
+    def __init__(self, runner: ModelRunner, connector: KVConnectorWorker) -> None:
+        self._runner = runner
+        self._connector = WorkerConnectorGuard(connector)
+        connector.register_kv_caches(runner.kv_regions())
+
+    def execute(self, step: SchedulerStep) -> StepOutput:
+        """Run one step. Whatever happens, the connector's message is forgotten last."""
+        connector = self._connector
+        if step.drop_connector:
+            connector.stop()
+        report = KVConnectorOutput()
+        try:
+            connector.begin_step(step.connector_metadata)
+            hooks = connector if connector.listens_to_layers else None
+            sampled = self._runner.execute(step, hooks) if step.scheduled else {}
+            report = connector.end_forward(step.finished_req_ids)
+        finally:
+            connector.end_step()
+        return StepOutput(sampled=sampled, connector=report, connector_error=connector.take_error())
+
+    def shutdown(self) -> None:
+        """Wait for the connector's transfers and let it go."""
+        self._connector.stop()

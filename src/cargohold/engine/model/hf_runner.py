@@ -1,0 +1,95 @@
+"""Runs a Hugging Face model on paged KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from cargohold.engine.core.step import SchedulerStep
+from cargohold.engine.executor.runner import LayerHooks
+from cargohold.engine.model.attention import PagedForward, Workspace
+from cargohold.engine.model.batch import Batch, build_batch
+from cargohold.engine.model.info import ModelInfo
+from cargohold.engine.model.kv_layout import layer_name
+from cargohold.engine.model.paged_kv import PagedKV
+from cargohold.engine.model.probe import PROBE_BLOCK_ID, ProbeForward, probe_step
+from cargohold.engine.model.sampler import sample_tokens
+from cargohold.engine.model.weights import checked_device, load_model
+from cargohold.errors import UnsupportedModelError
+from cargohold.protocol import KVCacheLayout
+
+
+class HFModelRunner:
+    """A model, its weights on one device, and its paged KV. Satisfies ``ModelRunner``.
+
+    Args:
+        info: the model.
+        layout: the paged KV cache.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ...
+
+    Raises:
+        ModelError: the weights cannot be read, or the model does something that paged attention does not do.
+        ConfigError: there is no such device.
+    """
+
+    def __init__(self, info: ModelInfo, layout: KVCacheLayout, device: str = "cpu") -> None:
+        self._info = info
+        self._layout = layout
+        self._device = checked_device(device)
+        self._model = load_model(info, self._device)
+        self._kv = PagedKV.allocate(
+            layout,
+            num_heads=info.geometry.num_kv_heads // layout.world_size,
+            head_dim=info.geometry.head_dim,
+            dtype=getattr(torch, info.dtype),
+            device=self._device,
+        )
+        self._workspace = Workspace(self._kv)
+        self._layer_places = _layer_places(layout, len(info.geometry.layer_kinds))
+        self._probe()
+
+    def kv_regions(self) -> Sequence[Sequence[torch.Tensor]]:
+        """One region, the same for all groups: the whole storage."""
+        return [[self._kv.storage] for _ in self._layout.groups]
+
+    def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
+        """Run the step's batch; see ``ModelRunner.execute``."""
+        batch = build_batch(step, self._layout.groups, self._kv)
+        forward = PagedForward(self._kv, batch, self._layer_places, self._workspace, hooks)
+        with torch.inference_mode():
+            logits = self._forward(forward, batch)
+            specs = [share.sample for share in batch.sampled if share.sample is not None]
+            tokens = sample_tokens(logits, specs)
+        return {share.request_id: token for share, token in zip(batch.sampled, tokens, strict=True)}
+
+    def _forward(self, forward: PagedForward, batch: Batch) -> torch.Tensor:
+        """Logits of the batch's sample rows; shape ``(rows, vocabulary)``."""
+        output = self._model(
+            input_ids=batch.token_ids,
+            position_ids=batch.positions,
+            use_cache=False,
+            logits_to_keep=batch.sample_rows,
+            paged_forward=forward,
+        )
+        logits = output.logits[0]
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def _probe(self) -> None:
+        batch = build_batch(probe_step(self._layout), self._layout.groups, self._kv)
+        forward = ProbeForward(self._kv, batch, self._layer_places, self._workspace, None)
+        forward.watch(self._info, self._layout)
+        with torch.inference_mode():
+            try:
+                self._forward(forward, batch)
+            except TypeError as error:
+                raise UnsupportedModelError(self._info.name, f"its forward pass cannot be driven: {error}") from error
+        forward.verify()
+        self._kv.storage[PROBE_BLOCK_ID].zero_()
+
+
+def _layer_places(layout: KVCacheLayout, num_layers: int) -> tuple[tuple[int, int], ...]:
+    """Per layer, its group and its slot in the group's blocks."""
+    places = {name: (group.index, slot) for group in layout.groups for slot, name in enumerate(group.layer_names)}
+    return tuple(places[layer_name(layer)] for layer in range(num_layers))

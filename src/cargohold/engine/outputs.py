@@ -1,0 +1,66 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Where a request's tokens came from, and what it waited for. Times are seconds.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        output_tokens: tokens generated.
+        device_tokens: leading tokens found in the device pool when the request was first admitted.
+        restored_tokens: tokens loaded from each tier, by the tier's name; over the request's whole life, so that a request
+            which lost its blocks and came back counts twice what was loaded twice.
+        ttft_s: from arrival to the first generated token; ``None`` if there was none.
+        load_wait_s: spent waiting for loads.
+        total_s: from arrival to the end.
+        preemptions: how often it lost its blocks and started over.
+    """
+
+    prompt_tokens: int
+    output_tokens: int = 0
+    device_tokens: int = 0
+    restored_tokens: Mapping[str, int] = field(default_factory=dict)
+    ttft_s: float | None = None
+    load_wait_s: float = 0.0
+    total_s: float | None = None
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's answer so far, or its whole answer once ``finished``.
+
+    Attributes:
+        request_id: the request.
+        prompt: the prompt as text; ``None`` if it was given as token ids.
+        prompt_token_ids: the prompt's tokens.
+        text: generated text, without what ended it.
+        new_text: the part of it that is new since the last output of this request.
+        token_ids: generated tokens, with the one that ended it.
+        finished: whether this is the last output.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error``, once finished.
+        error: what went wrong, if the reason is ``error``.
+        metrics: where tokens came from and what took how long; complete once finished.
+        cache_notes: why it hit or missed, as sentences, once finished.
+        kv_transfer_params: what a connector returns with the response, once finished.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    new_text: str
+    token_ids: tuple[int, ...]
+    finished: bool
+    finish_reason: str | None
+    error: str | None
+    metrics: RequestMetrics
+    cache_notes: tuple[str, ...] = ()
+    kv_transfer_params: Mapping[str, Any] | None = None

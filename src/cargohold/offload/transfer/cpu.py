@@ -1,0 +1,169 @@
+"""Copies between paged KV in CPU memory and host memory, in one background thread.
+
+The copies are plain ``memcpy`` through numpy, which releases the interpreter's lock, a run of neighbouring rows at a time.
+PyTorch operations are avoided: in a second thread they would start a second OpenMP team, which fights the model for cores.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cargohold.offload.tier.host import ByteRows
+from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.protocol import Clock, TransferOutcome
+
+logger = logging.getLogger(__name__)
+
+RUN_BYTES = 4 * 1024**2
+"""Copy at most so much at a time in one store: a load that arrives waits no longer than this takes."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    job: CopyJob
+    submitted: float
+    runs: Iterator[tuple[int, int, int]] = field(init=False)
+    started: bool = False
+
+
+class CpuTransferWorker(TransferWorker):
+    """Carries out jobs in a thread of its own, loads first.
+
+    Args:
+        regions: the paged KV, as two-dimensional byte arrays of ``num_blocks`` rows. A block is its rows in all regions,
+            one after the other.
+        rows: the tier's memory; a row is as long as a block.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, regions: Sequence[ByteRows], rows: ByteRows, clock: Clock) -> None:
+        assert sum(region.shape[1] for region in regions) == rows.shape[1], "a row must be as long as a block"
+        ends = np.cumsum([0] + [region.shape[1] for region in regions]).tolist()
+        # Each region beside the part of every row that belongs to it.
+        self._pairs = [(region, rows[:, ends[at] : ends[at + 1]]) for at, region in enumerate(regions)]
+        self._max_run = max(1, RUN_BYTES // rows.shape[1])
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._queues: dict[Direction, deque[_Pending]] = {Direction.LOAD: deque(), Direction.STORE: deque()}
+        self._results: deque[CopyResult] = deque()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="cargohold-transfer", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: CopyJob) -> None:
+        """Queue a job."""
+        pending = _Pending(job, self._clock())
+        with self._changed:
+            if not self._thread.is_alive():
+                self._end(pending, TransferOutcome.FAILED)
+                return
+            self._queues[job.direction].append(pending)
+            self._changed.notify_all()
+
+    def poll(self) -> list[CopyResult]:
+        """Results since the last call. If the thread has died, its jobs are among them, as failed."""
+        with self._changed:
+            if not self._thread.is_alive():
+                self._end_all(TransferOutcome.FAILED)
+            results = list(self._results)
+            self._results.clear()
+        return results
+
+    def finish_stores(self) -> None:
+        """Wait for the stores."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queues[Direction.STORE] or not self._thread.is_alive())
+
+    def shutdown(self) -> None:
+        """Let the running job end and abandon the others."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        with self._changed:
+            self._end_all(TransferOutcome.ABANDONED)
+
+    # --- in the background thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (pending := self._next()) is not None:
+            try:
+                finished = self._advance(pending)
+            except Exception:
+                logger.exception("copying for job %d failed", pending.job.job_id)
+                self._finish(pending, TransferOutcome.FAILED)
+            else:
+                if finished:
+                    self._finish(pending, TransferOutcome.DONE)
+
+    def _next(self) -> _Pending | None:
+        """The job to work on now; ``None`` when it is time to stop. A store that was started goes on when no load waits."""
+        with self._changed:
+            while True:
+                pending = next((queue[0] for queue in self._queues.values() if queue), None)
+                if self._is_closed and (pending is None or not pending.started):
+                    return None
+                if pending is None:
+                    self._changed.wait()
+                elif not pending.started and self._clock() - pending.submitted > pending.job.timeout_s:
+                    self._queues[pending.job.direction].popleft()
+                    self._end(pending, TransferOutcome.ABANDONED)
+                else:
+                    return pending
+
+    def _advance(self, pending: _Pending) -> bool:
+        """Copy the next run of rows; whether it was the last."""
+        if not pending.started:
+            pending.started = True
+            pending.runs = consecutive_runs(pending.job.block_ids, pending.job.rows, self._max_run)
+        run = next(pending.runs, None)
+        if run is None:
+            return True
+        block, row, length = run
+        for region, part in self._pairs:
+            device, host = region[block : block + length], part[row : row + length]
+            if pending.job.direction is Direction.LOAD:
+                np.copyto(device, host)
+            else:
+                np.copyto(host, device)
+        return False
+
+    def _finish(self, pending: _Pending, outcome: TransferOutcome) -> None:
+        with self._changed:
+            self._queues[pending.job.direction].popleft()
+            self._end(pending, outcome)
+
+    # --- under the lock -----------------------------------------------------------------------------------------------
+
+    def _end(self, pending: _Pending, outcome: TransferOutcome) -> None:
+        self._results.append(CopyResult(pending.job, outcome, frozenset(), self._clock() - pending.submitted))
+        self._changed.notify_all()
+
+    def _end_all(self, outcome: TransferOutcome) -> None:
+        for queue in self._queues.values():
+            while queue:
+                self._end(queue.popleft(), outcome)
+
+
+def consecutive_runs(block_ids: Sequence[int], rows: Sequence[int], max_length: int) -> Iterator[tuple[int, int, int]]:
+    """Cut parallel sequences into runs in which both count up by one, so that each run is one copy.
+
+    Yields:
+        First block, first row, and length; at most ``max_length`` long.
+    """
+    start = 0
+    for at in range(1, len(block_ids) + 1):
+        if (
+            at == len(block_ids)
+            or at - start == max_length
+            or block_ids[at] != block_ids[at - 1] + 1
+            or rows[at] != rows[at - 1] + 1
+        ):
+            yield block_ids[start], rows[start], at - start
+            start = at

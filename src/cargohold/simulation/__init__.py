@@ -1,0 +1,16 @@
+"""A simulated engine: the real scheduler and connectors, a model whose KV says what it is, and time under control."""
+
+from cargohold.simulation.clock import VirtualClock
+from cargohold.simulation.engine import SimulatedEngine, simulated_layout
+from cargohold.simulation.fingerprints import FingerprintRunner, PrefixChains, WrongTokenError
+from cargohold.simulation.transfers import HeldTransfers
+
+__all__ = [
+    "FingerprintRunner",
+    "HeldTransfers",
+    "PrefixChains",
+    "SimulatedEngine",
+    "VirtualClock",
+    "WrongTokenError",
+    "simulated_layout",
+]

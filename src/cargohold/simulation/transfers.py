@@ -1,0 +1,71 @@
+"""Copies in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from cargohold.offload.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.protocol import Clock, TransferOutcome
+
+ByteRows = npt.NDArray[np.uint8]
+
+
+class HeldTransfers(TransferWorker):
+    """Carries out a job only when told to: the test decides when each copy happens, and how it ends.
+
+    Args:
+        region: the paged KV, as bytes.
+        rows: the tier's memory.
+        clock: virtual time.
+        auto: whether jobs are carried out at the next poll, without being told to.
+    """
+
+    def __init__(self, region: ByteRows, rows: ByteRows, clock: Clock, *, auto: bool = True) -> None:
+        self._region = region
+        self._rows = rows
+        self._clock = clock
+        self.auto = auto
+        self.pending: list[CopyJob] = []
+        self._submitted: dict[int, float] = {}
+        self._results: list[CopyResult] = []
+        self.on_copy: Callable[[CopyJob], None] = lambda _: None
+
+    def submit(self, job: CopyJob) -> None:
+        """Remember the job."""
+        self.pending.append(job)
+        self._submitted[job.job_id] = self._clock()
+
+    def complete(self, job: CopyJob, outcome: TransferOutcome = TransferOutcome.DONE) -> None:
+        """Carry out a pending job now, or let it fail without copying."""
+        self.pending.remove(job)
+        if outcome is TransferOutcome.DONE:
+            self.on_copy(job)
+            blocks, rows = list(job.block_ids), list(job.rows)
+            if job.direction is Direction.LOAD:
+                self._region[blocks] = self._rows[rows]
+            else:
+                self._rows[rows] = self._region[blocks]
+        duration_s = self._clock() - self._submitted.pop(job.job_id)
+        self._results.append(CopyResult(job, outcome, frozenset(), duration_s))
+
+    def poll(self) -> list[CopyResult]:
+        """What has ended."""
+        if self.auto:
+            for job in list(self.pending):
+                self.complete(job)
+        results, self._results = self._results, []
+        return results
+
+    def finish_stores(self) -> None:
+        """Carry out the pending stores."""
+        for job in list(self.pending):
+            if job.direction is Direction.STORE:
+                self.complete(job)
+
+    def shutdown(self) -> None:
+        """Abandon what is pending."""
+        for job in list(self.pending):
+            self.complete(job, TransferOutcome.ABANDONED)

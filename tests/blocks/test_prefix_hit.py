@@ -1,0 +1,167 @@
+"""``longest_hit`` against a definition so plain that it cannot be wrong, on every small case."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from cargohold.blocks import ABSENT, NOT_YET, READY, GroupUnits, PrefixHit, longest_hit
+from cargohold.protocol import AttentionKind, KVCacheGroup
+
+FULL = (AttentionKind.FULL, None)
+
+
+class States:
+    """Unit states from a list, remembering what was asked."""
+
+    def __init__(self, states: Sequence[int]) -> None:
+        self.states = bytes(states)
+        self.asked: set[int] = set()
+
+    def run(self, first: int, end: int) -> bytes:
+        run = self.states[first:end]
+        absent = run.find(ABSENT)
+        run = run if absent < 0 else run[:absent]
+        self.asked.update(range(first, min(first + len(run) + 1, end)))
+        return run
+
+    def window(self, first: int, end: int) -> bytes:
+        assert first < end
+        self.asked.update(range(first, end))
+        return self.states[first:end]
+
+
+def group_of(index: int, kind: tuple[AttentionKind, int | None], block_tokens: int) -> KVCacheGroup:
+    return KVCacheGroup(index, kind[0], block_tokens, (f"layers.{index}",), kind[1])
+
+
+def usable(
+    group: KVCacheGroup, unit_tokens: int, states: Sequence[int], length: int, num_tokens: int, num_computed: int
+) -> bool:
+    """Whether every token that the next query and later ones read is computed or in a present unit."""
+    if length % unit_tokens:
+        return False
+    next_query = min(length, num_tokens - 1)
+    first_needed = group.num_skipped_tokens(next_query) // group.block_tokens * group.block_tokens
+    return all(
+        states[token // unit_tokens] == READY or (token // unit_tokens + 1) * unit_tokens <= num_computed
+        for token in range(first_needed, length)
+    )
+
+
+def naive(
+    groups: Sequence[tuple[KVCacheGroup, int]], states: Sequence[Sequence[int]], num_tokens: int, num_computed: int
+) -> int:
+    for length in range(num_tokens, num_computed, -1):
+        if all(
+            usable(group, unit, of, length, num_tokens, num_computed)
+            for (group, unit), of in zip(groups, states, strict=True)
+        ):
+            return length
+    return num_computed
+
+
+def find(
+    groups: Sequence[tuple[KVCacheGroup, int]], states: Sequence[Sequence[int]], num_tokens: int, num_computed: int
+) -> PrefixHit:
+    return longest_hit(
+        [GroupUnits(group, unit, States(of)) for (group, unit), of in zip(groups, states, strict=True)],
+        num_tokens,
+        num_computed,
+    )
+
+
+KINDS = [
+    FULL,
+    (AttentionKind.SLIDING_WINDOW, 1),
+    (AttentionKind.SLIDING_WINDOW, 2),
+    (AttentionKind.SLIDING_WINDOW, 4),
+    (AttentionKind.SLIDING_WINDOW, 5),
+    (AttentionKind.CHUNKED_LOCAL, 4),
+    (AttentionKind.CHUNKED_LOCAL, 6),
+    (AttentionKind.RECURRENT, None),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("blocks_per_unit", [1, 2, 3])
+def test_one_group_exhaustively(kind: tuple[AttentionKind, int | None], blocks_per_unit: int) -> None:
+    block_tokens = 2
+    unit = block_tokens * blocks_per_unit
+    group = group_of(0, kind, block_tokens)
+    for num_units in range(7):
+        for states in itertools.product((ABSENT, READY), repeat=num_units):
+            for num_tokens in {num_units * unit, num_units * unit + 1} - {0}:
+                for num_computed in range(0, num_tokens, block_tokens):
+                    expected = naive([(group, unit)], [states], num_tokens, num_computed)
+                    assert find([(group, unit)], [states], num_tokens, num_computed) == PrefixHit(expected, False)
+
+
+@pytest.mark.parametrize("kinds", list(itertools.combinations(KINDS, 2)))
+@pytest.mark.parametrize("blocks_per_unit", [(1, 1), (1, 2), (2, 1)])
+def test_two_groups_exhaustively(
+    kinds: Sequence[tuple[AttentionKind, int | None]], blocks_per_unit: tuple[int, int]
+) -> None:
+    groups = [(group_of(at, kind, 2), 2 * blocks_per_unit[at]) for at, kind in enumerate(kinds)]
+    num_tokens = 9
+    num_units = [num_tokens // unit for _, unit in groups]
+    for first in itertools.product((ABSENT, READY), repeat=num_units[0]):
+        for second in itertools.product((ABSENT, READY), repeat=num_units[1]):
+            for num_computed in (0, 2, 4):
+                expected = naive(groups, [first, second], num_tokens, num_computed)
+                assert find(groups, [first, second], num_tokens, num_computed).num_tokens == expected
+
+
+def test_three_groups_shorten_each_other_until_nothing_changes() -> None:
+    full, near, far = (
+        group_of(0, FULL, 2),
+        group_of(1, (AttentionKind.SLIDING_WINDOW, 3), 2),
+        group_of(2, (AttentionKind.SLIDING_WINDOW, 5), 2),
+    )
+    for states in itertools.product(itertools.product((ABSENT, READY), repeat=4), repeat=3):
+        groups = [(full, 2), (near, 2), (far, 2)]
+        assert find(groups, states, 9, 0).num_tokens == naive(groups, states, 9, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_not_yet_makes_the_answer_undecided_wherever_it_could_matter(kind: tuple[AttentionKind, int | None]) -> None:
+    """If turning "not yet" into hits or misses could change the answer, it must be undecided."""
+    group = group_of(0, kind, 2)
+    for states in itertools.product((ABSENT, READY, NOT_YET), repeat=5):
+        answers = set()
+        unknown = [at for at, state in enumerate(states) if state == NOT_YET]
+        for outcome in itertools.product((ABSENT, READY), repeat=len(unknown)):
+            resolved = list(states)
+            for at, state in zip(unknown, outcome, strict=True):
+                resolved[at] = state
+            answers.add(naive([(group, 2)], [resolved], 11, 0))
+        hit = find([(group, 2)], [states], 11, 0)
+        if len(answers) > 1:
+            assert hit.undecided
+        elif not hit.undecided:
+            assert hit.num_tokens == answers.pop()
+
+
+def test_full_attention_starts_all_lookups_up_to_the_first_miss() -> None:
+    states = States([READY, NOT_YET, READY, NOT_YET, ABSENT, READY])
+    hit = longest_hit([GroupUnits(group_of(0, FULL, 2), 2, states)], 13)
+    assert hit.undecided
+    assert states.asked == {0, 1, 2, 3, 4}
+
+
+def test_a_window_does_not_ask_for_more_than_it_needs() -> None:
+    states = States([READY] * 100)
+    window = group_of(0, (AttentionKind.SLIDING_WINDOW, 5), 2)
+    assert longest_hit([GroupUnits(window, 2, states)], 201) == PrefixHit(200, False)
+    assert states.asked == {98, 99}
+
+
+def test_what_is_computed_is_not_asked_for() -> None:
+    states = States([ABSENT, ABSENT, READY])
+    assert longest_hit([GroupUnits(group_of(0, FULL, 2), 2, states)], 7, 4) == PrefixHit(6, False)
+    assert states.asked == {2}
+
+
+def test_a_limit_is_kept() -> None:
+    states = States([READY] * 5)
+    assert longest_hit([GroupUnits(group_of(0, FULL, 2), 2, states)], 11, 0, limit_tokens=5) == PrefixHit(4, False)

@@ -1,0 +1,141 @@
+"""The output aggregator: every id passed on exactly once, in the step of the last report, whatever the interleaving."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cargohold.errors import ContractError
+from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator, TransferOutcome
+
+
+@dataclass(frozen=True)
+class Trail:
+    """Worker metadata that remembers in which order it was merged."""
+
+    ranks: tuple[int, ...]
+
+    def aggregate(self, other: Trail) -> Trail:
+        return Trail(self.ranks + other.ranks)
+
+
+def output(rank: int = 0, **finished: object) -> KVConnectorOutput:
+    return KVConnectorOutput(finished=FinishedTransfers(**finished), worker_meta=Trail((rank,)))  # type: ignore[arg-type]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[int, int, dict[tuple[int, int], tuple[int, TransferOutcome]]]:
+    """World size, number of steps, and for every (rank, job) the step it reports in and the outcome."""
+    world_size, num_jobs, num_steps = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    reports = {
+        (rank, job): (draw(st.integers(0, num_steps - 1)), draw(st.sampled_from(TransferOutcome)))
+        for rank in range(world_size)
+        for job in range(num_jobs)
+    }
+    return world_size, num_steps, reports
+
+
+@given(schedules())
+def test_jobs_complete_with_the_last_report_and_the_worst_outcome(
+    schedule: tuple[int, int, dict[tuple[int, int], tuple[int, TransferOutcome]]],
+) -> None:
+    world_size, num_steps, reports = schedule
+    expected: dict[int, dict[int, TransferOutcome]] = defaultdict(dict)
+    for job in {job for _, job in reports}:
+        of_job = [reports[rank, job] for rank in range(world_size)]
+        expected[max(step for step, _ in of_job)][job] = max(outcome for _, outcome in of_job)
+    aggregator = OutputAggregator(world_size)
+    for step in range(num_steps):
+        outputs: list[KVConnectorOutput | None] = []
+        for rank in range(world_size):
+            jobs = {job: outcome for (of, job), (at, outcome) in reports.items() if (of, at) == (rank, step)}
+            outputs.append(KVConnectorOutput(finished=FinishedTransfers(jobs=jobs)) if jobs else None)
+        assert aggregator.aggregate(outputs).finished.jobs == expected[step]
+    assert aggregator.num_incomplete == 0
+
+
+@given(schedules())
+def test_requests_complete_like_jobs_and_fail_if_any_rank_failed_them(
+    schedule: tuple[int, int, dict[tuple[int, int], tuple[int, TransferOutcome]]],
+) -> None:
+    world_size, num_steps, reports = schedule
+    ended: dict[str, tuple[int, bool]] = {}
+    for job in {job for _, job in reports}:
+        of_job = [reports[rank, job] for rank in range(world_size)]
+        failed = any(outcome is not TransferOutcome.DONE for _, outcome in of_job)
+        ended[f"r{job}"] = (max(step for step, _ in of_job), failed)
+    aggregator = OutputAggregator(world_size)
+    for step in range(num_steps):
+        outputs = []
+        for rank in range(world_size):
+            mine = {f"r{job}": outcome for (of, job), (at, outcome) in reports.items() if (of, at) == (rank, step)}
+            failed_ids = frozenset(ident for ident, outcome in mine.items() if outcome is not TransferOutcome.DONE)
+            outputs.append(
+                output(
+                    rank, finished_sending=frozenset(mine), finished_recving=frozenset(mine), failed_recving=failed_ids
+                )
+            )
+        merged = aggregator.aggregate(outputs).finished
+        now = {ident for ident, (at, _) in ended.items() if at == step}
+        assert merged.finished_sending == merged.finished_recving == now
+        assert merged.failed_recving == {ident for ident in now if ended[ident][1]}
+
+
+def test_metadata_and_stats_are_merged_in_rank_order_and_blocks_united() -> None:
+    outputs = [
+        KVConnectorOutput(
+            invalid_block_ids=frozenset({rank, 7}), worker_meta=Trail((rank,)), stats={"a": rank, f"b{rank}": 1}
+        )
+        for rank in range(3)
+    ]
+    merged = OutputAggregator(3).aggregate(outputs)
+    assert merged.worker_meta == Trail((0, 1, 2))
+    assert merged.stats == {"a": 3, "b0": 1, "b1": 1, "b2": 1}
+    assert merged.invalid_block_ids == {0, 1, 2, 7}
+    assert outputs[0].stats == {"a": 0, "b0": 1}, "inputs are left alone"
+
+
+def test_a_second_report_of_the_same_rank_is_refused() -> None:
+    aggregator = OutputAggregator(2)
+    aggregator.aggregate([output(jobs={1: TransferOutcome.DONE}), None])
+    with pytest.raises(ContractError, match=r"worker 0 reported end of job 1 twice"):
+        aggregator.aggregate([output(jobs={1: TransferOutcome.DONE}), None])
+
+
+def test_a_failure_that_is_not_an_end_is_refused() -> None:
+    with pytest.raises(ContractError, match="failed but not as finished"):
+        OutputAggregator(1).aggregate([output(failed_recving=frozenset({"r"}))])
+
+
+def test_fewer_reports_suffice_if_the_connector_says_so() -> None:
+    aggregator = OutputAggregator(4, expected_finished_count=2)
+    assert not aggregator.aggregate(
+        [output(finished_sending=frozenset({"r"})), None, None, None]
+    ).finished.finished_sending
+    merged = aggregator.aggregate([None, None, None, output(finished_sending=frozenset({"r"}))])
+    assert merged.finished.finished_sending == {"r"}
+
+
+def test_a_worker_may_raise_the_expectation() -> None:
+    aggregator = OutputAggregator(3, expected_finished_count=1)
+    raised = output(finished_sending=frozenset({"r"}), expected_finished_count=3)
+    assert not aggregator.aggregate([raised, None, None]).finished.finished_sending
+    assert not aggregator.aggregate([None, output(finished_sending=frozenset({"r"})), None]).finished.finished_sending
+    assert aggregator.aggregate([None, None, output(finished_sending=frozenset({"r"}))]).finished.finished_sending == {
+        "r"
+    }
+
+
+@pytest.mark.parametrize("count", [0, 3, -1])
+def test_an_expectation_that_can_never_be_met_is_refused(count: int) -> None:
+    with pytest.raises(ContractError, match=r"there are 2 worker"):
+        OutputAggregator(2, expected_finished_count=count)
+
+
+def test_nothing_from_nobody_is_nothing() -> None:
+    merged = OutputAggregator(2).aggregate([None, KVConnectorOutput()])
+    assert merged.is_empty()

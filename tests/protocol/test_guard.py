@@ -1,0 +1,261 @@
+"""A connector that misbehaves is turned off with one log line, and nothing else happens."""
+
+from __future__ import annotations
+
+import logging
+from inspect import isfunction
+from typing import Any
+
+import pytest
+
+from cargohold.blocks import BlockPool
+from cargohold.errors import BlockNotHeldError, NullBlockError, RequestError
+from cargohold.protocol import (
+    BlockIds,
+    ConnectorGuard,
+    ConnectorMetadata,
+    EmptyMetadata,
+    KVConnectorScheduler,
+    KVConnectorSchedulerOutput,
+    NullConnectorScheduler,
+    RequestView,
+    SchedulerContext,
+    StepView,
+)
+
+
+class Context:
+    """A pool and no requests."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(6)
+        self.get_block = self.pool.get_block
+        self.touch = self.pool.touch
+        self.free_blocks = self.pool.free_blocks
+        self.iter_free_blocks = self.pool.iter_free_blocks
+
+    def get_request_blocks(self, request_id: str) -> tuple[()]:
+        return ()
+
+    def waiting_requests(self) -> tuple[()]:
+        return ()
+
+
+class Request:
+    request_id = "r"
+    num_prompt_tokens = 8
+    num_tokens = 8
+    all_token_ids = tuple(range(8))
+    block_hashes = ()
+    kv_transfer_params = None
+
+
+class Scripted(KVConnectorScheduler):
+    """Does what the test says."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.context: SchedulerContext | None = None
+        self.matched: Any = (0, False)
+        self.report: KVConnectorSchedulerOutput | None = None
+        self.raises: Exception | None = None
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        self.context = context
+
+    def on_new_request(self, request: RequestView) -> None:
+        if self.raises:
+            raise self.raises
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.raises:
+            raise self.raises
+        return self.matched  # type: ignore[no-any-return]  # nonsense on purpose
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        if self.raises:
+            raise self.raises
+        return EmptyMetadata()
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
+        return self.report
+
+    def shutdown(self) -> None:
+        if self.raises:
+            raise self.raises
+
+
+@pytest.fixture
+def context() -> Context:
+    return Context()
+
+
+@pytest.fixture
+def inner() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def guard(inner: Scripted, context: Context) -> ConnectorGuard:
+    return ConnectorGuard(inner, context)
+
+
+@pytest.mark.parametrize("answer", [(-1, True), (5, True), 3, None, ("4", False), (4,)])
+def test_an_impossible_answer_turns_it_off(
+    guard: ConnectorGuard, inner: Scripted, answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner.matched = answer
+    assert guard.get_num_new_matched_tokens(Request(), 4) == (0, False)
+    assert guard.broken is not None
+    inner.matched = (4, True)
+    assert guard.get_num_new_matched_tokens(Request(), 4) == (0, False), "it stays off"
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "scripted" in caplog.text
+
+
+def test_possible_answers_pass(guard: ConnectorGuard, inner: Scripted) -> None:
+    for answer in ((4, True), (4, False), (0, False), (None, False)):
+        inner.matched = answer
+        assert guard.get_num_new_matched_tokens(Request(), 4) == answer
+    inner.matched = (0, True)
+    assert guard.get_num_new_matched_tokens(Request(), 4) == (0, False), "nothing does not load asynchronously"
+    assert guard.broken is None
+
+
+def test_an_exception_turns_it_off_and_keeps_its_cause(guard: ConnectorGuard, inner: Scripted) -> None:
+    inner.raises = OSError("disk gone")
+    assert isinstance(guard.build_connector_meta(None), EmptyMetadata)  # type: ignore[arg-type]  # never looked at
+    assert guard.broken is not None
+    assert guard.broken.connector == "scripted"
+    assert guard.broken.__cause__ is inner.raises
+    assert "disk gone" in guard.broken.rule
+
+
+def test_refusing_a_request_is_not_misbehaviour(guard: ConnectorGuard, inner: Scripted) -> None:
+    inner.raises = RequestError("no such option", "r")
+    with pytest.raises(RequestError, match="no such option"):
+        guard.on_new_request(Request())
+    assert guard.broken is None
+
+
+def test_refusing_a_request_anywhere_else_is(guard: ConnectorGuard, inner: Scripted) -> None:
+    inner.raises = RequestError("too late", "r")
+    assert guard.get_num_new_matched_tokens(Request(), 4) == (0, False)
+    assert guard.broken is not None
+
+
+def test_shutdown_is_contained_and_reaches_a_broken_connector(guard: ConnectorGuard, inner: Scripted) -> None:
+    guard.break_off("a rule")
+    inner.raises = ValueError()
+    guard.shutdown()
+    assert guard.broken is not None
+    assert guard.broken.rule == "a rule", "only the first time counts"
+
+
+def test_a_connector_can_free_only_what_it_holds(guard: ConnectorGuard, inner: Scripted, context: Context) -> None:
+    (mine, theirs) = context.pool.allocate(2)
+    assert inner.context is not None
+    inner.context.touch([mine, mine])
+    assert (mine.ref_cnt, guard.num_held_references) == (3, 2)
+    with pytest.raises(BlockNotHeldError) as raised:
+        inner.context.free_blocks([mine, theirs])
+    assert (raised.value.block_id, raised.value.held) == (theirs.block_id, 0)
+    assert (mine.ref_cnt, theirs.ref_cnt, guard.num_held_references) == (3, 1, 2), "nothing was changed"
+    with pytest.raises(NullBlockError):
+        inner.context.touch([context.pool.null_block])
+    inner.context.free_blocks([mine, mine])
+    assert (mine.ref_cnt, guard.num_held_references) == (1, 0)
+
+
+def test_locks_are_references_that_add_up(guard: ConnectorGuard, inner: Scripted, context: Context) -> None:
+    (block,) = context.pool.allocate(1)
+    inner.report = KVConnectorSchedulerOutput(lock_block_ids=(block.block_id, block.block_id))
+    guard.apply_report()
+    context.pool.free_blocks([block])
+    assert (block.ref_cnt, guard.num_held_references) == (2, 2), "locks survive the request"
+    assert guard.has_pending_work()
+    inner.report = KVConnectorSchedulerOutput(unlock_block_ids=(block.block_id, block.block_id))
+    guard.apply_report()
+    assert (block.ref_cnt, context.pool.num_free_blocks) == (0, 5)
+    assert not guard.has_pending_work()
+
+
+def test_a_block_may_be_locked_and_unlocked_in_one_report(
+    guard: ConnectorGuard, inner: Scripted, context: Context
+) -> None:
+    inner.report = KVConnectorSchedulerOutput((2,), (2,))
+    guard.apply_report()
+    assert guard.broken is None
+    assert context.pool.num_free_blocks == 5
+
+
+@pytest.mark.parametrize(
+    ("report", "named"),
+    [
+        (KVConnectorSchedulerOutput(unlock_block_ids=(3,)), "block 3"),
+        (KVConnectorSchedulerOutput(lock_block_ids=(0,)), "null block"),
+        (KVConnectorSchedulerOutput(lock_block_ids=(99,)), "report_to_scheduler"),
+    ],
+)
+def test_an_impossible_lock_or_unlock_names_the_block(
+    guard: ConnectorGuard, inner: Scripted, context: Context, report: KVConnectorSchedulerOutput, named: str
+) -> None:
+    inner.report = report
+    guard.apply_report()
+    assert guard.broken is not None
+    assert named in guard.broken.rule
+    assert context.pool.num_free_blocks == 5
+
+
+def test_references_outlive_the_break_until_they_are_released(
+    guard: ConnectorGuard, inner: Scripted, context: Context
+) -> None:
+    assert inner.context is not None
+    inner.context.touch([context.pool.get_block(1), context.pool.get_block(2)])
+    guard.break_off("a rule")
+    assert context.pool.num_free_blocks == 3, "a copy may still read them"
+    guard.release_held_blocks()
+    assert context.pool.num_free_blocks == 5
+    context.pool.check()
+
+
+CONTRACT = [name for name, value in vars(KVConnectorScheduler).items() if isfunction(value)]
+
+
+def test_the_guard_decides_every_method_of_the_contract() -> None:
+    """A method that the guard does not override would reach the base class's default instead of the connector."""
+    assert set(CONTRACT) <= vars(ConnectorGuard).keys()
+
+
+def raising(name: str) -> KVConnectorScheduler:
+    def fail(*_: object) -> None:
+        raise RuntimeError(name)
+
+    kind = type("Raising", (NullConnectorScheduler,), {name: fail})
+    connector = kind()
+    assert isinstance(connector, KVConnectorScheduler)
+    return connector
+
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "bind_scheduler_context": (Context(),),
+    "on_new_request": (Request(),),
+    "get_num_new_matched_tokens": (Request(), 0),
+    "update_state_after_alloc": (Request(), (), 0),
+    "build_connector_meta": (None,),
+    "update_connector_output": (None,),
+    "request_finished": (Request(), ()),
+    "explain": ("r",),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_whatever_method_raises_the_caller_goes_on(name: str, context: Context) -> None:
+    guard = ConnectorGuard(raising(name), context, binds_context=False)
+    getattr(guard, name)(*ARGUMENTS.get(name, ()))
+    assert guard.broken is not None
+    assert name in guard.broken.rule
