@@ -26,8 +26,8 @@ class EngineConfig:
         dtype: type of weights and KV: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the one the model was saved in.
         device: ``cpu`` or a CUDA device.
         block_tokens: tokens per KV block.
-        num_device_blocks: blocks of the device pool, one of which is the null block. By default 2 GiB worth of them, or what
-            one request of ``max_model_len`` tokens needs if that is more.
+        num_device_blocks: blocks of the device pool, one of which is the null block. By default 2 GiB worth of them, but no
+            more than ``max_num_seqs`` of the longest requests need, and no less than one.
         max_model_len: longest sequence, prompt and generated tokens together. By default the model's own limit, or what the
             pool holds if that is less.
         max_num_seqs: requests that run at the same time.
@@ -103,7 +103,7 @@ def plan_engine(config: EngineConfig, info: ModelInfo, world_size: int = 1) -> E
         )
     wanted_len = config.max_model_len or info.max_positions
     needed = _num_blocks(groups, wanted_len, config.max_num_batched_tokens)
-    num_blocks = config.num_device_blocks or max(needed, DEFAULT_KV_BYTES // (block_bytes * world_size))
+    num_blocks = config.num_device_blocks or _default_num_blocks(needed, config.max_num_seqs, block_bytes * world_size)
     max_model_len = _longest_that_fits(groups, config, wanted_len, num_blocks)
     if config.device == "cpu":
         _check_memory(num_blocks, block_bytes * world_size)
@@ -122,6 +122,10 @@ def plan_engine(config: EngineConfig, info: ModelInfo, world_size: int = 1) -> E
             emit_events=config.kv_events,
         ),
     )
+
+
+def _default_num_blocks(needed_by_one: int, max_num_seqs: int, block_bytes: int) -> int:
+    return max(needed_by_one, min(DEFAULT_KV_BYTES // block_bytes, needed_by_one * max_num_seqs))
 
 
 def _num_blocks(groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_tokens: int) -> int:

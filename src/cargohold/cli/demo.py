@@ -1,0 +1,178 @@
+"""``cargohold demo``: several conversations that do not fit the device pool together, without and with offloading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cargohold.cli.app import app
+from cargohold.cli.common import errors, loaded
+from cargohold.cli.conversations import Conversation, load_conversations
+from cargohold.engine.outputs import RequestMetrics
+from cargohold.engine.sampling_params import SamplingParams
+from cargohold.errors import ConfigError
+from cargohold.llm import LLM
+
+LONG_CONTEXT_TOKENS = 1500
+EXIT_DIFFERENT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One question in one conversation, answered.
+
+    Attributes:
+        conversation: its topic.
+        turn: number of the question, from 0.
+        token_ids: the answer.
+        metrics: where the context came from, and how long the first token took.
+    """
+
+    conversation: str
+    turn: int
+    token_ids: tuple[int, ...]
+    metrics: RequestMetrics
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option("--model", help="Any model with a chat template.")] = "smollm2",
+    turns: Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")] = 3,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Length of an answer.")] = 24,
+    device_blocks: Annotated[
+        int, typer.Option("--num-device-blocks", help="Device pool: too small for two conversations.")
+    ] = 192,
+    host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
+) -> None:
+    """Show what offloading does for conversations that come back: same answers, first token much sooner."""
+    conversations = load_conversations(turns)
+    out = Console()
+    out.print(
+        f"{len(conversations)} conversations of {turns} questions, visited in turn. Together they are several times larger "
+        f"than the device pool, so every visit finds its context evicted.\n"
+    )
+    options: dict[str, Any] = {"num_device_blocks": device_blocks, "dtype": "float32"}
+    with _progress() as bar:
+        total = len(conversations) * turns
+        without = _visit_all(model, conversations, answer_tokens, _ticker(bar, "without offloading", total), options)
+        options["host_bytes"] = host_bytes
+        with_offload = _visit_all(model, conversations, answer_tokens, _ticker(bar, "with offloading", total), options)
+    out.print(_table(without, with_offload))
+    summary = _summarize(without, with_offload)
+    out.print(_sentence(summary))
+    out.print(json.dumps(summary), soft_wrap=True, highlight=False)
+    if not summary["identical"]:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _visit_all(
+    model: str,
+    conversations: Sequence[Conversation],
+    answer_tokens: int,
+    tick: Callable[[], None],
+    options: dict[str, Any],
+) -> list[Visit]:
+    """Ask every conversation's first question, then every second one, and so on, on a fresh engine."""
+    visits = []
+    sampling = SamplingParams(max_tokens=answer_tokens)
+    with loaded(model, **options) as llm:
+        _warm_up(llm)
+        messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
+        for turn in range(len(conversations[0].questions)):
+            for talk in conversations:
+                history = messages[talk.topic]
+                history.append({"role": "user", "content": talk.questions[turn]})
+                _check_fits(llm, len(llm.chat_prompt(history)) + answer_tokens)
+                output = llm.chat(history, sampling)
+                history.append({"role": "assistant", "content": output.text})
+                visits.append(Visit(talk.topic, turn, output.token_ids, output.metrics))
+                tick()
+    return visits
+
+
+def _warm_up(llm: LLM) -> None:
+    """The first pass through a model pays for things that no later one does."""
+    llm.generate("warm up", SamplingParams(max_tokens=2))
+
+
+def _check_fits(llm: LLM, num_tokens: int) -> None:
+    config = llm.plan.config
+    if num_tokens > llm.engine.limits.max_model_len:
+        needed = -(-num_tokens // config.block_tokens) + 1
+        raise ConfigError("num_device_blocks", config.num_device_blocks, f"one conversation alone needs {needed}")
+
+
+def _summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[str, Any]:
+    pairs = list(zip(without, with_offload, strict=True))
+    long = [
+        (a.metrics.ttft_s or 0.0, b.metrics.ttft_s or 0.0)
+        for a, b in pairs
+        if a.turn > 0 and a.metrics.prompt_tokens >= LONG_CONTEXT_TOKENS
+    ]
+    recompute_s = median(a for a, _ in long) if long else None
+    restored_s = median(b for _, b in long) if long else None
+    return {
+        "identical": all(a.token_ids == b.token_ids for a, b in pairs),
+        "visits": len(pairs),
+        "restored_tokens": sum(sum(visit.metrics.restored_tokens.values()) for visit in with_offload),
+        "ttft_recompute_s": recompute_s and round(recompute_s, 4),
+        "ttft_restored_s": restored_s and round(restored_s, 4),
+        "speedup": round(recompute_s / restored_s, 1) if recompute_s and restored_s else None,
+    }
+
+
+def _sentence(summary: dict[str, Any]) -> str:
+    same = "All answers are identical" if summary["identical"] else "[red]ANSWERS DIFFER[/red]"
+    if summary["speedup"] is None:
+        return f"\n{same}; no visit had a context of {LONG_CONTEXT_TOKENS} tokens or more.\n"
+    return (
+        f"\n{same}. Coming back to a long context, the first token takes {summary['ttft_restored_s']:.2f} s instead of "
+        f"{summary['ttft_recompute_s']:.2f} s: {summary['speedup']:.0f} times sooner "
+        f"({summary['restored_tokens']:,} tokens were restored instead of computed).\n"
+    )
+
+
+def _table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
+    table = Table()
+    for column in ("conversation", "visit"):
+        table.add_column(column)
+    for column in ("context\ntokens", "restored\ntokens", "first token\nwithout", "first token\nwith"):
+        table.add_column(column, justify="right")
+    table.add_column("identical\noutput", justify="center")
+    for a, b in zip(without, with_offload, strict=True):
+        same = a.token_ids == b.token_ids
+        table.add_row(
+            a.conversation,
+            str(a.turn + 1),
+            f"{a.metrics.prompt_tokens:,}",
+            f"{sum(b.metrics.restored_tokens.values()):,}",
+            f"{a.metrics.ttft_s:.2f} s",
+            f"{b.metrics.ttft_s:.2f} s",
+            "yes" if same else "NO",
+            style=None if same else "red",
+        )
+    return table
+
+
+def _progress() -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
+    )
+
+
+def _ticker(bar: Progress, description: str, total: int) -> Callable[[], None]:
+    task = bar.add_task(description, total=total)
+    return lambda: bar.advance(task)

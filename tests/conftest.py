@@ -1,0 +1,44 @@
+"""Fixtures of all tests: tiny models, and engines that must leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cargohold import LLM
+
+
+@pytest.fixture(scope="session")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tiny models are saved, once per session."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(models_dir: Path) -> Callable[[str], str]:
+    """Path of a tiny random model by kind; see ``tests.models``."""
+    import torch  # noqa: PLC0415  # tests of scheduler-side code run without it
+
+    from tests.models import save_model  # noqa: PLC0415  # imports torch
+
+    torch.set_num_threads(1)  # on models this small, threads wait for each other longer than they work
+    return lambda kind: save_model(kind, models_dir)
+
+
+@pytest.fixture
+def make_llm() -> Iterator[Callable[..., LLM]]:
+    """Makes LLMs that must have nothing left behind when the test ends: no block, no slot, no pin, no job."""
+    made: list[LLM] = []
+
+    def make(model: str, **options: Any) -> LLM:
+        llm = LLM(model, **options)
+        made.append(llm)
+        return llm
+
+    yield make
+    for llm in made:
+        llm.close()
+        llm.engine.scheduler.check_settled()

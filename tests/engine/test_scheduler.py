@@ -1,0 +1,174 @@
+"""The scheduler with a model whose KV says what it is: every step is checked for wrong tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cargohold.engine.core.request import FinishReason
+from cargohold.engine.core.waiting_queue import QueuePolicy
+from cargohold.simulation import SimulatedEngine, WrongTokenError, simulated_layout
+
+LAYOUTS = {
+    "full": (None,),
+    "window": (6,),
+    "mixed": (None, 6),
+    "three": (None, 3, 9),
+}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(1000) for _ in range(length)]
+
+
+def run_all(engine: SimulatedEngine, requests: dict[str, tuple[list[int], int]]) -> dict[str, list[int]]:
+    for request_id, (tokens, max_tokens) in requests.items():
+        engine.add(request_id, tokens, max_tokens)
+    engine.run()
+    engine.scheduler.check_settled()
+    return {request_id: engine.tokens(request_id) for request_id in requests}
+
+
+def alone(tokens: list[int], max_tokens: int) -> list[int]:
+    """What a request gets that has the engine to itself, without any reuse."""
+    engine = SimulatedEngine(simulated_layout(200), prefix_caching=False)
+    return run_all(engine, {"alone": (tokens, max_tokens)})["alone"]
+
+
+@pytest.mark.parametrize("windows", LAYOUTS.values(), ids=LAYOUTS.keys())
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_tokens_do_not_depend_on_batching_chunking_reuse_or_preemption(
+    windows: tuple[int | None, ...], data: st.DataObject
+) -> None:
+    shared = prompt(0, 30)
+    requests = {
+        f"r{at}": (
+            shared[: data.draw(st.integers(0, 30))] + prompt(at + 1, data.draw(st.integers(1, 12))),
+            data.draw(st.integers(1, 8)),
+        )
+        for at in range(data.draw(st.integers(1, 6)))
+    }
+    engine = SimulatedEngine(
+        # Room for one of the longest requests (50 tokens), and little more: many preemptions.
+        simulated_layout(1 + data.draw(st.integers(14, 30)) * len(windows), windows=windows),
+        max_num_batched_tokens=data.draw(st.integers(1, 64)),
+        max_num_seqs=data.draw(st.integers(1, 6)),
+        prefix_caching=data.draw(st.booleans()),
+    )
+    outputs = run_all(engine, requests)
+    assert outputs == {request_id: alone(*request) for request_id, request in requests.items()}
+
+
+def test_the_check_for_wrong_tokens_can_fail() -> None:
+    engine = SimulatedEngine(simulated_layout(20))
+    engine.add("r", prompt(0, 10), 5)
+    engine.step()
+    engine.runner.memory[1, 2] += 1
+    with pytest.raises(WrongTokenError, match="does not hold the KV of token 2"):
+        engine.step()
+
+
+def test_a_prefix_is_computed_once() -> None:
+    engine = SimulatedEngine(simulated_layout(40))
+    run_all(engine, {"a": (prompt(0, 21), 1)})
+    request = engine.add("b", prompt(0, 21), 1)
+    step, _ = engine.step()
+    assert request.num_device_tokens == 20
+    assert step.num_tokens == 1
+
+
+def test_salt_keeps_prompts_apart() -> None:
+    engine = SimulatedEngine(simulated_layout(40))
+    engine.add("a", prompt(0, 21), 1, salt="tenant 1")
+    engine.run()
+    request = engine.add("b", prompt(0, 21), 1, salt="tenant 2")
+    engine.run()
+    assert request.num_device_tokens == 0
+
+
+def test_a_prompt_that_is_wholly_cached_computes_its_last_block_again() -> None:
+    engine = SimulatedEngine(simulated_layout(40))
+    run_all(engine, {"a": (prompt(0, 20), 1)})
+    request = engine.add("b", prompt(0, 20), 1)
+    engine.run()
+    assert request.num_device_tokens == 16
+
+
+def test_blocks_behind_a_window_are_given_back_while_the_request_runs() -> None:
+    engine = SimulatedEngine(simulated_layout(100, windows=(6,)), max_num_batched_tokens=8)
+    engine.add("r", prompt(0, 100), 20)
+    held = []
+    while engine.scheduler.has_work():
+        engine.step()
+        held.append(99 - engine.scheduler.kv.pool.num_free_blocks)
+    assert max(held) <= 5, "a window of 6 and a step of 8 tokens reach over at most 5 blocks of 4"
+
+
+def test_the_oldest_request_is_never_preempted_for_a_younger_one() -> None:
+    engine = SimulatedEngine(simulated_layout(20), max_num_batched_tokens=64)
+    for at in range(4):
+        engine.add(f"r{at}", prompt(at, 20), 40)
+    order = []
+    while engine.scheduler.has_work():
+        engine.step()
+        order += [request_id for request_id in engine.outputs if request_id not in order]
+    assert order == ["r0", "r1", "r2", "r3"]
+    assert engine.requests["r0"].num_preemptions == 0
+    assert sum(request.num_preemptions for request in engine.requests.values()) > 0
+
+
+def test_priority_decides_who_is_served_first_and_who_gives_way() -> None:
+    engine = SimulatedEngine(simulated_layout(20), policy=QueuePolicy.PRIORITY)
+    engine.add("late", prompt(0, 20), 30, priority=5)
+    engine.step()
+    engine.add("urgent", prompt(1, 20), 30, priority=0)
+    engine.run()
+    assert list(engine.outputs) == ["urgent", "late"]
+    assert engine.requests["urgent"].num_preemptions == 0
+    assert engine.requests["late"].num_preemptions > 0
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_an_abort_leaks_nothing(steps: int) -> None:
+    engine = SimulatedEngine(simulated_layout(20), max_num_seqs=1, max_num_batched_tokens=8)
+    engine.add("a", prompt(0, 20), 5)
+    engine.add("b", prompt(1, 20), 5)
+    for _ in range(steps):
+        engine.step()
+    engine.abort("a")
+    engine.abort("b")
+    engine.abort("b")
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.outputs["a"].request.finish_reason is FinishReason.ABORT
+
+
+def test_reset_is_refused_while_a_request_runs_and_forgets_everything_after() -> None:
+    engine = SimulatedEngine(simulated_layout(40))
+    engine.add("a", prompt(0, 21), 2)
+    engine.step()
+    assert not engine.scheduler.reset_cache()
+    engine.run()
+    assert engine.scheduler.reset_cache()
+    request = engine.add("b", prompt(0, 21), 1)
+    engine.run()
+    assert request.num_device_tokens == 0
+
+
+def test_events_of_the_device_pool_follow_its_contents() -> None:
+    engine = SimulatedEngine(simulated_layout(20, windows=(None, 6)), emit_events=True)
+    index: set[tuple[bytes, int]] = set()
+    for at in range(6):
+        run_all(engine, {f"r{at}": (prompt(at % 4, 20), 3)})
+        for event in engine.scheduler.take_events():
+            prefixes = {(block_hash, event.group) for block_hash in event.block_hashes}  # type: ignore[union-attr]
+            index = index - prefixes if type(event).__name__ == "BlockRemoved" else index | prefixes
+    pool = engine.scheduler.kv.pool
+    blocks = [pool.get_block(block_id) for block_id in range(1, 20)]
+    assert index == {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
+    assert index

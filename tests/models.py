@@ -1,0 +1,77 @@
+"""Tiny random models, one per kind of attention, whose outputs really depend on the whole prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 199
+MAX_POSITIONS = 512
+WINDOW = 24
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
+    "qwen2": lambda: Qwen2Config(**_COMMON, num_hidden_layers=3),
+    "qwen3": lambda: Qwen3Config(**_COMMON, num_hidden_layers=3),
+    "mistral-window": lambda: MistralConfig(**_COMMON, num_hidden_layers=3, sliding_window=WINDOW),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_COMMON,
+        num_hidden_layers=5,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+        + ["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=12,
+    ),
+}
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    """A random model whose next token depends on tokens far back: weights of ordinary size would hardly look at them."""
+    torch.manual_seed(sum(kind.encode()))
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.dim() == 2:
+                weights.normal_(0, 1.2 / weights.shape[1] ** 0.5 if "embed" not in name else 1.0)
+    return model.eval()
+
+
+def save_model(kind: str, directory: Path) -> str:
+    """Write a random model to ``directory``; returns its path."""
+    path = directory / kind
+    if not path.is_dir():
+        make_model(kind).save_pretrained(path)
+    return str(path)
+
+
+def greedy_reference(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> tuple[int, ...]:
+    """What transformers itself generates."""
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return tuple(output[0, len(prompt) :].tolist())
