@@ -73,7 +73,11 @@ def test_preempted(
 ) -> None:
     groups = {"gemma3": 3}.get(kind, 1)
     llm = make_llm(
-        tiny_model(kind), block_tokens=4, num_device_blocks=1 + 34 * groups, max_model_len=130, max_num_batched_tokens=32
+        tiny_model(kind),
+        block_tokens=4,
+        num_device_blocks=1 + 34 * groups,
+        max_model_len=130,
+        max_num_batched_tokens=32,
     )
     outputs = llm.generate(prompts(8), SamplingParams(max_tokens=24))
     assert [output.token_ids for output in outputs] == reference

@@ -3,6 +3,7 @@
 from cargohold.simulation.clock import VirtualClock
 from cargohold.simulation.engine import SimulatedEngine, simulated_layout
 from cargohold.simulation.fingerprints import FingerprintRunner, PrefixChains, WrongTokenError
+from cargohold.simulation.offloading import SimulatedOffloading
 from cargohold.simulation.transfers import HeldTransfers
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "HeldTransfers",
     "PrefixChains",
     "SimulatedEngine",
+    "SimulatedOffloading",
     "VirtualClock",
     "WrongTokenError",
     "simulated_layout",

@@ -131,6 +131,10 @@ class Scheduler:
         """Ids of the requests that have not ended."""
         return list(self._requests)
 
+    def waiting_requests(self) -> tuple[Request, ...]:
+        """Requests not running yet, in the order in which they will be tried."""
+        return tuple(self._waiting)
+
     def has_work(self) -> bool:
         """Whether another step is needed: requests unfinished, transfers in flight, references held by the connector."""
         return bool(self._requests or self._transfers or self._must_drop_connector or self.connector.has_pending_work())

