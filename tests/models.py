@@ -44,8 +44,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **_COMMON,
         num_hidden_layers=5,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"]
-        + ["sliding_attention", "full_attention"],
+        layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
         query_pre_attn_scalar=12,
     ),
 }

@@ -14,7 +14,7 @@ from cargohold.offload.transfer import Direction
 from cargohold.protocol import TransferOutcome
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 
-HOLDS = {
+HOLDS: dict[str, dict[str, Any]] = {
     "touch": {},
     "lock": {"with_context": False},
     "request": {"with_context": False, "applies_locks": False},
@@ -132,8 +132,8 @@ def test_two_requests_with_the_same_prefix_cause_one_load() -> None:
     evict_everything(engine)
     transfers = offloading.transfers[0]
     transfers.auto = False
-    engine.add("a", prompt(0, 40) + [1], 1)
-    engine.add("b", prompt(0, 40) + [2], 1)
+    engine.add("a", [*prompt(0, 40), 1], 1)
+    engine.add("b", [*prompt(0, 40), 2], 1)
     engine.add("other", prompt(9, 10), 1)
     for _ in range(3):
         engine.step()
@@ -170,7 +170,7 @@ def test_a_block_that_leaves_the_window_during_its_store_is_stored_rightly(hold:
         step, _ = engine.step()
         for share in step.scheduled:
             allocated += [block for block in share.block_ids[0] if block and block not in allocated[-3:]]
-    assert len(allocated) > 2 * 10, "every block of the pool was used again while the stores were held back"
+    assert len(allocated) > 10, "more blocks than there are: freed ones were used again while the stores were held back"
     transfers.auto = True
     finish(engine, offloading)
     evict_everything(engine)
