@@ -11,6 +11,7 @@
 The contract between engines and connectors is ``cargohold.protocol``.
 """
 
+from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
@@ -32,6 +33,7 @@ __all__ = [
     "CargoholdError",
     "ConfigError",
     "EngineDeadError",
+    "LazyOffloadConfig",
     "ModelError",
     "ModelNotFoundError",
     "OffloadConfig",

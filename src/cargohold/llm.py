@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from cargohold.connector.lazy import LazyOffloadConfig, LazyOffloadingFactory
+from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
@@ -28,6 +30,7 @@ from cargohold.protocol import (
 
 Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
+Offload = OffloadConfig | LazyOffloadConfig | KVConnectorFactory
 
 
 class LLM:
@@ -43,8 +46,8 @@ class LLM:
 
     Args:
         model: a directory, a GGUF file, a Hugging Face hub id, or ``smollm2``.
-        offload: keep KV that the device pool has no room for: an ``OffloadConfig``, or the factory of any connector of the
-            contract. ``None`` keeps nothing.
+        offload: keep KV that the device pool has no room for: an ``OffloadConfig``, a ``LazyOffloadConfig``, the factory of
+            any connector of the contract, or a list of these, most preferred first. ``None`` keeps nothing.
         options: fields of ``EngineConfig``.
 
     Raises:
@@ -52,15 +55,13 @@ class LLM:
         ModelError: the model is not there, or cannot be served.
     """
 
-    def __init__(
-        self, model: str, *, offload: OffloadConfig | KVConnectorFactory | None = None, **options: Any
-    ) -> None:
+    def __init__(self, model: str, *, offload: Offload | Sequence[Offload] | None = None, **options: Any) -> None:
         unknown = sorted(options.keys() - EngineConfig.__dataclass_fields__.keys())
         if unknown:
             known = ", ".join(sorted(EngineConfig.__dataclass_fields__.keys() - {"model"}))
             raise ConfigError(unknown[0], options[unknown[0]], f"there is no such option; there are offload, {known}")
         self.plan = plan_engine(config := EngineConfig(model=model, **options), describe_model(model, config.dtype))
-        self.engine = build_engine(self.plan, _connector_factory(offload))
+        self.engine = build_engine(self.plan, connector_factory(offload))
 
     def generate(
         self,
@@ -181,6 +182,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
     environment = SchedulerEnvironment(
         plan.layout,
         clock,
+        max_step_tokens=plan.scheduler.max_num_batched_tokens,
         prefix_caching=plan.scheduler.prefix_caching,
         applies_locks=True,
         emits_events=plan.scheduler.emit_events,
@@ -206,10 +208,19 @@ def _make_executor(plan: EnginePlan, factory: KVConnectorFactory, finished_count
     return InlineExecutor(Worker(runner, worker_side), finished_count)
 
 
-def _connector_factory(offload: OffloadConfig | KVConnectorFactory | None) -> KVConnectorFactory:
-    if offload is None:
-        return NULL_CONNECTOR
-    return OffloadingFactory(offload) if isinstance(offload, OffloadConfig) else offload
+def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
+    """The connector that was asked for."""
+    match offload:
+        case None:
+            return NULL_CONNECTOR
+        case OffloadConfig():
+            return OffloadingFactory(offload)
+        case LazyOffloadConfig():
+            return LazyOffloadingFactory(offload)
+        case Sequence():
+            return MultiConnectorFactory(tuple(connector_factory(child) for child in offload))
+        case _:
+            return offload
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -58,8 +58,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.references.update(ids)
         self.free = [block_id for block_id in self.free if block_id not in ids]
 
-    @rule(ids=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4))
-    def free_any(self, ids: list[int]) -> None:
+    @rule(ids=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4), evict_first=st.booleans())
+    def free_any(self, ids: list[int], evict_first: bool) -> None:
         if 0 in ids:
             with pytest.raises(NullBlockError):
                 self.pool.free_blocks(self.blocks(ids))
@@ -68,11 +68,11 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.free_blocks(self.blocks(ids))
             assert raised.value.given_back > raised.value.held == self.references[raised.value.block_id]
         else:
-            self.pool.free_blocks(self.blocks(ids))
-            for block_id in ids:
+            self.pool.free_blocks(self.blocks(ids), evict_first=evict_first)
+            for block_id in reversed(ids) if evict_first else ids:
                 self.references[block_id] -= 1
                 if not self.references[block_id]:
-                    self.free.append(block_id)
+                    self.free.insert(0 if evict_first else len(self.free), block_id)
 
     @precondition(lambda self: +self.references)
     @rule(data=st.data(), block_hash=st.sampled_from(HASHES), group=st.integers(0, 1))

@@ -24,11 +24,14 @@ from cargohold.protocol import (
 )
 
 
+NUM_BLOCKS = 6
+
+
 class Context:
     """A pool and no requests."""
 
     def __init__(self) -> None:
-        self.pool = BlockPool(6)
+        self.pool = BlockPool(NUM_BLOCKS)
         self.get_block = self.pool.get_block
         self.touch = self.pool.touch
         self.free_blocks = self.pool.free_blocks
@@ -101,7 +104,9 @@ def inner() -> Scripted:
 
 @pytest.fixture
 def guard(inner: Scripted, context: Context) -> ConnectorGuard:
-    return ConnectorGuard(inner, context)
+    guard = ConnectorGuard(inner, NUM_BLOCKS)
+    guard.bind_scheduler_context(context)
+    return guard
 
 
 @pytest.mark.parametrize("answer", [(-1, True), (5, True), 3, None, ("4", False), (4,)])
@@ -171,26 +176,23 @@ def test_a_connector_can_free_only_what_it_holds(guard: ConnectorGuard, inner: S
     assert (mine.ref_cnt, guard.num_held_references) == (1, 0)
 
 
-def test_locks_are_references_that_add_up(guard: ConnectorGuard, inner: Scripted, context: Context) -> None:
-    (block,) = context.pool.allocate(1)
-    inner.report = KVConnectorSchedulerOutput(lock_block_ids=(block.block_id, block.block_id))
-    guard.apply_report()
-    context.pool.free_blocks([block])
-    assert (block.ref_cnt, guard.num_held_references) == (2, 2), "locks survive the request"
+def test_locks_are_references_that_add_up(guard: ConnectorGuard, inner: Scripted) -> None:
+    inner.report = KVConnectorSchedulerOutput(lock_block_ids=(2, 2))
+    assert guard.report_to_scheduler() == inner.report
+    assert guard.num_held_references == 2
     assert guard.has_pending_work()
-    inner.report = KVConnectorSchedulerOutput(unlock_block_ids=(block.block_id, block.block_id))
-    guard.apply_report()
-    assert (block.ref_cnt, context.pool.num_free_blocks) == (0, 5)
-    assert not guard.has_pending_work()
+    inner.report = KVConnectorSchedulerOutput(unlock_block_ids=(2,))
+    assert guard.report_to_scheduler() == inner.report
+    guard.break_off("a rule")
+    assert guard.release() == KVConnectorSchedulerOutput(unlock_block_ids=(2,)), "what is still locked"
+    assert guard.num_held_references == 0
 
 
-def test_a_block_may_be_locked_and_unlocked_in_one_report(
-    guard: ConnectorGuard, inner: Scripted, context: Context
-) -> None:
+def test_a_block_may_be_locked_and_unlocked_in_one_report(guard: ConnectorGuard, inner: Scripted) -> None:
     inner.report = KVConnectorSchedulerOutput((2,), (2,))
-    guard.apply_report()
+    assert guard.report_to_scheduler() == inner.report
     assert guard.broken is None
-    assert context.pool.num_free_blocks == 5
+    assert not guard.has_pending_work()
 
 
 @pytest.mark.parametrize(
@@ -198,17 +200,18 @@ def test_a_block_may_be_locked_and_unlocked_in_one_report(
     [
         (KVConnectorSchedulerOutput(unlock_block_ids=(3,)), "block 3"),
         (KVConnectorSchedulerOutput(lock_block_ids=(0,)), "null block"),
-        (KVConnectorSchedulerOutput(lock_block_ids=(99,)), "report_to_scheduler"),
+        (KVConnectorSchedulerOutput(lock_block_ids=(99,)), "block 99"),
+        (KVConnectorSchedulerOutput((1,), (1, 2)), "block 2"),
     ],
 )
 def test_an_impossible_lock_or_unlock_names_the_block(
-    guard: ConnectorGuard, inner: Scripted, context: Context, report: KVConnectorSchedulerOutput, named: str
+    guard: ConnectorGuard, inner: Scripted, report: KVConnectorSchedulerOutput, named: str
 ) -> None:
     inner.report = report
-    guard.apply_report()
+    assert guard.report_to_scheduler() is None
     assert guard.broken is not None
     assert named in guard.broken.rule
-    assert context.pool.num_free_blocks == 5
+    assert guard.num_held_references == 0
 
 
 def test_references_outlive_the_break_until_they_are_released(
@@ -218,7 +221,7 @@ def test_references_outlive_the_break_until_they_are_released(
     inner.context.touch([context.pool.get_block(1), context.pool.get_block(2)])
     guard.break_off("a rule")
     assert context.pool.num_free_blocks == 3, "a copy may still read them"
-    guard.release_held_blocks()
+    assert guard.release() == KVConnectorSchedulerOutput()
     assert context.pool.num_free_blocks == 5
     context.pool.check()
 
@@ -255,7 +258,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", CONTRACT)
 def test_whatever_method_raises_the_caller_goes_on(name: str, context: Context) -> None:
-    guard = ConnectorGuard(raising(name), context, binds_context=False)
+    guard = ConnectorGuard(raising(name), NUM_BLOCKS)
     getattr(guard, name)(*ARGUMENTS.get(name, ()))
     assert guard.broken is not None
     assert name in guard.broken.rule

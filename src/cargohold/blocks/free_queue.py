@@ -33,6 +33,15 @@ class FreeQueue:
         self._head.prev_free = block
         self._len += 1
 
+    def prepend(self, block: KVCacheBlock) -> None:
+        """Put ``block`` at the head: of all free blocks it will be evicted first."""
+        first = self._head.next_free
+        assert first is not None and block.next_free is None, "the block is in the queue already"
+        first.prev_free = block
+        block.prev_free, block.next_free = self._head, first
+        self._head.next_free = block
+        self._len += 1
+
     def remove(self, block: KVCacheBlock) -> None:
         """Take ``block`` out, wherever it is."""
         before, behind = block.prev_free, block.next_free

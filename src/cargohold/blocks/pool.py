@@ -105,10 +105,11 @@ class BlockPool:
                 self._free.remove(block)
             block.ref_cnt += 1
 
-    def free_blocks(self, blocks: Iterable[KVCacheBlockView]) -> None:
+    def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
         """Give back one reference on each block, in order.
 
-        Blocks whose count reaches zero go to the tail of the free queue in the order given, so the first is evicted first.
+        Blocks whose count reaches zero go to the tail of the free queue in the order given, so the first is evicted first;
+        with ``evict_first`` to its head, in the same order.
 
         Raises:
             BlockNotHeldError: a block is given back more often than it is referenced; nothing was changed.
@@ -116,10 +117,13 @@ class BlockPool:
         """
         own = self._own(blocks, "free")
         self._check_held(own)
-        for block in own:
+        for block in reversed(own) if evict_first else own:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                self._free.append(block)
+                if evict_first:
+                    self._free.prepend(block)
+                else:
+                    self._free.append(block)
 
     def lookup(self, block_hash: bytes, group_id: int) -> KVCacheBlock | None:
         """A block that holds the prefix ``block_hash`` for a group, or ``None``. Takes no reference."""

@@ -35,6 +35,7 @@ from cargohold.protocol.messages import (
 )
 from cargohold.protocol.null import NULL_CONNECTOR, NullConnectorScheduler, NullConnectorWorker
 from cargohold.protocol.request import RequestView, ScheduledRequest, StepView
+from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
     "MEDIUM_DEVICE",
@@ -74,6 +75,7 @@ __all__ = [
     "Stats",
     "StepView",
     "TransferOutcome",
+    "WorkerConnectorGuard",
     "WorkerEnvironment",
     "WorkerMetadata",
     "add_stats",

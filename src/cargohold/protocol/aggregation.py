@@ -97,6 +97,7 @@ class OutputAggregator:
                     request_id for request_id, outcome in received.items() if outcome is not TransferOutcome.DONE
                 ),
                 jobs=self._jobs.take_complete(self._expected),
+                step_failed=any(output.finished.step_failed for _, output in present),
             ),
             invalid_block_ids=_union(output.invalid_block_ids for _, output in present),
             worker_meta=worker_meta,

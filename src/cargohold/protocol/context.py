@@ -7,7 +7,7 @@ Rules, for whoever implements or uses them:
 * A block with ``ref_cnt == 0`` is in the free queue and may be evicted and reused at any allocation. ``touch`` takes it out.
 * References add up: two touches need two frees. Freeing more than was touched raises and changes nothing.
 * ``free_blocks`` puts blocks whose count reaches zero at the tail of the free queue in the order given: the first given is
-  evicted first.
+  evicted first. With ``evict_first`` it puts them at the head, in the same order: nothing is lost when they go.
 * The null block is never yielded, touched or freed.
 
 To protect a copy: ``touch`` the blocks before it starts, ``free_blocks`` when all workers report it done. The request's life
@@ -64,8 +64,12 @@ class BlockPoolView(Protocol):
         """Take one reference on each; raises ``NullBlockError`` and changes nothing if the null block is among them."""
         ...
 
-    def free_blocks(self, blocks: Iterable[KVCacheBlockView]) -> None:
-        """Give one reference back on each.
+    def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
+        """Give one reference back on each; those that nobody references any more go to the tail of the free queue.
+
+        Args:
+            blocks: in the order in which they should be evicted.
+            evict_first: put them at the head instead, because what they hold is kept elsewhere.
 
         Raises ``BlockNotHeldError`` or ``NullBlockError`` and changes nothing if one cannot be given back.
         """

@@ -25,6 +25,7 @@ class SchedulerEnvironment:
     Attributes:
         layout: the paged KV cache.
         clock: monotonic time, for deadlines.
+        max_step_tokens: tokens that one step computes at most, and so how many may need blocks at once.
         prefix_caching: whether the device pool keeps blocks for reuse. Without it, waiting for another request's load is
             pointless, for its blocks could not be shared.
         applies_locks: whether the engine applies ``report_to_scheduler``.
@@ -33,6 +34,7 @@ class SchedulerEnvironment:
 
     layout: KVCacheLayout
     clock: Clock
+    max_step_tokens: int = 2048
     prefix_caching: bool = True
     applies_locks: bool = True
     emits_events: bool = False

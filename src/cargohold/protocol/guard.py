@@ -5,7 +5,7 @@ every call on; if the connector raises or answers what the contract forbids, the
 and the rule it broke, and from then on answers like a connector that keeps nothing.
 
 References that the connector held when it broke are kept until its workers have stopped, for a copy may still read those
-blocks; then the caller releases them with ``release_held_blocks``.
+blocks; then the caller gives them back with ``release``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cargohold.errors import BlockNotHeldError, ContractError, RequestError
+from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError, RequestError
 from cargohold.protocol.connector import KVConnectorScheduler
 from cargohold.protocol.context import KVCacheBlockView, SchedulerContext
 from cargohold.protocol.events import KVEvent
-from cargohold.protocol.kv_cache import BlockIds
+from cargohold.protocol.kv_cache import NULL_BLOCK_ID, BlockIds
 from cargohold.protocol.messages import (
     CacheReport,
     ConnectorMetadata,
@@ -35,17 +35,46 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class HeldBlocks:
-    """A scheduler context that remembers which references one connector took, so that it can give back only its own."""
+class BlockLedger:
+    """Which references one connector holds, so that it can give back only its own."""
 
-    def __init__(self, context: SchedulerContext) -> None:
-        self._context = context
+    def __init__(self) -> None:
         self._held: Counter[int] = Counter()
 
-    @property
-    def num_references(self) -> int:
-        """References the connector holds."""
+    def __len__(self) -> int:
         return self._held.total()
+
+    def take(self, block_ids: Iterable[int]) -> None:
+        """Note references taken."""
+        self._held.update(block_ids)
+
+    def check(self, block_ids: Iterable[int]) -> None:
+        """Raise ``BlockNotHeldError`` if the connector does not hold all of these references."""
+        for block_id, count in Counter(block_ids).items():
+            if count > self._held[block_id]:
+                raise BlockNotHeldError(block_id, self._held[block_id], count)
+
+    def give_back(self, block_ids: Iterable[int]) -> None:
+        """Note references given back. Raises like ``check``, and then notes none."""
+        block_ids = list(block_ids)
+        self.check(block_ids)
+        for block_id in block_ids:
+            self._held[block_id] -= 1
+            if not self._held[block_id]:
+                del self._held[block_id]
+
+    def give_back_all(self) -> tuple[int, ...]:
+        """Note that everything is given back; the block ids, repeated per reference."""
+        held, self._held = tuple(self._held.elements()), Counter()
+        return held
+
+
+class GuardedContext:
+    """A scheduler context through which a connector can give back only references that it took itself."""
+
+    def __init__(self, context: SchedulerContext, ledger: BlockLedger) -> None:
+        self._context = context
+        self._ledger = ledger
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """See ``SchedulerContext``."""
@@ -55,20 +84,14 @@ class HeldBlocks:
         """See ``SchedulerContext``."""
         blocks = list(blocks)
         self._context.touch(blocks)
-        self._held.update(block.block_id for block in blocks)
+        self._ledger.take(block.block_id for block in blocks)
 
-    def free_blocks(self, blocks: Iterable[KVCacheBlockView]) -> None:
+    def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
         """See ``SchedulerContext``; raises ``BlockNotHeldError`` for references that this connector does not hold."""
         blocks = list(blocks)
-        given_back = Counter(block.block_id for block in blocks)
-        for block_id, count in given_back.items():
-            if count > self._held[block_id]:
-                raise BlockNotHeldError(block_id, self._held[block_id], count)
-        self._context.free_blocks(blocks)
-        for block_id, count in given_back.items():
-            self._held[block_id] -= count
-            if not self._held[block_id]:
-                del self._held[block_id]
+        self._ledger.check(block.block_id for block in blocks)
+        self._context.free_blocks(blocks, evict_first=evict_first)
+        self._ledger.give_back(block.block_id for block in blocks)
 
     def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
         """See ``SchedulerContext``."""
@@ -82,40 +105,28 @@ class HeldBlocks:
         """See ``SchedulerContext``."""
         return self._context.waiting_requests()
 
-    def lock(self, block_ids: Sequence[int]) -> None:
-        """Take a reference on each block id. Raises like ``touch``, or ``IndexError`` for an id that does not exist."""
-        self.touch([self._context.get_block(block_id) for block_id in block_ids])
-
-    def unlock(self, block_ids: Sequence[int]) -> None:
-        """Give a reference back on each block id. Raises like ``free_blocks``."""
-        self.free_blocks([self._context.get_block(block_id) for block_id in block_ids])
-
-    def release(self) -> None:
-        """Give everything back."""
-        self.unlock(list(self._held.elements()))
-
 
 class ConnectorGuard(KVConnectorScheduler):
     """One scheduler side, contained.
 
     Args:
         inner: the connector.
-        context: the block pool on which its locks are applied.
-        binds_context: whether the connector may use the pool itself.
+        num_blocks: blocks of the device pool, the null block included: locks name one of them.
     """
 
-    def __init__(self, inner: KVConnectorScheduler, context: SchedulerContext, *, binds_context: bool = True) -> None:
+    def __init__(self, inner: KVConnectorScheduler, num_blocks: int) -> None:
         self._inner = inner
-        self._held = HeldBlocks(context)
+        self._num_blocks = num_blocks
+        self._context: SchedulerContext | None = None
+        self._touched = BlockLedger()
+        self._locked = BlockLedger()
         self.name = inner.name
         self.broken: ContractError | None = None
-        if binds_context:
-            self.bind_scheduler_context(self._held)
 
     @property
     def num_held_references(self) -> int:
         """References on blocks that the connector holds, through ``touch`` or locks."""
-        return self._held.num_references
+        return len(self._touched) + len(self._locked)
 
     def break_off(self, rule: str, cause: Exception | None = None) -> None:
         """Turn the connector off because it broke ``rule``. Only the first time counts."""
@@ -126,19 +137,21 @@ class ConnectorGuard(KVConnectorScheduler):
                 "connector %s is turned off: %s; requests are served without it", self.name, rule, exc_info=cause
             )
 
-    def release_held_blocks(self) -> None:
-        """Give back every reference the connector holds. Only once its workers have stopped."""
-        self._held.release()
+    def release(self) -> KVConnectorSchedulerOutput:
+        """Free what the connector has touched; what it has locked is returned, for the caller to unlock.
 
-    def apply_report(self) -> None:
-        """Ask for locks and unlocks and apply them."""
-        report = self.report_to_scheduler()
-        if report is not None:
-            self._call("report_to_scheduler", None, self._apply, report)
+        Only once its workers have stopped.
+        """
+        touched = self._touched.give_back_all()
+        if self._context is not None:
+            self._context.free_blocks([self._context.get_block(block_id) for block_id in touched])
+        return KVConnectorSchedulerOutput(unlock_block_ids=self._locked.give_back_all())
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
-        """Pass on."""
-        self._call("bind_scheduler_context", None, self._inner.bind_scheduler_context, context)
+        """Pass on, so that the connector can give back only what it took."""
+        self._context = context
+        guarded = GuardedContext(context, self._touched)
+        self._call("bind_scheduler_context", None, self._inner.bind_scheduler_context, guarded)
 
     def on_new_request(self, request: RequestView) -> None:
         """Pass on; a ``RequestError`` goes through, for it is the request's fault."""
@@ -167,8 +180,9 @@ class ConnectorGuard(KVConnectorScheduler):
         self._call("update_connector_output", None, self._inner.update_connector_output, output)
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
-        """Pass on. An engine calls ``apply_report`` instead, which also applies it."""
-        return self._call("report_to_scheduler", None, self._inner.report_to_scheduler)
+        """Pass on what can be applied: locks name blocks that exist, unlocks what was locked."""
+        nothing: KVConnectorSchedulerOutput | None = None
+        return self._call("report_to_scheduler", nothing, self._report)
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Pass on."""
@@ -227,9 +241,24 @@ class ConnectorGuard(KVConnectorScheduler):
         keeps_blocks, params = self._inner.request_finished(request, block_ids)
         return bool(keeps_blocks), params
 
-    def _apply(self, report: KVConnectorSchedulerOutput) -> None:
-        self._held.lock(report.lock_block_ids)
-        self._held.unlock(report.unlock_block_ids)
+    def _report(self) -> KVConnectorSchedulerOutput | None:
+        report = self._inner.report_to_scheduler()
+        if report is None:
+            return None
+        # A copy: the connector may use its own object again.
+        report = KVConnectorSchedulerOutput(tuple(report.lock_block_ids), tuple(report.unlock_block_ids))
+        for block_id in report.lock_block_ids:
+            if block_id == NULL_BLOCK_ID:
+                raise NullBlockError("lock")
+            if not 0 < block_id < self._num_blocks:
+                raise ContractError(self.name, f"locked block {block_id}, which does not exist")
+        self._locked.take(report.lock_block_ids)
+        try:
+            self._locked.give_back(report.unlock_block_ids)
+        except BlockNotHeldError:
+            self._locked.give_back(report.lock_block_ids)
+            raise
+        return report
 
     def _call(self, method: str, otherwise: T, call: Callable[..., T], *args: object) -> T:
         if self.broken is not None:

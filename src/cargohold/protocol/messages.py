@@ -74,6 +74,7 @@ class FinishedTransfers:
         failed_recving: those of them whose load failed as a whole: nothing of it may be used.
         jobs: jobs that ended, and how. Job ids are the connector's own.
         expected_finished_count: workers that must report each id from now on, if this worker knows better; 0 otherwise.
+        step_failed: this step's forward pass may have read KV that had not been loaded: whoever computed in it starts over.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -81,6 +82,7 @@ class FinishedTransfers:
     failed_recving: frozenset[str] = frozenset()
     jobs: Mapping[int, TransferOutcome] = field(default_factory=dict)
     expected_finished_count: int = 0
+    step_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

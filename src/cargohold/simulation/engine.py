@@ -75,6 +75,7 @@ class SimulatedEngine:
         environment = SchedulerEnvironment(
             layout,
             self.clock,
+            max_step_tokens=self.config.max_num_batched_tokens,
             prefix_caching=self.config.prefix_caching,
             applies_locks=applies_locks,
             emits_events=self.config.emit_events,

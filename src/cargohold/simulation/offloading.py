@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from cargohold.connector.lazy.stores import LazyStores
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.shared import Shared
+from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.offload.manager import OffloadManager, make_manager
+from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 from cargohold.simulation.transfers import ByteRows, HeldTransfers
@@ -21,6 +27,7 @@ class SimulatedOffloading:
 
     Args:
         num_slots: chunks that the tier holds.
+        lookahead: blocks ahead of eviction that a lazy connector keeps safe; ``None`` for an eager one.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
@@ -28,16 +35,23 @@ class SimulatedOffloading:
         transfers: the copies of each worker made so far, in order.
     """
 
-    def __init__(self, num_slots: int, **options: Any) -> None:
+    def __init__(self, num_slots: int, *, lookahead: int | None = None, **options: Any) -> None:
         self.config = OffloadConfig(host_bytes=1, **options)
         self.num_slots = num_slots
-        self.manager: OffloadManager = make_manager(self.config.policy, num_slots, record_events=True)
+        self.manager: OffloadManager
+        self._make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
+        if lookahead is None:
+            self.manager = make_manager(self.config.policy, num_slots, record_events=True)
+            self._make_stores = EagerStores
+        else:
+            self.manager = BlockPoolManager(num_slots, record_events=True)
+            self._make_stores = partial(LazyStores, lookahead=lookahead)
         self.transfers: list[HeldTransfers] = []
         self._rows: ByteRows | None = None
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side over the shared manager."""
-        return OffloadingScheduler(self.config, environment, self.manager)
+        return OffloadingScheduler(self.config, environment, self.manager, make_stores=self._make_stores)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side over the shared memory."""

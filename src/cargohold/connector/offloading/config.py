@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
+from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
 from cargohold.units import format_bytes, is_positive_int, parse_bytes
-
-DEFAULT_POLICY = "lru"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class OffloadConfig:
         limit = memory_limit_bytes()
         if self.num_host_bytes > limit:
             raise ConfigError("host_bytes", self.host_bytes, f"this machine allows {format_bytes(limit)} in all")
-        # TODO self._require("policy", self.policy in POLICIES, f"one of {', '.join(sorted(POLICIES))}")
+        self._require("policy", self.policy in POLICIES, f"one of {', '.join(sorted(POLICIES))}")
         self._require(
             "blocks_per_chunk",
             is_positive_int(self.blocks_per_chunk),

@@ -10,6 +10,7 @@ from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError
+from cargohold.offload.manager import make_manager
 from cargohold.offload.tier import HostMemory
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
@@ -28,17 +29,15 @@ class OffloadingFactory:
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """The scheduler side. Raises ``ConfigError`` if the tier cannot hold a single chunk."""
-        from cargohold.offload.manager import make_manager
-
         manager = make_manager(
-            self.config.policy, self._num_slots(environment.layout), record_events=environment.emits_events
+            self.config.policy, self.num_slots(environment.layout), record_events=environment.emits_events
         )
         return OffloadingScheduler(self.config, environment, manager)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """The worker side, with this worker's shard of the tier."""
         layout = environment.layout
-        num_rows = self._num_slots(layout) * self.config.blocks_per_chunk
+        num_rows = self.num_slots(layout) * self.config.blocks_per_chunk
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
             from cargohold.offload.transfer.factory import make_transfer_worker  # noqa: PLC0415  # imports torch
@@ -47,7 +46,8 @@ class OffloadingFactory:
 
         return OffloadingWorker(make_transfers)
 
-    def _num_slots(self, layout: KVCacheLayout) -> int:
+    def num_slots(self, layout: KVCacheLayout) -> int:
+        """Chunks that the host memory holds. Raises ``ConfigError`` if it cannot hold one."""
         chunk_bytes = layout.block_bytes * layout.world_size * self.config.blocks_per_chunk
         num_slots = self.config.num_host_bytes // chunk_bytes
         if num_slots < 1:

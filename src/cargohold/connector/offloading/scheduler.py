@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cargohold.connector.offloading.config import OffloadConfig
@@ -15,7 +15,7 @@ from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.messages import OffloadingMetadata
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
-from cargohold.connector.offloading.stores import Stores
+from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.offload.manager.base import OffloadManager
 from cargohold.protocol import (
     BlockIds,
@@ -41,20 +41,27 @@ class OffloadingScheduler(KVConnectorScheduler):
         config: options.
         environment: the engine.
         manager: what the tier holds.
+        make_stores: what decides which chunks are copied down; by default all, as they are computed.
         tier: name of the tier in reports.
     """
 
     name = "offloading"
 
     def __init__(
-        self, config: OffloadConfig, environment: SchedulerEnvironment, manager: OffloadManager, tier: str = "host"
+        self,
+        config: OffloadConfig,
+        environment: SchedulerEnvironment,
+        manager: OffloadManager,
+        *,
+        make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner] = EagerStores,
+        tier: str = "host",
     ) -> None:
         holder = LockHolder() if environment.applies_locks else RequestHolder()
         self._shared = Shared(config, environment.layout, manager, tier, holder)
         self._requests: dict[str, RequestState] = {}
         self._lookup = TierLookup(manager, self._shared.jobs, shares_loads=environment.prefix_caching)
         self._loads = Loads(self._shared, self._requests)
-        self._stores = Stores(self._shared)
+        self._stores = make_stores(self._shared, self._requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
 
@@ -62,6 +69,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
         """Hold blocks by touching them from now on."""
+        self._shared.context = context
         self._shared.holder = TouchHolder(context)
 
     def on_new_request(self, request: RequestView) -> None:
@@ -114,11 +122,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         finish_stores = self._must_finish_stores(step)
         return OffloadingMetadata(
             loads=self._loads.take_planned(),
-            stores=tuple(
-                store
-                for share in step.scheduled
-                for store in self._stores.plan(self._requests[share.request_id], share)
-            ),
+            stores=tuple(self._stores.plan(step)),
             finish_stores=finish_stores,
             release=self._take_released(),
         )

@@ -11,7 +11,7 @@ from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.holds import BlockHolder
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.offload.manager.base import OffloadManager
-from cargohold.protocol import KVCacheLayout
+from cargohold.protocol import KVCacheLayout, SchedulerContext
 
 
 @dataclass(slots=True)
@@ -24,6 +24,7 @@ class Shared:
         manager: what the tier holds.
         tier: its name in reports.
         holder: keeps blocks from being reused while they are copied.
+        context: the engine's block pool, where the engine gives one.
         jobs: transfers in flight.
         stats: counters since they were last taken.
     """
@@ -33,8 +34,14 @@ class Shared:
     manager: OffloadManager
     tier: str
     holder: BlockHolder
+    context: SchedulerContext | None = None
     jobs: JobTable = field(default_factory=JobTable)
     stats: Counter[str] = field(default_factory=Counter)
+
+    def num_storable_blocks(self) -> int:
+        """Device blocks that further stores may hold now."""
+        limit = max(1, int(self.layout.num_blocks * self.config.max_inflight_fraction))
+        return max(0, limit - self.jobs.num_store_blocks)
 
     def places(self, chunks: Sequence[ChunkBlocks], slots: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Device blocks of chunks, and the tier's rows for them, in parallel."""

@@ -1,9 +1,13 @@
-"""Stores: planned in the step that completes their chunks, visible once all workers have copied them."""
+"""Stores: which chunks to copy down, and when they can be found.
+
+``StorePlanner`` is the port; ``EagerStores`` copies every chunk in the step that completes it.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from cargohold.connector.offloading.chunks import ChunkBlocks, chunks_to_store
 from cargohold.connector.offloading.jobs import Store
@@ -11,29 +15,53 @@ from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.offload.manager.base import CannotStore, OffloadKey, StoreHandle
-from cargohold.protocol import ScheduledRequest, TransferOutcome
+from cargohold.protocol import ScheduledRequest, StepView, TransferOutcome
 
 logger = logging.getLogger(__name__)
 
 
-class Stores:
-    """Plans stores and draws the consequences of their ends."""
+class StorePlanner(Protocol):
+    """Decides what is copied down in a step."""
 
-    def __init__(self, shared: Shared) -> None:
+    def plan(self, step: StepView) -> Iterator[StoreJob]:
+        """The stores to start after this step's forward pass."""
+        ...
+
+    def end(self, store: Store, outcome: TransferOutcome) -> None:
+        """A store has ended on all workers: release what it held; its chunks can be found if they were copied."""
+        ...
+
+
+class EagerStores:
+    """Stores chunks as they are computed.
+
+    Args:
+        shared: the connector's common ground.
+        requests: its requests.
+    """
+
+    def __init__(self, shared: Shared, requests: Mapping[str, RequestState]) -> None:
         self._shared = shared
-        self._max_blocks = max(1, int(shared.layout.num_blocks * shared.config.max_inflight_fraction))
+        self._requests = requests
 
-    def plan(self, state: RequestState, share: ScheduledRequest) -> Iterator[StoreJob]:
+    def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Store the chunks that are complete after this step and were not offered yet."""
+        for share in step.scheduled:
+            yield from self._plan_request(self._requests[share.request_id], share)
+
+    def end(self, store: Store, outcome: TransferOutcome) -> None:
+        """Release the blocks, and let the chunks be found."""
+        end_store(self._shared, store, outcome)
+        self._shared.holder.release(store.block_ids)
+
+    def _plan_request(self, state: RequestState, share: ScheduledRequest) -> Iterator[StoreJob]:
         num_tokens = self._num_storable_tokens(state, share)
         if not state.has_unoffered_chunks(num_tokens):
             return  # the common case while generating
         state.extend_keys()
         for group, keys in enumerate(state.keys):
             first, end = state.next_chunk[group], min(num_tokens // keys.chunk_tokens, len(keys.keys))
-            num_allowed = (
-                self._max_blocks - self._shared.jobs.num_store_blocks
-            ) // self._shared.config.blocks_per_chunk
+            num_allowed = self._shared.num_storable_blocks() // self._shared.config.blocks_per_chunk
             if end - first > num_allowed:
                 # What does not fit now is offered again in the next step.
                 self._shared.stats["stores_deferred"] += 1
@@ -42,18 +70,6 @@ class Stores:
                 job = self._plan_group(state, group, share.block_ids[group], first, end)
                 if job is not None:
                     yield job
-
-    def end(self, store: Store, outcome: TransferOutcome) -> None:
-        """Release what the store held; its chunks can be found from now on, if they were copied."""
-        if outcome is TransferOutcome.DONE:
-            store.handle.commit()
-        else:
-            store.handle.forfeit()
-            self._shared.stats["stores_failed"] += 1
-            logger.warning(
-                "a store of %d blocks in %s was %s", len(store.block_ids), self._shared.tier, outcome.name.lower()
-            )
-        self._shared.holder.release(store.block_ids)
 
     def _num_storable_tokens(self, state: RequestState, share: ScheduledRequest) -> int:
         """Leading tokens that may be stored after this step: computed, known, and wanted."""
@@ -84,11 +100,26 @@ class Stores:
         return self._start(state, handle, by_key)
 
     def _start(self, state: RequestState, handle: StoreHandle, by_key: Mapping[OffloadKey, ChunkBlocks]) -> StoreJob:
-        shared = self._shared
-        block_ids, rows = shared.places([by_key[key] for key in handle.keys], handle.slots)
-        shared.holder.hold(block_ids)
-        store = Store(shared.jobs.new_id(), state.request.request_id, handle, block_ids)
-        shared.jobs.add_store(store)
-        shared.stats["stores"] += 1
-        shared.stats["stored_blocks"] += len(block_ids)
-        return StoreJob(store.job_id, block_ids, rows, shared.config.transfer_timeout_s)
+        block_ids, rows = self._shared.places([by_key[key] for key in handle.keys], handle.slots)
+        self._shared.holder.hold(block_ids)
+        return start_store(
+            self._shared, Store(self._shared.jobs.new_id(), state.request.request_id, handle, block_ids), rows
+        )
+
+
+def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob:
+    """Note that a store is in flight; the message that starts it. Its blocks must be held already."""
+    shared.jobs.add_store(store)
+    shared.stats["stores"] += 1
+    shared.stats["stored_blocks"] += len(store.block_ids)
+    return StoreJob(store.job_id, store.block_ids, rows, shared.config.transfer_timeout_s)
+
+
+def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
+    """Let a store's chunks be found, or give their slots back."""
+    if outcome is TransferOutcome.DONE:
+        store.handle.commit()
+    else:
+        store.handle.forfeit()
+        shared.stats["stores_failed"] += 1
+        logger.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, outcome.name.lower())

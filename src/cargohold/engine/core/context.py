@@ -26,9 +26,9 @@ class EngineContext:
         """Take one reference on each."""
         self._kv.pool.touch(blocks)
 
-    def free_blocks(self, blocks: Iterable[KVCacheBlockView]) -> None:
+    def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
         """Give one reference back on each."""
-        self._kv.pool.free_blocks(blocks)
+        self._kv.pool.free_blocks(blocks, evict_first=evict_first)
 
     def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[KVCacheBlock]:
         """Walk the free queue in eviction order."""

@@ -24,6 +24,7 @@ from cargohold.protocol import (
     FinishedTransfers,
     KVCacheLayout,
     KVConnectorScheduler,
+    KVConnectorSchedulerOutput,
     KVEvent,
 )
 
@@ -76,7 +77,9 @@ class Scheduler:
         self._running = RunningRequests(self._waiting.urgency)
         self._transfers = TransferTable()
         self._requests: dict[str, Request] = {}
-        self.connector = ConnectorGuard(connector, EngineContext(self.kv, self._waiting), binds_context=with_context)
+        self.connector = ConnectorGuard(connector, layout.num_blocks)
+        if with_context:
+            self.connector.bind_scheduler_context(EngineContext(self.kv, self._waiting))
         self._admission = Admission(config, self.kv, self.connector, self._transfers, clock)
         self._connector_dropped = False
         self._finished_ids: set[str] = set()
@@ -299,14 +302,22 @@ class Scheduler:
         # Garbage first: it must not be read, whatever else is wrong with the connector.
         if output.connector.invalid_block_ids:
             self._discard_blocks(output.connector.invalid_block_ids)
+        if output.connector.finished.step_failed:
+            self._start_over(request for request, _ in plan)
         if output.connector_error is not None:
             self.connector.break_off(output.connector_error)
-            self._start_over(request for request, _ in plan)
         if not output.connector.is_empty():
             self.connector.update_connector_output(output.connector)
-        self.connector.apply_report()
+        self._apply_report(self.connector.report_to_scheduler())
         if self.connector.broken is None:
             self._end_transfers(output.connector.finished)
+
+    def _apply_report(self, report: KVConnectorSchedulerOutput | None) -> None:
+        """Lock, then unlock: what the connector reports holds for the blocks as they are at the end of the step."""
+        if report is not None:
+            pool = self.kv.pool
+            pool.touch([pool.get_block(block_id) for block_id in report.lock_block_ids])
+            pool.free_blocks([pool.get_block(block_id) for block_id in report.unlock_block_ids])
 
     def _end_transfers(self, finished: FinishedTransfers) -> None:
         strays = self._transfers.strays(finished)
@@ -399,7 +410,7 @@ class Scheduler:
     def _release_broken_connector(self) -> None:
         """The workers have stopped their connectors: nothing is in flight any more, so nothing needs protection."""
         self._connector_dropped = True
-        self.connector.release_held_blocks()
+        self._apply_report(self.connector.release())
         loading, sending = self._transfers.abandon()
         for request in loading:
             if request.is_finished:

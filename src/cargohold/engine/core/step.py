@@ -83,7 +83,7 @@ class StepOutput:
     Attributes:
         sampled: the next token of every request that was to get one.
         connector: what the workers' connectors report.
-        connector_error: what a worker's connector raised, if one did: the step's tokens cannot be trusted then.
+        connector_error: the rule that a worker's connector broke, if one did; it has been stopped there.
     """
 
     sampled: Mapping[str, int] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cargohold.engine.core.step import StepOutput
 from cargohold.errors import ContractError
-from cargohold.protocol import OutputAggregator
+from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator
 
 
 def merge_outputs(aggregator: OutputAggregator, outputs: Sequence[StepOutput]) -> StepOutput:
@@ -19,5 +19,7 @@ def merge_outputs(aggregator: OutputAggregator, outputs: Sequence[StepOutput]) -
     try:
         connector = aggregator.aggregate([output.connector for output in outputs])
     except ContractError as error:
-        return StepOutput(sampled=outputs[0].sampled, connector_error=error.rule)
+        # What was to be loaded is not known any more.
+        failed = KVConnectorOutput(finished=FinishedTransfers(step_failed=True))
+        return StepOutput(sampled=outputs[0].sampled, connector=failed, connector_error=error.rule)
     return StepOutput(sampled=outputs[0].sampled, connector=connector, connector_error="; ".join(errors) or None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.engine.executor.runner import ModelRunner
-from cargohold.engine.executor.worker_guard import WorkerConnectorGuard
-from cargohold.protocol import KVConnectorOutput, KVConnectorWorker
+from cargohold.protocol import KVConnectorWorker, WorkerConnectorGuard
 
 
 class Worker:
@@ -26,14 +25,16 @@ class Worker:
         connector = self._connector
         if step.drop_connector:
             connector.stop()
-        report = KVConnectorOutput()
         try:
-            connector.begin_step(step.connector_metadata)
+            connector.bind_connector_metadata(step.connector_metadata)
+            connector.handle_preemptions()
+            connector.start_load_kv()
             hooks = connector if connector.listens_to_layers else None
             sampled = self._runner.execute(step, hooks) if step.scheduled else {}
-            report = connector.end_forward(step.finished_req_ids)
+            connector.wait_for_save()
+            report = connector.collect(step.finished_req_ids)
         finally:
-            connector.end_step()
+            connector.clear_connector_metadata()
         return StepOutput(sampled=sampled, connector=report, connector_error=connector.take_error())
 
     def shutdown(self) -> None:

@@ -1,0 +1,49 @@
+"""Options of the lazy offloading connector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.errors import ConfigError
+from cargohold.protocol import SchedulerEnvironment
+from cargohold.units import is_positive_int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyOffloadConfig:
+    """Keep in host memory what the device is about to evict. Checked when made; raises ``ConfigError`` naming the option.
+
+    Moves far fewer bytes than eager offloading where most blocks are used again before they are evicted; what is evicted
+    faster than it can be copied is lost.
+
+    Attributes:
+        host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
+        lookahead_blocks: blocks ahead of eviction that are kept safe. By default twice what one step can allocate.
+        max_inflight_fraction: part of the device pool that stores in flight may hold at most.
+        transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
+    """
+
+    host_bytes: int | str
+    lookahead_blocks: int | None = None
+    max_inflight_fraction: float = 0.5
+    transfer_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        self.common()
+        if self.lookahead_blocks is not None and not is_positive_int(self.lookahead_blocks):
+            raise ConfigError("lookahead_blocks", self.lookahead_blocks, "it must be an integer from 1, or None")
+
+    def common(self) -> OffloadConfig:
+        """The options that eager offloading has too, checked."""
+        return OffloadConfig(
+            host_bytes=self.host_bytes,
+            max_inflight_fraction=self.max_inflight_fraction,
+            transfer_timeout_s=self.transfer_timeout_s,
+        )
+
+    def lookahead(self, environment: SchedulerEnvironment) -> int:
+        """``lookahead_blocks``, or what follows from the engine's step size."""
+        if self.lookahead_blocks is not None:
+            return self.lookahead_blocks
+        return 2 * sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)

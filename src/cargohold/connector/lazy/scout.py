@@ -1,0 +1,70 @@
+"""Walks the free queue ahead of eviction."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from cargohold.errors import StaleCursorError
+from cargohold.protocol import KVCacheBlockView, SchedulerContext
+
+
+class FreeQueueScout:
+    """Keeps the blocks that will be evicted next *safe*: empty, or kept elsewhere.
+
+    ::
+
+        free queue   | safe | safe | safe | not safe | ? | ? | ...
+                      next                ^ cursor: behind the last block known to be safe
+                      victim
+
+    Allocation takes blocks from the left, so the stretch of safe blocks shrinks by as many, and the scout walks on from its
+    cursor until it is ``lookahead`` long again. A cursor whose block has left the queue is noticed, and the walk starts over.
+
+    Args:
+        context: the engine's block pool.
+        is_kept: whether what a block holds is kept elsewhere, ready to be loaded.
+        lookahead: how many blocks ahead of eviction to keep safe.
+    """
+
+    def __init__(self, context: SchedulerContext, is_kept: Callable[[KVCacheBlockView], bool], lookahead: int) -> None:
+        self._context = context
+        self._is_kept = is_kept
+        self._lookahead = lookahead
+        # Blocks ahead of the cursor, with what they held when they were found safe.
+        self._safe: deque[tuple[KVCacheBlockView, bytes | None]] = deque()
+
+    def find_unsafe(self, limit: int) -> list[KVCacheBlockView]:
+        """Blocks that would be lost within the lookahead, next victim first; at most ``limit``.
+
+        The caller is expected to take them out of the free queue and to save them.
+        """
+        while self._safe and not self._is_still_there(*self._safe[0]):
+            self._safe.popleft()
+        if limit < 1 or len(self._safe) >= self._lookahead:
+            return []
+        try:
+            walk = self._context.iter_free_blocks(after=self._safe[-1][0] if self._safe else None)
+        except StaleCursorError:
+            self._safe.clear()
+            walk = self._context.iter_free_blocks()
+        unsafe: list[KVCacheBlockView] = []
+        for block in walk:
+            if block.block_hash is None or self._is_kept(block):
+                # Behind an unsafe block the stretch has a hole until that one is saved, and comes back at the head.
+                if not unsafe:
+                    self._safe.append((block, block.block_hash))
+            else:
+                unsafe.append(block)
+            if len(self._safe) + len(unsafe) >= self._lookahead or len(unsafe) >= limit:
+                break
+        return unsafe
+
+    def note_saved(self, block: KVCacheBlockView) -> None:
+        """A block was saved and put back at the head of the queue."""
+        if block.ref_cnt == 0:
+            self._safe.appendleft((block, block.block_hash))
+
+    @staticmethod
+    def _is_still_there(block: KVCacheBlockView, block_hash: bytes | None) -> bool:
+        return block.ref_cnt == 0 and block.block_hash == block_hash

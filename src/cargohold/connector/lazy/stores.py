@@ -1,0 +1,83 @@
+"""What the lazy connector copies down: cached blocks that are about to be evicted, and that the tier does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from cargohold.blocks import READY
+from cargohold.connector.lazy.scout import FreeQueueScout
+from cargohold.connector.offloading.jobs import Store
+from cargohold.connector.offloading.messages import StoreJob
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.shared import Shared
+from cargohold.connector.offloading.stores import end_store, start_store
+from cargohold.errors import ContractError
+from cargohold.offload.keys import offload_key
+from cargohold.offload.manager.base import CannotStore, OffloadKey
+from cargohold.protocol import KVCacheBlockView, SchedulerContext, StepView, TransferOutcome
+
+NO_REQUEST = ""
+"""Owner of stores whose blocks belong to no request any more: the connector itself."""
+
+
+class LazyStores:
+    """Stores blocks shortly before they would be evicted.
+
+    Args:
+        shared: the connector's common ground; its context must be bound before the first step.
+        requests: not needed, for blocks are stored after their requests have let go of them.
+        lookahead: blocks ahead of eviction that are kept safe.
+    """
+
+    def __init__(self, shared: Shared, requests: Mapping[str, RequestState], lookahead: int) -> None:
+        del requests
+        self._shared = shared
+        self._lookahead = lookahead
+        self._scout: FreeQueueScout | None = None
+
+    def plan(self, step: StepView) -> Iterator[StoreJob]:
+        """Save what would be lost next. What this step writes has nothing to do with it."""
+        del step
+        context = self._context()
+        if self._scout is None:
+            self._scout = FreeQueueScout(context, self._is_kept, self._lookahead)
+        blocks = self._scout.find_unsafe(self._shared.num_storable_blocks())
+        if blocks:
+            yield from self._store({_key(block): block for block in blocks}, context)
+
+    def end(self, store: Store, outcome: TransferOutcome) -> None:
+        """Put the blocks back where they were: at the head of the free queue. Now they can go without loss."""
+        end_store(self._shared, store, outcome)
+        context = self._context()
+        blocks = [context.get_block(block_id) for block_id in store.block_ids]
+        context.free_blocks(blocks, evict_first=True)
+        if outcome is TransferOutcome.DONE and self._scout is not None:
+            for block in reversed(blocks):
+                self._scout.note_saved(block)
+
+    def _store(self, by_key: Mapping[OffloadKey, KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
+        handle = self._shared.manager.prepare_store(list(by_key))
+        if isinstance(handle, CannotStore):
+            self._shared.stats["stores_deferred"] += 1
+            return
+        if not handle.keys:
+            handle.commit()
+            return
+        blocks = [by_key[key] for key in handle.keys]
+        context.touch(blocks)
+        block_ids = tuple(block.block_id for block in blocks)
+        store = Store(self._shared.jobs.new_id(), NO_REQUEST, handle, block_ids)
+        yield start_store(self._shared, store, tuple(handle.slots))
+
+    def _is_kept(self, block: KVCacheBlockView) -> bool:
+        return self._shared.manager.lookup([_key(block)])[0] == READY
+
+    def _context(self) -> SchedulerContext:
+        if self._shared.context is None:
+            raise ContractError("lazy", "the engine gives no view of its block pool, which lazy offloading walks")
+        return self._shared.context
+
+
+def _key(block: KVCacheBlockView) -> OffloadKey:
+    assert block.block_hash is not None and block.group_id is not None, "an empty block needs no copy"
+    return offload_key(block.block_hash, block.group_id)

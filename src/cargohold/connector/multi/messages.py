@@ -1,0 +1,80 @@
+"""What the two sides of a composed connector tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cargohold.protocol import ConnectorMetadata, WorkerMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class MultiMetadata:
+    """One step's messages.
+
+    Attributes:
+        children: each child's own message, by position.
+        new_loads: requests whose asynchronous load starts in this step.
+        new_sends: requests that ended in the last step, and the children that keep their blocks.
+        stop: children whose workers are to stop, waiting for what they have in flight.
+        fail_loads: requests whose loads by stopped children will never be reported; workers report them as failed.
+        fail_step: a child that was to load KV for this very step has been turned off.
+    """
+
+    children: tuple[ConnectorMetadata, ...] = ()
+    new_loads: tuple[str, ...] = ()
+    new_sends: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    stop: tuple[int, ...] = ()
+    fail_loads: tuple[str, ...] = ()
+    fail_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChildReport:
+    """What one child's workers say to its own scheduler side.
+
+    Attributes:
+        worker_meta: the child's own message.
+        invalid_block_ids: blocks that this child could not load.
+        error: the rule that the child's worker side broke; it has stopped.
+    """
+
+    worker_meta: WorkerMetadata | None = None
+    invalid_block_ids: frozenset[int] = frozenset()
+    error: str | None = None
+
+    def aggregate(self, other: ChildReport) -> ChildReport:
+        """Both workers' reports."""
+        mine, theirs = self.worker_meta, other.worker_meta
+        # Each child's messages are of one type, so they know how to merge.
+        merged: Any = theirs if mine is None else mine if theirs is None else mine.aggregate(theirs)
+        errors = [error for error in (self.error, other.error) if error is not None]
+        return ChildReport(merged, self.invalid_block_ids | other.invalid_block_ids, "; ".join(errors) or None)
+
+
+@dataclass(frozen=True, slots=True)
+class MultiWorkerMetadata:
+    """One step's reports.
+
+    Attributes:
+        children: by position.
+        stopped: children that have stopped in this step, as they were told to.
+    """
+
+    children: tuple[ChildReport, ...]
+    stopped: tuple[int, ...] = ()
+
+    def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
+        """Both workers' reports, child by child. All workers stop a child in the same step."""
+        pairs = zip(self.children, other.children, strict=True)
+        return MultiWorkerMetadata(tuple(mine.aggregate(theirs) for mine, theirs in pairs), self.stopped)
+
+
+def compose_job_id(child: int, job_id: int, num_children: int) -> int:
+    """One number for a child and its own job id, so that children need not agree on ids."""
+    return job_id * num_children + child
+
+
+def split_job_id(job_id: int, num_children: int) -> tuple[int, int]:
+    """Child and its own job id."""
+    return job_id % num_children, job_id // num_children

@@ -1,0 +1,247 @@
+"""Scheduler side of a composed connector: loads from the first child that has a hit, stores to all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from cargohold.connector.multi.messages import MultiMetadata, MultiWorkerMetadata, split_job_id
+from cargohold.errors import ConfigError, RequestError
+from cargohold.protocol import (
+    BlockIds,
+    CacheReport,
+    ConnectorGuard,
+    ConnectorMetadata,
+    FinishedTransfers,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    KVConnectorSchedulerOutput,
+    KVEvent,
+    RequestView,
+    SchedulerContext,
+    SchedulerEnvironment,
+    Stats,
+    StepView,
+    TransferOutcome,
+)
+
+
+class MultiConnectorScheduler(KVConnectorScheduler):
+    """Composes any number of connectors; a child may itself be composed.
+
+    * A request is loaded by the first child that has something for it. "Not yet" from a child counts as an answer: those
+      behind it are not asked.
+    * Every child is told of every request, step and end, and stores what it wants.
+    * A request that several children keep is released when all of them are done.
+    * A child that breaks a rule is turned off; the others go on.
+
+    Nothing that a child hands over is kept or changed, so it may use its objects again.
+
+    Args:
+        children: most preferred first.
+        environment: the engine.
+    """
+
+    name = "multi"
+    worker_metadata_type: ClassVar[type] = MultiWorkerMetadata
+
+    def __init__(self, children: Sequence[KVConnectorScheduler], environment: SchedulerEnvironment) -> None:
+        if not children:
+            raise ConfigError("offload", [], "a composed connector needs at least one to compose")
+        self._children = [ConnectorGuard(child, environment.layout.num_blocks) for child in children]
+        # Who was found to have something for a waiting request, and whether it would load asynchronously.
+        self._chosen: dict[str, tuple[int, bool]] = {}
+        # Who loads for a request, asynchronously or in the step being planned.
+        self._loading: dict[str, int] = {}
+        self._new_loads: list[str] = []
+        self._loading_in_step: set[int] = set()
+        self._sending: dict[str, tuple[int, ...]] = {}
+        self._new_sends: dict[str, tuple[int, ...]] = {}
+        self._stopping: set[int] = set()
+        self._stopped: set[int] = set()
+        self._unlocks_of_stopped: list[int] = []
+
+    @property
+    def children(self) -> Sequence[ConnectorGuard]:
+        """The children, each contained."""
+        return self._children
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        """To all children; each can give back only what it took itself."""
+        for child in self._children:
+            child.bind_scheduler_context(context)
+
+    def on_new_request(self, request: RequestView) -> None:
+        """To all children. If one refuses the request, those told before it are told that it ended."""
+        for at, child in enumerate(self._children):
+            try:
+                child.on_new_request(request)
+            except RequestError:
+                for told in self._children[:at]:
+                    told.request_finished(request, ())
+                    told.explain(request.request_id)
+                raise
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
+        """To all children. Parameters of more preferred children win where names collide."""
+        self._chosen.pop(request.request_id, None)
+        answers = [child.request_finished(request, block_ids) for child in self._children]
+        keepers = tuple(at for at, (keeps, _) in enumerate(answers) if keeps)
+        if keepers:
+            self._sending[request.request_id] = self._new_sends[request.request_id] = keepers
+        params: dict[str, Any] = {}
+        for _, of_child in answers:
+            params = {**(of_child or {}), **params}
+        return bool(keepers), params or None
+
+    def explain(self, request_id: str) -> CacheReport:
+        """All children's reports: tokens per tier added up, notes marked with the child's name."""
+        restored: Counter[str] = Counter()
+        notes: list[str] = []
+        for child in self._children:
+            report = child.explain(request_id)
+            restored.update(report.restored_tokens)
+            notes += [f"{child.name}: {note}" for note in report.notes]
+        return CacheReport(dict(restored), tuple(notes))
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The first child's answer that is not "nothing"."""
+        self._chosen.pop(request.request_id, None)
+        for at, child in enumerate(self._children):
+            num_tokens, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
+            if num_tokens is None:
+                return None, False
+            if num_tokens:
+                self._chosen[request.request_id] = at, is_async
+                return num_tokens, is_async
+        return 0, False
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        """The chosen child loads; the others are told that there is nothing to load."""
+        choice = self._chosen.pop(request.request_id, None) if num_external_tokens else None
+        chosen, is_async = choice or (None, False)
+        if chosen is not None and is_async:
+            self._loading[request.request_id] = chosen
+            self._new_loads.append(request.request_id)
+        elif chosen is not None:
+            self._loading_in_step.add(chosen)
+        for at, child in enumerate(self._children):
+            child.update_state_after_alloc(request, blocks, num_external_tokens if at == chosen else 0)
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        """All children's messages, and who is to stop."""
+        messages = tuple(child.build_connector_meta(step) for child in self._children)
+        broken = {at for at, child in enumerate(self._children) if child.broken is not None}
+        stop = broken - self._stopping - self._stopped
+        self._stopping |= stop
+        new_sends, self._new_sends = self._new_sends, {}
+        new_loads, self._new_loads = tuple(self._new_loads), []
+        loading_in_step, self._loading_in_step = self._loading_in_step, set()
+        return MultiMetadata(
+            children=messages,
+            new_loads=new_loads,
+            new_sends=new_sends,
+            stop=tuple(sorted(stop)),
+            fail_loads=tuple(sorted(ident for ident, child in self._loading.items() if child in stop)),
+            fail_step=not loading_in_step.isdisjoint(broken),
+        )
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """To each child what is its own."""
+        meta = output.worker_meta
+        assert meta is None or isinstance(meta, MultiWorkerMetadata)
+        for at in range(len(self._children)):
+            own = self._own_output(at, output, meta)
+            if not own.is_empty():
+                self._children[at].update_connector_output(own)
+        for request_id in output.finished.finished_recving:
+            self._loading.pop(request_id, None)
+        for request_id in output.finished.finished_sending:
+            self._sending.pop(request_id, None)
+        if meta is not None:
+            self._learn_of_errors(meta)
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
+        """All children's locks and unlocks, in fresh tuples."""
+        locks: list[int] = []
+        unlocks, self._unlocks_of_stopped = self._unlocks_of_stopped, []
+        for child in self._children:
+            report = child.report_to_scheduler()
+            if report is not None:
+                locks += report.lock_block_ids
+                unlocks += report.unlock_block_ids
+        return KVConnectorSchedulerOutput(tuple(locks), tuple(unlocks)) if locks or unlocks else None
+
+    # --- on demand ----------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[KVEvent]:
+        """All children's events; in order per child, and so per medium."""
+        return [event for child in self._children for event in child.take_events()]
+
+    def has_pending_work(self) -> bool:
+        """While any child has, or one is being turned off."""
+        return bool(self._stopping or self._new_sends) or any(
+            child.has_pending_work() or (child.broken is not None and at not in self._stopped)
+            for at, child in enumerate(self._children)
+        )
+
+    def reset_cache(self) -> bool:
+        """All children are asked, whatever the others answer; ``True`` if all could. Turned-off children have nothing."""
+        answers = [child.reset_cache() for child in self._children if child.broken is None]
+        return all(answers)
+
+    def get_stats(self) -> Stats:
+        """All children's counters, under the child's name."""
+        return {f"{child.name}.{name}": value for child in self._children for name, value in child.get_stats().items()}
+
+    def get_finished_count(self) -> int | None:
+        """What the children agree on. Raises ``ConfigError`` if they do not."""
+        counts = {child.get_finished_count() for child in self._children}
+        if len(counts) > 1:
+            raise ConfigError(
+                "offload", sorted(map(str, counts)), "composed connectors must expect equally many reports"
+            )
+        return counts.pop()
+
+    def shutdown(self) -> None:
+        """All children."""
+        for child in self._children:
+            child.shutdown()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _own_output(self, at: int, output: KVConnectorOutput, meta: MultiWorkerMetadata | None) -> KVConnectorOutput:
+        """What concerns one child of what came from the workers."""
+        finished = output.finished
+        jobs: dict[int, TransferOutcome] = {}
+        for composed, outcome in finished.jobs.items():
+            child, job_id = split_job_id(composed, len(self._children))
+            if child == at:
+                jobs[job_id] = outcome
+        own = FinishedTransfers(
+            finished_sending=frozenset(i for i in finished.finished_sending if at in self._sending.get(i, ())),
+            finished_recving=frozenset(i for i in finished.finished_recving if self._loading.get(i) == at),
+            failed_recving=frozenset(i for i in finished.failed_recving if self._loading.get(i) == at),
+            jobs=jobs,
+        )
+        if meta is None:
+            return KVConnectorOutput(finished=own)
+        report = meta.children[at]
+        return KVConnectorOutput(
+            finished=own, invalid_block_ids=report.invalid_block_ids, worker_meta=report.worker_meta
+        )
+
+    def _learn_of_errors(self, meta: MultiWorkerMetadata) -> None:
+        for at, report in enumerate(meta.children):
+            if report.error is not None:
+                self._children[at].break_off(report.error)
+        for at in meta.stopped:
+            # Nothing of it is in flight on any worker now.
+            self._stopping.discard(at)
+            self._stopped.add(at)
+            self._unlocks_of_stopped += self._children[at].release().unlock_block_ids

@@ -1,0 +1,147 @@
+"""Worker side of a composed connector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar
+
+from cargohold.connector.multi.messages import ChildReport, MultiMetadata, MultiWorkerMetadata, compose_job_id
+from cargohold.protocol import (
+    ConnectorMetadata,
+    EmptyMetadata,
+    FinishedTransfers,
+    KVConnectorOutput,
+    KVConnectorWorker,
+    Stats,
+    TransferOutcome,
+    WorkerConnectorGuard,
+    WorkerMetadata,
+    add_stats,
+)
+
+
+class MultiConnectorWorker(KVConnectorWorker):
+    """Runs the children's worker sides side by side, each contained.
+
+    Args:
+        children: in the order of the scheduler side's.
+    """
+
+    name = "multi"
+    metadata_type: ClassVar[type] = MultiMetadata
+
+    def __init__(self, children: Sequence[KVConnectorWorker]) -> None:
+        self._names = [child.name for child in children]
+        self._children = [WorkerConnectorGuard(child) for child in children]
+        self._metadata = MultiMetadata()
+        self._outputs: list[KVConnectorOutput] = []
+        # Ended requests, and the children that have not let go of their blocks on this worker.
+        self._keepers: dict[str, set[int]] = {}
+        # Loads that ended on this worker; on others they may still run.
+        self._ended_loads: set[str] = set()
+
+    def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
+        """To all children."""
+        for child in self._children:
+            child.register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        """To each child its own; stops those that are to stop."""
+        assert isinstance(metadata, MultiMetadata)
+        self._metadata = metadata
+        for request_id, keepers in metadata.new_sends.items():
+            self._keepers[request_id] = set(keepers)
+        self._ended_loads.difference_update(metadata.new_loads)
+        for at in metadata.stop:
+            self._children[at].stop()
+        for at, child in enumerate(self._children):
+            child.bind_connector_metadata(metadata.children[at] if metadata.children else EmptyMetadata())
+
+    def handle_preemptions(self) -> None:
+        """To all children."""
+        for child in self._children:
+            child.handle_preemptions()
+
+    def start_load_kv(self) -> None:
+        """To all children."""
+        for child in self._children:
+            child.start_load_kv()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """To all children."""
+        for child in self._children:
+            child.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """To all children."""
+        for child in self._children:
+            child.save_kv_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """To all children."""
+        for child in self._children:
+            child.wait_for_save()
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        """What ended in any child. A request that several keep is passed on when all have let go of it."""
+        self._outputs = [child.collect(finished_req_ids) for child in self._children]
+        received: set[str] = set()
+        failed: set[str] = set()
+        jobs: dict[int, TransferOutcome] = {}
+        for at, output in enumerate(self._outputs):
+            finished = output.finished
+            received |= finished.finished_recving
+            failed |= finished.failed_recving
+            jobs |= {compose_job_id(at, ident, len(self._children)): end for ident, end in finished.jobs.items()}
+            for request_id in finished.finished_sending:
+                self._keepers.get(request_id, set()).discard(at)
+        for keepers in self._keepers.values():
+            keepers.difference_update(self._metadata.stop)
+        sent = {request_id for request_id, keepers in self._keepers.items() if not keepers}
+        for request_id in sent:
+            del self._keepers[request_id]
+        self._ended_loads -= finished_req_ids
+        self._ended_loads |= received
+        given_up = set(self._metadata.fail_loads) - self._ended_loads
+        return FinishedTransfers(
+            finished_sending=frozenset(sent),
+            finished_recving=frozenset(received | given_up),
+            failed_recving=frozenset(failed | given_up),
+            jobs=jobs,
+            expected_finished_count=max(output.finished.expected_finished_count for output in self._outputs),
+            step_failed=self._metadata.fail_step or any(output.finished.step_failed for output in self._outputs),
+        )
+
+    def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
+        """Blocks that any child could not load."""
+        return frozenset[int]().union(*(output.invalid_block_ids for output in self._outputs))
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """Each child's own report; nothing if none has one."""
+        reports = tuple(
+            ChildReport(output.worker_meta, output.invalid_block_ids, child.take_error())
+            for child, output in zip(self._children, self._outputs, strict=True)
+        )
+        if self._metadata.stop or any(report != ChildReport() for report in reports):
+            return MultiWorkerMetadata(reports, self._metadata.stop)
+        return None
+
+    def get_stats(self) -> Stats:
+        """All children's counters, under the child's name."""
+        stats: Stats = {}
+        for name, output in zip(self._names, self._outputs, strict=False):
+            stats = add_stats(stats, {f"{name}.{key}": value for key, value in output.stats.items()})
+        return stats
+
+    def clear_connector_metadata(self) -> None:
+        """All children."""
+        self._metadata = MultiMetadata()
+        self._outputs = []
+        for child in self._children:
+            child.clear_connector_metadata()
+
+    def shutdown(self) -> None:
+        """All children."""
+        for child in self._children:
+            child.stop()
