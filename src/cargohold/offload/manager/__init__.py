@@ -1,1 +1,27 @@
 """Managers: which chunks a tier holds, and where."""
+
+from cargohold.offload.manager.base import (
+    CannotStore,
+    ChunksRemoved,
+    ChunksStored,
+    LoadHandle,
+    ManagerEvent,
+    OffloadKey,
+    OffloadManager,
+    StoreHandle,
+)
+from cargohold.offload.manager.factory import make_manager
+from cargohold.offload.manager.tier_manager import TierManager
+
+__all__ = [
+    "CannotStore",
+    "ChunksRemoved",
+    "ChunksStored",
+    "LoadHandle",
+    "ManagerEvent",
+    "OffloadKey",
+    "OffloadManager",
+    "StoreHandle",
+    "TierManager",
+    "make_manager",
+]

@@ -8,7 +8,7 @@ must be given back exactly once. The life of a chunk::
        +------- forfeit ---------+                  +-- evicted or removed, only when nobody reads it --> absent
 
 Any other move is a bug of ours: it raises ``LifecycleError`` and changes nothing. At all times
-``num_free + num_ready + num_writing == capacity``, and pins equal the loads that live handles stand for.
+`X, and pins equal the loads that live handles stand for.
 
 Keys come in prefix order, many at once: the scheduler's thread asks for thousands of chunks at a time.
 """
@@ -29,7 +29,7 @@ class CannotStore(Enum):
     """Why nothing can be stored at the moment."""
 
     BUSY = "busy"
-    """Every slot is being written or read. Offer the chunks again later."""
+    """None of the chunks found a slot, only because slots are being written or read. Offer all of them again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,18 @@ class StoreHandle(Protocol):
     Attributes:
         keys: the chunks to store, in prefix order: those offered that were absent and are worth a slot.
         slots: where each goes, parallel to ``keys``.
+        deferred: the chunks behind them that found no slot, only because slots are being written or read. Offer them again
+            later; the last of ``keys`` is their parent. Chunks in neither are there already, or not worth a slot.
     """
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
         """The chunks to store."""
+        ...
+
+    @property
+    def deferred(self) -> Sequence[OffloadKey]:
+        """The chunks to offer again."""
         ...
 
     @property
@@ -125,7 +132,10 @@ class OffloadManager(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
-        """One byte per key: ``cargohold.blocks.ABSENT``, ``READY`` or ``NOT_YET``. Changes nothing observable."""
+        """One byte per key: ``cargohold.blocks.ABSENT``, ``READY`` or ``NOT_YET``. Changes nothing observable.
+
+        A chunk that is still being written is absent: nobody waits for a copy that may fail.
+        """
 
     @abstractmethod
     def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:
@@ -133,7 +143,10 @@ class OffloadManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """A request uses these chunks, in prefix order, last one its last; mark those that are there as recently used."""
+        """A request uses these chunks, in prefix order, last one its last; mark those that are there as used now.
+
+        Call it once when a request starts; again, when it ends, if it ran for long.
+        """
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
@@ -143,8 +156,17 @@ class OffloadManager(ABC):
     def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
         """Reserve slots for those of ``keys`` that are absent and worth one, evicting others if need be.
 
-        Never evicts a pinned or unfinished chunk, nor one of ``keys``. The handle may be empty: everything is there, or not
-        worth a slot.
+        Each chunk offered ends in one of four places:
+
+        * it is there or being written already: nothing to do;
+        * it is in the handle's ``keys``;
+        * it is in the handle's ``deferred``, or everything is and the answer is ``CannotStore.BUSY``: it found no slot, but
+          others will let go of some. At most as many chunks are deferred as slots are being written or read, so a request
+          longer than the tier is not offered for ever;
+        * none of these: it is not worth a slot, or never will find one. Do not offer it again for this request.
+
+        Slots go to the leading chunks: what lies behind a hole is worth nothing. Never evicts a chunk that is pinned or being
+        written, nor one of ``keys``, nor one before them in their prefix.
 
         Args:
             keys: consecutive chunks of one prefix.
@@ -153,7 +175,11 @@ class OffloadManager(ABC):
 
     @abstractmethod
     def remove(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget ready chunks, as soon as nobody reads them; unknown keys are ignored."""
+        """Forget ready chunks: absent at once, their slots free as soon as nobody reads them. Unknown keys are ignored.
+
+        Raises:
+            LifecycleError: one is being written; nothing was changed.
+        """
 
     @abstractmethod
     def reset(self) -> bool:
@@ -174,6 +200,11 @@ class OffloadManager(ABC):
         """Slots reserved by live store handles."""
 
     @property
+    def num_leaving(self) -> int:
+        """Slots of removed chunks that are still being read."""
+        return 0
+
+    @property
     @abstractmethod
     def num_pins(self) -> int:
         """Chunks pinned by live load handles, counted once per handle."""
@@ -181,7 +212,7 @@ class OffloadManager(ABC):
     @property
     def num_free(self) -> int:
         """Slots that hold nothing."""
-        return self.capacity - self.num_ready - self.num_writing
+        return self.capacity - self.num_ready - self.num_writing - self.num_leaving
 
     @abstractmethod
     def check(self) -> None:

@@ -1,0 +1,221 @@
+"""Where chunks are: an index that follows prefixes instead of looking up every key.
+
+Chunks that were stored one behind the other form a *strand*: their keys in a tuple, their slots in an array. A look-up finds
+the strand of its first key by hash, and then compares the strand's next keys with its own, at the speed of memory; only where
+a strand ends, or the prefix branches off, another key is looked up::
+
+    asked for   k0 k1 k2 k3 k4 k5 k6 | n7 n8
+                |                    |
+    strand A    k0 k1 k2 k3 k4 k5 k6   k7 k8 k9       found by the hash of k0, verified key by key
+    strand B                           n7 n8 n9       found by the hash of n7
+
+So prefix look-ups cost 20 to 30 ns per key whatever the size of the index, where a hash look-up of a million keys costs some
+250 ns of cache misses. Keys are always compared in full: no digest of a digest is trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from cargohold.offload.manager.key_map import KeyMap
+from cargohold.offload.policy.base import NO_SLOT, NO_SLOTS, Slots
+
+Keys = tuple[bytes, ...]
+
+_MAX_STRAND: Final = 256
+"""Positions in a strand fit in a byte, and changing a strand's end copies no more than this."""
+
+
+class Strand:
+    """Chunks one behind the other in a prefix, either all being written or all ready.
+
+    Attributes:
+        keys: theirs, in prefix order.
+        slots: where they are, parallel to ``keys``.
+        parent: key of the chunk before the first, if known.
+        is_ready: whether they can be loaded.
+    """
+
+    __slots__ = ("is_ready", "keys", "parent", "slots")
+
+    def __init__(self, keys: Keys, slots: Slots, parent: bytes | None, *, is_ready: bool) -> None:
+        self.keys = keys
+        self.slots = slots
+        self.parent = parent
+        self.is_ready = is_ready
+
+
+class Piece(NamedTuple):
+    """Consecutive chunks of one strand: ``strand.keys[first : first + length]``."""
+
+    strand: Strand
+    first: int
+    length: int
+
+    @property
+    def slots(self) -> Slots:
+        """Where they are."""
+        return self.strand.slots[self.first : self.first + self.length]
+
+
+class ChainIndex:
+    """The chunks of one tier, by key and by slot.
+
+    Args:
+        capacity: slots of the tier.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._slots = KeyMap(capacity)
+        # Object arrays, not lists: the garbage collector does not walk through them.
+        self._strands = np.full(capacity, None, dtype=object)
+        self._positions = np.zeros(capacity, dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def slot_of(self, key: bytes | None) -> int:
+        """Where a chunk is, ready or not; ``NO_SLOT`` if it is not there."""
+        slot = None if key is None else self._slots.get(key)
+        return NO_SLOT if slot is None else slot
+
+    def slots_of(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Where each chunk is, ready or not; for keys that need not follow each other."""
+        return self._slots.get_many(keys)
+
+    def run(self, keys: Keys) -> list[Piece]:
+        """The leading keys whose chunks are ready, as pieces of strands."""
+        pieces, at = [], 0
+        while at < len(keys):
+            slot = self._slots.get(keys[at])
+            if slot is None:
+                break
+            strand: Strand = self._strands[slot]
+            if not strand.is_ready:
+                break
+            first = int(self._positions[slot])
+            count = _common_length(
+                strand.keys[first : first + len(keys) - at], keys[at : at + len(strand.keys) - first]
+            )
+            pieces.append(Piece(strand, first, count))
+            at += count
+        return pieces
+
+    def ancestors(self, slot: int) -> Slots:
+        """Slots of the chunks of a prefix that ends in ``slot``, as far as they are there without a gap, in order."""
+        pieces: dict[int, Slots] = {}
+        while slot != NO_SLOT:
+            strand: Strand = self._strands[slot]
+            if id(strand) in pieces:
+                break  # keys that are not digests of prefixes may claim anything of each other
+            pieces[id(strand)] = strand.slots[: int(self._positions[slot]) + 1]
+            slot = self.slot_of(strand.parent)
+        return np.concatenate(list(pieces.values())[::-1]) if pieces else NO_SLOTS
+
+    def keys_at(self, slots: Slots) -> list[bytes]:
+        """Keys of the chunks in slots that are in use."""
+        positions = self._positions[slots].tolist()
+        return [strand.keys[at] for strand, at in zip(self._strands[slots].tolist(), positions, strict=True)]
+
+    def strands(self) -> Iterator[Strand]:
+        """Every strand once. Walks everything."""
+        return iter({id(strand): strand for strand in self._strands.tolist() if strand is not None}.values())
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def insert(self, keys: Keys, slots: Slots, parent: bytes | None) -> list[Strand]:
+        """Add chunks that are being written, one behind the other. Their keys must be absent and different."""
+        self._slots.set_many(keys, slots.tolist())
+        strands = []
+        for first in range(0, len(keys), _MAX_STRAND):
+            part = slice(first, first + _MAX_STRAND)
+            strand = Strand(keys[part], slots[part], parent, is_ready=False)
+            self._place(strand, 0)
+            strands.append(strand)
+            parent = strand.keys[-1]
+        return strands
+
+    def publish(self, strand: Strand) -> None:
+        """A strand's chunks are ready. It is joined to the one it continues, if it does so at its very end."""
+        strand.is_ready = True
+        before = self.slot_of(strand.parent)
+        if before == NO_SLOT:
+            return
+        head: Strand = self._strands[before]
+        length = len(head.keys)
+        if head.is_ready and length + len(strand.keys) <= _MAX_STRAND and self._positions[before] == length - 1:
+            head.keys += strand.keys
+            head.slots = np.concatenate((head.slots, strand.slots))
+            self._place(head, length)
+
+    def remove(self, slots: Slots) -> list[bytes]:
+        """Forget the chunks in ``slots``, and tell their keys in the same order.
+
+        Fast where slots of one strand come together, from its end on: the order in which prefixes are evicted.
+        """
+        removed: list[bytes] = []
+        cuts: dict[Strand, list[int]] = {}
+        positions = self._positions[slots].tolist()
+        for strand, group in groupby(self._strands[slots].tolist()):
+            chosen = positions[len(removed) : len(removed) + len(list(group))]
+            removed += [strand.keys[at] for at in chosen]
+            cuts.setdefault(strand, []).extend(chosen)
+        for strand, chosen in cuts.items():
+            self._cut(strand, chosen)
+        self._strands[slots] = None
+        self._slots.remove_many(removed)
+        return removed
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._slots.clear()
+        self._strands[:] = None
+
+    def check(self) -> None:
+        """Verify that keys, slots and strands agree. Raises ``AssertionError``."""
+        used = {slot: strand for slot, strand in enumerate(self._strands.tolist()) if strand is not None}
+        by_key = dict(self._slots.items())
+        assert set(by_key.values()) == set(used) and len(by_key) == len(used), "keys and slots do not match"
+        for strand in self.strands():
+            assert 0 < len(strand.keys) == len(strand.slots) <= _MAX_STRAND, "a strand of impossible length"
+            for at, (key, slot) in enumerate(zip(strand.keys, strand.slots.tolist(), strict=True)):
+                assert by_key[key] == slot and used[slot] is strand and self._positions[slot] == at, f"slot {slot}"
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _place(self, strand: Strand, first: int) -> None:
+        """Register the chunks of a strand from ``first`` on."""
+        slots = strand.slots[first:]
+        self._strands[slots] = strand
+        self._positions[slots] = np.arange(first, first + len(slots), dtype=np.uint8)
+
+    def _cut(self, strand: Strand, positions: list[int]) -> None:
+        """Take chunks out of a strand; what is behind a gap becomes a strand of its own."""
+        length, end = len(strand.keys), min(positions)
+        if length - end > len(positions):
+            for before, behind in pairwise([*sorted(positions), length]):
+                if behind - before > 1:
+                    rest = slice(before + 1, behind)
+                    part = Strand(strand.keys[rest], strand.slots[rest], strand.keys[before], is_ready=strand.is_ready)
+                    self._place(part, 0)
+        strand.keys, strand.slots = strand.keys[:end], strand.slots[:end]
+
+
+def _common_length(ours: Keys, theirs: Keys) -> int:
+    """How many leading keys are the same. Both have the same length, and at least the first key is the same."""
+    if ours == theirs:
+        return len(ours)
+    same, different = 1, len(ours)
+    while same < different:
+        middle = (same + different + 1) // 2
+        if ours[same:middle] == theirs[same:middle]:
+            same = middle
+        else:
+            different = middle - 1
+    return same

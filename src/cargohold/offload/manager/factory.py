@@ -1,0 +1,20 @@
+"""Makes managers."""
+
+from __future__ import annotations
+
+from cargohold.offload.manager.tier_manager import TierManager
+from cargohold.offload.policy import make_policy
+
+
+def make_manager(policy: str, capacity: int, *, record_events: bool = False) -> TierManager:
+    """A manager for a tier of ``capacity`` slots.
+
+    Args:
+        policy: one of ``cargohold.offload.policy.POLICIES``.
+        capacity: slots.
+        record_events: whether ``take_events`` is wanted.
+
+    Raises:
+        ConfigError: there is no such policy, or no slot.
+    """
+    return TierManager(capacity, make_policy(policy, capacity), record_events=record_events)

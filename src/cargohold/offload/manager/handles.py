@@ -1,0 +1,89 @@
+"""What a manager hands out, to be given back exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from cargohold.errors import LifecycleError
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.policy.base import Slots
+
+
+class _Handle:
+    """Chunks in slots, and the moves that led here."""
+
+    def __init__(self, keys: Sequence[OffloadKey], slots: Slots, history: tuple[str, ...]) -> None:
+        self.keys = keys
+        self.slot_array = slots
+        self._history = history
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """Where each chunk is."""
+        slots: list[int] = self.slot_array.tolist()
+        return slots
+
+    def _move(self, move: str) -> None:
+        """Note a move that ends this handle's life. Raises ``LifecycleError`` if it has ended already."""
+        if len(self._history) > 1:
+            subject = f"handle of {len(self.keys)} chunk(s)" + (f" from {self.keys[0].hex()} on" if self.keys else "")
+            raise LifecycleError(subject, "given back", move, self._history)
+        self._history = (*self._history, move)
+
+
+class SlotReservation(_Handle):
+    """Slots reserved for chunks on their way into the tier. Satisfies ``StoreHandle``.
+
+    Args:
+        keys: the chunks.
+        slots: where they go.
+        deferred: chunks behind them to be offered again.
+        end: told once whether the chunks are there.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[OffloadKey],
+        slots: Slots,
+        deferred: Sequence[OffloadKey],
+        end: Callable[[SlotReservation, bool], None],
+    ) -> None:
+        super().__init__(keys, slots, ("prepare_store",))
+        self.deferred = deferred
+        self._end = end
+
+    def commit(self) -> None:
+        """See ``StoreHandle.commit``."""
+        self._move("commit")
+        self._end(self, True)
+
+    def forfeit(self) -> None:
+        """See ``StoreHandle.forfeit``."""
+        self._move("forfeit")
+        self._end(self, False)
+
+
+class ChunkPins(_Handle):
+    """Chunks pinned while they are read. Satisfies ``LoadHandle``.
+
+    Args:
+        keys: the chunks.
+        slots: where they are.
+        end: told once that they are read, and which slots hold nothing of use.
+    """
+
+    def __init__(
+        self, keys: Sequence[OffloadKey], slots: Slots, end: Callable[[ChunkPins, Sequence[int]], None]
+    ) -> None:
+        super().__init__(keys, slots, ("prepare_load",))
+        self._end = end
+
+    def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
+        """See ``LoadHandle.release``."""
+        bad = dict.fromkeys(bad_keys)
+        slot_of = dict(zip(self.keys, self.slots, strict=True)) if bad else {}
+        for key in bad:
+            if key not in slot_of:
+                raise LifecycleError(f"chunk {key.hex()}", "not pinned by this handle", "report as bad", self._history)
+        self._move("release")
+        self._end(self, [slot_of[key] for key in bad])

@@ -1,0 +1,119 @@
+"""The slots of a tier: what each is used for, and who holds on to it. Knows nothing of keys.
+
+::
+
+    FREE --reserve--> WRITING --publish--> READY --retire--> LEAVING --last hold given back--> FREE
+      ^                  |                   |
+      +---- forfeit -----+                   +-- retire, when nobody holds it --> FREE
+
+A slot being written is held once, by its writer; a ready one once per load that reads it. ``LEAVING`` is a chunk that was
+removed while being read: it cannot be found any more, and its slot is free when the last reader has let go.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from cargohold.offload.policy.base import BusyCounts, Slots
+
+FREE: Final = 0
+WRITING: Final = 1
+READY: Final = 2
+LEAVING: Final = 3
+STATE_NAMES: Final = ("absent", "writing", "ready", "leaving")
+
+
+class SlotTable:
+    """States and holds of ``capacity`` slots. Moves are checked by whoever asks for them; here they are assertions.
+
+    Attributes:
+        busy: per slot, the holds on it.
+        num_free: slots that nothing uses.
+        num_writing: slots being written.
+        num_ready: slots of chunks that can be loaded.
+        num_leaving: slots of removed chunks that are still being read.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.busy: BusyCounts = np.zeros(capacity, dtype=np.int32)
+        # One more than there are slots: NO_SLOT, which is -1, finds the last and is always free.
+        self._states = np.zeros(capacity + 1, dtype=np.uint8)
+        # A stack; low slots are given first.
+        self._free = np.arange(capacity - 1, -1, -1, dtype=np.intp)
+        self.num_free = capacity
+        self.num_writing = self.num_ready = self.num_leaving = 0
+
+    def states(self, slots: Slots) -> bytes:
+        """One state per slot; ``FREE`` for ``NO_SLOT``."""
+        return self._states[slots].tobytes()
+
+    def slots_in(self, *states: int) -> Slots:
+        """Slots in one of these states. Walks all."""
+        return np.flatnonzero(np.isin(self._states[:-1], states))
+
+    def reserve(self, num_slots: int) -> Slots:
+        """Take free slots for a writer, in ascending order: neighbours are copied together."""
+        assert num_slots <= self.num_free, "more slots reserved than are free"
+        self.num_free -= num_slots
+        slots = np.sort(self._free[self.num_free : self.num_free + num_slots])
+        self._states[slots] = WRITING
+        self.busy[slots] = 1
+        self.num_writing += num_slots
+        return slots
+
+    def publish(self, slots: Slots) -> None:
+        """Written: ready from now on."""
+        self._states[slots] = READY
+        self.busy[slots] -= 1
+        self.num_writing -= len(slots)
+        self.num_ready += len(slots)
+
+    def forfeit(self, slots: Slots) -> None:
+        """Not written: free again."""
+        self.busy[slots] -= 1
+        self.num_writing -= len(slots)
+        self._free_again(slots)
+
+    def retire(self, slots: Slots) -> None:
+        """Chunks are gone: their slots are free, or will be when nobody holds them any more."""
+        self.num_ready -= len(slots)
+        held = self.busy[slots] > 0
+        if held.any():
+            leaving = slots[held]
+            self._states[leaving] = LEAVING
+            self.num_leaving += len(leaving)
+            slots = slots[~held]
+        self._free_again(slots)
+
+    def hold(self, slots: Slots) -> None:
+        """One more hold on each slot; twice on one given twice."""
+        np.add.at(self.busy, slots, 1)
+
+    def let_go(self, slots: Slots) -> None:
+        """Give holds back."""
+        np.subtract.at(self.busy, slots, 1)
+        if self.num_leaving:
+            left = np.unique(slots[(self._states[slots] == LEAVING) & (self.busy[slots] == 0)])
+            self.num_leaving -= len(left)
+            self._free_again(left)
+
+    def check(self) -> None:
+        """Verify that every slot is accounted for once. Raises ``AssertionError``."""
+        counts = np.bincount(self._states[:-1], minlength=len(STATE_NAMES)).tolist()
+        assert counts == [self.num_free, self.num_writing, self.num_ready, self.num_leaving], f"counts are {counts}"
+        assert sorted(self._free[: self.num_free].tolist()) == self.slots_in(FREE).tolist(), (
+            "the free slots are not free"
+        )
+        assert (self.busy >= 0).all(), "a hold was given back that was not taken"
+        assert not self.busy[self.slots_in(FREE)].any(), "a free slot is held"
+        assert self.busy[self.slots_in(WRITING, LEAVING)].all(), (
+            "nobody holds a slot that is written, or should be free"
+        )
+
+    def _free_again(self, slots: Slots) -> None:
+        self._states[slots] = FREE
+        self._free[self.num_free : self.num_free + len(slots)] = slots
+        self.num_free += len(slots)

@@ -1,0 +1,277 @@
+"""The manager of one tier: an index of chunks, a table of slots, and a policy, kept in step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+
+from cargohold.blocks import ABSENT, READY
+from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
+from cargohold.offload.manager import slot_table
+from cargohold.offload.manager.base import (
+    CannotStore,
+    ChunksRemoved,
+    ChunksStored,
+    LoadHandle,
+    ManagerEvent,
+    OffloadKey,
+    OffloadManager,
+    StoreHandle,
+)
+from cargohold.offload.manager.chain_index import ChainIndex, Strand
+from cargohold.offload.manager.handles import ChunkPins, SlotReservation
+from cargohold.offload.manager.slot_table import SlotTable
+from cargohold.offload.policy.base import NO_SLOT, NO_SLOTS, Offer, ReplacementPolicy, Slots
+
+_ABSENT, _READY = bytes([ABSENT]), bytes([READY])
+_LOOKUP_OF_STATE = bytes(READY if state == slot_table.READY else ABSENT for state in range(256))
+
+
+@dataclass(slots=True)
+class _Placement:
+    """A store being planned: what of the offered chunks found a slot so far.
+
+    Attributes:
+        num_waiting: slots that others use at the moment, and may free.
+        deferred: chunks that may find a slot then.
+    """
+
+    num_waiting: int
+    keys: list[OffloadKey] = field(default_factory=list)
+    slots: list[Slots] = field(default_factory=list)
+    strands: list[Strand] = field(default_factory=list)
+    deferred: list[OffloadKey] = field(default_factory=list)
+
+    def add(self, keys: list[OffloadKey], slots: Slots, strands: list[Strand]) -> None:
+        """These chunks found these slots."""
+        self.keys += keys
+        self.slots.append(slots)
+        self.strands += strands
+
+
+class TierManager(OffloadManager):
+    """One tier's chunks.
+
+    Args:
+        capacity: slots of the tier.
+        policy: what stays; made for the same capacity, and used by nobody else.
+        record_events: whether ``take_events`` is wanted.
+    """
+
+    def __init__(self, capacity: int, policy: ReplacementPolicy, *, record_events: bool = False) -> None:
+        if capacity < 1:
+            raise ConfigError("capacity", capacity, "at least one slot")
+        self.capacity = capacity
+        self.policy = policy
+        self._index = ChainIndex(capacity)
+        self._table = SlotTable(capacity)
+        self._generation = 0
+        self._events: list[ManagerEvent] | None = [] if record_events else None
+        self._writing: dict[SlotReservation, list[Strand]] = {}
+        self._reading: set[ChunkPins] = set()
+        self._num_pins = 0
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:  # noqa: D102
+        return self._generation
+
+    @property
+    def num_ready(self) -> int:  # noqa: D102
+        return self._table.num_ready
+
+    @property
+    def num_writing(self) -> int:  # noqa: D102
+        return self._table.num_writing
+
+    @property
+    def num_leaving(self) -> int:  # noqa: D102
+        return self._table.num_leaving
+
+    @property
+    def num_pins(self) -> int:  # noqa: D102
+        return self._num_pins
+
+    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+        return _READY * sum(piece.length for piece in self._index.run(tuple(keys)))
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+        run = self.lookup_run(keys)
+        return run + self._states(keys[len(run) :]).translate(_LOOKUP_OF_STATE)
+
+    def check(self) -> None:  # noqa: D102
+        self._table.check()
+        self._index.check()
+        used = self._table.slots_in(slot_table.WRITING, slot_table.READY)
+        self.policy.check(used)
+        assert len(self._index) == len(used), "a slot is used for a chunk that cannot be found"
+        for strand in self._index.strands():
+            state = slot_table.READY if strand.is_ready else slot_table.WRITING
+            assert set(self._table.states(strand.slots)) == {state}, "a strand and its slots are in different states"
+        assert sum(len(handle.keys) for handle in self._writing) == self.num_writing, "written by nobody"
+        assert sum(len(handle.keys) for handle in self._reading) == self._num_pins, "pinned by nobody"
+        assert int(self._table.busy.sum()) == self._num_pins + self.num_writing, "held by nobody"
+
+    # --- use ----------------------------------------------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+        pieces = self._index.run(tuple(keys))
+        slots = [piece.slots for piece in pieces]
+        num_found = sum(piece.length for piece in pieces)
+        is_whole = num_found == len(keys)
+        if not is_whole:
+            rest = self._index.slots_of(keys[num_found:])
+            is_whole = rest[-1] is not None
+            slots.append(np.array([slot for slot in rest if slot is not None], dtype=np.intp))
+        self.policy.touch(_joined(slots), is_whole=is_whole)
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
+        keys = tuple(keys)
+        pieces = self._index.run(keys)
+        num_ready = sum(piece.length for piece in pieces)
+        if num_ready < len(keys):
+            raise MissingChunkError(keys[num_ready])
+        handle = ChunkPins(keys, _joined([piece.slots for piece in pieces]), self._end_load)
+        self._table.hold(handle.slot_array)
+        self._reading.add(handle)
+        self._num_pins += len(keys)
+        return handle
+
+    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:  # noqa: D102
+        keys = list(dict.fromkeys(keys))
+        present = self._index.slots_of(keys)
+        protected = np.array([slot for slot in present if slot is not None], dtype=np.intp)
+        self._table.hold(protected)
+        placement = self._place_all(keys, present, parent)
+        self._table.let_go(protected)
+        if placement.deferred and not placement.keys:
+            return CannotStore.BUSY
+        handle = SlotReservation(placement.keys, _joined(placement.slots), placement.deferred, self._end_store)
+        self._writing[handle] = placement.strands
+        return handle
+
+    def remove(self, keys: Iterable[OffloadKey]) -> None:  # noqa: D102
+        slots = np.array([slot for key in dict.fromkeys(keys) if (slot := self._removable(key)) != NO_SLOT], np.intp)
+        self.policy.drop(slots)
+        self._retire(slots)
+
+    def reset(self) -> bool:  # noqa: D102
+        if self._writing or self._reading:
+            return False
+        slots = self._table.slots_in(slot_table.READY)
+        keys = self._index.keys_at(slots)
+        self._index.clear()
+        self._table.retire(slots)
+        self.policy.clear()
+        self._note_removed(keys)
+        return True
+
+    def take_events(self) -> list[ManagerEvent]:  # noqa: D102
+        events = self._events or []
+        if events:
+            self._events = []
+        return events
+
+    # --- stores -------------------------------------------------------------------------------------------------------
+
+    def _place_all(self, keys: list[OffloadKey], present: list[int | None], parent: OffloadKey | None) -> _Placement:
+        """Find slots for the absent ones of ``keys``, run by run. Mutates everything."""
+        placement = _Placement(num_waiting=self.num_writing + self.num_pins)
+        at = 0
+        for is_absent, group in groupby(present, lambda slot: slot is None):
+            count = sum(1 for _ in group)
+            if is_absent and not self._place(placement, keys[at : at + count], keys[at - 1] if at else parent):
+                break  # what lies behind a hole is worth nothing
+            at += count
+        return placement
+
+    def _place(self, placement: _Placement, keys: list[OffloadKey], parent: OffloadKey | None) -> bool:
+        """Find slots for absent chunks, one behind the other; whether all got one. Mutates everything."""
+        parent_slot = self._index.slot_of(parent)
+        offer = Offer(keys, parent_slot, lambda: self._index.ancestors(parent_slot))
+        is_refused = self._make_room(offer)
+        num_placed = min(len(keys), self._table.num_free)
+        if num_placed < len(keys) and not is_refused:
+            # Others may let go of that many slots. Chunks beyond them would never find one: they are refused.
+            placement.deferred = keys[num_placed : num_placed + placement.num_waiting]
+            if placement.deferred:
+                offer = Offer(keys[:num_placed], parent_slot, offer.ancestors)
+        if offer.keys:
+            slots = self._table.reserve(num_placed)
+            self.policy.add(offer, slots)
+            placement.add(keys[:num_placed], slots, self._index.insert(tuple(keys[:num_placed]), slots, parent))
+        return num_placed == len(keys)
+
+    def _make_room(self, offer: Offer) -> bool:
+        """Evict what the policy gives up for ``offer``; whether it refused more. Mutates everything."""
+        num_missing = len(offer.keys) - self._table.num_free
+        if num_missing <= 0:
+            return False
+        protected = NO_SLOTS if offer.parent == NO_SLOT else np.array([offer.parent], dtype=np.intp)
+        self._table.hold(protected)
+        room = self.policy.make_room(offer, num_missing, self._table.busy)
+        self._table.let_go(protected)
+        self._retire(room.victims)
+        return room.refused
+
+    def _end_store(self, handle: SlotReservation, is_stored: bool) -> None:
+        strands = self._writing.pop(handle)
+        if not handle.keys:
+            return
+        if not is_stored:
+            self._index.remove(handle.slot_array)
+            self.policy.drop(handle.slot_array)
+            self._table.forfeit(handle.slot_array)
+            return
+        for strand in strands:
+            self._index.publish(strand)
+        self._table.publish(handle.slot_array)
+        self._generation += 1
+        if self._events is not None:
+            self._events.append(ChunksStored(tuple(handle.keys)))
+
+    # --- loads and removals -------------------------------------------------------------------------------------------
+
+    def _end_load(self, handle: ChunkPins, bad_slots: Sequence[int]) -> None:
+        self._reading.remove(handle)
+        self._num_pins -= len(handle.keys)
+        bad = np.array(bad_slots, dtype=np.intp)
+        # Another reader may have found the same.
+        bad = bad[np.frombuffer(self._table.states(bad), dtype=np.uint8) == slot_table.READY]
+        self.policy.drop(bad)
+        self._retire(bad)
+        self._table.let_go(handle.slot_array)
+
+    def _removable(self, key: OffloadKey) -> int:
+        """Slot of a ready chunk, or ``NO_SLOT`` if there is none. Raises ``LifecycleError`` if it is being written."""
+        slot = self._index.slot_of(key)
+        if slot != NO_SLOT and self._table.states(np.array([slot]))[0] == slot_table.WRITING:
+            raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_store",))
+        return slot
+
+    def _retire(self, slots: Slots) -> None:
+        """Chunks the policy has forgotten are gone. Mutates index, table, generation and events."""
+        if len(slots):
+            self._table.retire(slots)
+            self._note_removed(self._index.remove(slots))
+
+    def _note_removed(self, keys: list[OffloadKey]) -> None:
+        self._generation += 1
+        if self._events is not None and keys:
+            self._events.append(ChunksRemoved(tuple(keys)))
+
+    def _states(self, keys: Sequence[OffloadKey]) -> bytes:
+        slots = self._index.slots_of(keys)
+        if slots.count(None) == len(slots):
+            return bytes(len(slots))
+        return self._table.states(np.array([NO_SLOT if slot is None else slot for slot in slots], dtype=np.intp))
+
+
+def _joined(pieces: list[Slots]) -> Slots:
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces) if pieces else NO_SLOTS

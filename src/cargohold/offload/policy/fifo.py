@@ -1,0 +1,51 @@
+"""First in, first out: the baseline that shows what any knowledge of use is worth."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from cargohold.offload.policy.base import BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst
+from cargohold.offload.policy.stamps import StampClock, new_stamps
+
+
+class FIFOPolicy(ReplacementPolicy):
+    """Evicts what was stored longest ago; of chunks stored together, the last one first.
+
+    It knows nothing of prefixes that grow later: the old beginning goes first and leaves the rest useless.
+
+    Args:
+        capacity: slots of the tier.
+    """
+
+    name: ClassVar[str] = "fifo"
+
+    def __init__(self, capacity: int) -> None:
+        self._stamps = new_stamps(capacity)
+        self._clock = StampClock()
+        self._oldest = OldestFirst(self._stamps, 0, ABSENT)
+
+    def touch(self, slots: Slots, *, is_whole: bool) -> None:
+        """Use means nothing here."""
+
+    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
+        guarded = offer.ancestors()
+        busy[guarded] += 1
+        victims = self._oldest.take(num_slots, busy)
+        busy[guarded] -= 1
+        self._stamps[victims] = ABSENT
+        is_short = len(victims) < num_slots
+        return Room(victims, refused=is_short and self._oldest.has_idle(busy, 0))
+
+    def add(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
+        self._stamps[slots] = self._clock.next_stamps(len(slots))
+
+    def drop(self, slots: Slots) -> None:  # noqa: D102
+        self._stamps[slots] = ABSENT
+
+    def clear(self) -> None:  # noqa: D102
+        self._stamps[:] = ABSENT
+        self._oldest.clear()
+
+    def check(self, slots: Slots) -> None:  # noqa: D102
+        assert set((self._stamps != ABSENT).nonzero()[0].tolist()) == set(slots.tolist()), "not the slots in use"

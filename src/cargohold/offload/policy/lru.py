@@ -1,0 +1,65 @@
+"""Least recently used, leaf first."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst
+from cargohold.offload.policy.stamps import StampClock, new_stamps, stamps_below
+
+
+class LRUPolicy(ReplacementPolicy):
+    """Evicts what was used longest ago; of chunks used together, the last one first.
+
+    Stored chunks count as used together with the chunk before them, and just before it. So along every prefix recency only
+    falls, evicting in its order never leaves a hole, and no chunk makes room for its own descendants: they would be the next
+    victims themselves.
+
+    Args:
+        capacity: slots of the tier.
+    """
+
+    name: ClassVar[str] = "lru"
+
+    def __init__(self, capacity: int) -> None:
+        self._stamps = new_stamps(capacity)
+        self._clock = StampClock()
+        self._oldest = OldestFirst(self._stamps, 0, ABSENT)
+
+    def touch(self, slots: Slots, *, is_whole: bool) -> None:  # noqa: D102
+        self._stamps[slots] = self._clock.next_stamps(len(slots))
+
+    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
+        before = self._stamp_of_parent(offer)
+        victims = self._oldest.take(num_slots, busy, before)
+        self._stamps[victims] = ABSENT
+        is_short = len(victims) < num_slots
+        return Room(victims, refused=is_short and before is not None and self._oldest.has_idle(busy, before))
+
+    def add(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
+        if offer.parent == NO_SLOT:
+            self._stamps[slots] = self._clock.next_stamps(len(slots))
+        else:
+            stamps = stamps_below(int(self._stamps[offer.parent]), len(slots))
+            self._stamps[slots] = stamps
+            self._oldest.note(slots, stamps)
+
+    def drop(self, slots: Slots) -> None:  # noqa: D102
+        self._stamps[slots] = ABSENT
+
+    def clear(self) -> None:  # noqa: D102
+        self._stamps[:] = ABSENT
+        self._oldest.clear()
+
+    def check(self, slots: Slots) -> None:  # noqa: D102
+        assert set((self._stamps != ABSENT).nonzero()[0].tolist()) == set(slots.tolist()), "not the slots in use"
+
+    def _stamp_of_parent(self, offer: Offer) -> int | None:
+        """What victims must be older than, so that no chunk makes room for its own child. Mutates stamps."""
+        if offer.parent == NO_SLOT:
+            return None
+        if self._stamps[offer.parent] < self._oldest.cutoff:
+            # The prefix grows, so it is in use, and was not touched for so long that it would be evicted soon.
+            self.touch(offer.ancestors(), is_whole=False)
+        return int(self._stamps[offer.parent])
