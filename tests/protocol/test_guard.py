@@ -23,7 +23,6 @@ from cargohold.protocol import (
     StepView,
 )
 
-
 NUM_BLOCKS = 6
 
 

@@ -74,7 +74,8 @@ class FinishedTransfers:
         failed_recving: those of them whose load failed as a whole: nothing of it may be used.
         jobs: jobs that ended, and how. Job ids are the connector's own.
         expected_finished_count: workers that must report each id from now on, if this worker knows better; 0 otherwise.
-        step_failed: this step's forward pass may have read KV that had not been loaded: whoever computed in it starts over.
+        step_failed: this step's forward pass may have read KV that had not been loaded: whoever computed in it starts over,
+            and nothing that was stored from it may ever be found.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -92,7 +93,7 @@ class KVConnectorOutput:
     Attributes:
         finished: transfers that ended; over several workers, those that all of them have reported.
         invalid_block_ids: blocks whose load failed. For an asynchronous load they are reported no later than its
-            ``finished_recving``.
+            ``finished_recving``. If the step computed with one of them, what was stored from it may never be found.
         worker_meta: opaque; merged over workers with ``aggregate``.
         stats: counters, added up over workers.
     """

@@ -8,7 +8,7 @@ from typing import Any
 from cargohold.engine.core.config import SchedulerConfig
 from cargohold.engine.core.request import FinishReason, Request, RequestTimes
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
-from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.core.step import ScheduledTokens, SchedulerStep, StepOutput
 from cargohold.engine.executor import InlineExecutor, Worker
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.protocol import (
@@ -21,7 +21,7 @@ from cargohold.protocol import (
     WorkerEnvironment,
 )
 from cargohold.simulation.clock import VirtualClock
-from cargohold.simulation.fingerprints import FINGERPRINT_BYTES, FingerprintRunner, PrefixChains
+from cargohold.simulation.fingerprints import FINGERPRINT_BYTES, WRONG_TOKEN, FingerprintRunner, PrefixChains
 
 VOCAB_SIZE = 1000
 STEP_S = 0.01
@@ -126,15 +126,25 @@ class SimulatedEngine:
             self.outputs[request_id] = update
 
     def step(self) -> tuple[SchedulerStep, StepOutput]:
-        """One step; raises ``WrongTokenError`` if it reads KV that is not what it should be."""
+        """One step; raises ``WrongTokenError`` if it reads KV that is not what it should be, and its result is used."""
         step = self.scheduler.schedule()
         output = self.executor.execute(step)
+        wrong = dict(self.runner.wrong)
         for update in self.scheduler.update_from_output(output):
             if update.request.is_finished:
                 self.outputs[update.request.request_id] = update
+        for share in step.scheduled:
+            if share.request_id in wrong and self._was_used(share):
+                raise wrong[share.request_id]
         self.num_steps += 1
         self.clock.advance(STEP_S)
         return step, output
+
+    def _was_used(self, share: ScheduledTokens) -> bool:
+        """Whether the request moved on with what this step computed for it, instead of starting over."""
+        request = self.requests[share.request_id]
+        end = share.num_computed_tokens + share.num_scheduled_tokens
+        return request.num_computed_tokens >= end or WRONG_TOKEN in request.output_token_ids
 
     def run(self, max_steps: int = 10_000) -> None:
         """Step until nothing is pending. Raises ``AssertionError`` if that takes more than ``max_steps``."""

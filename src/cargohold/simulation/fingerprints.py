@@ -3,7 +3,7 @@
 In place of keys and values, every token's slot in every block holds a *fingerprint*: a number derived from exactly the prefix
 that ends with that token, and from the KV-cache group. A forward pass writes the fingerprints of its tokens and checks those of
 every token that its queries would read. A block that was overwritten, copied from the wrong place, or never filled is found at
-the very step that reads it: it would have been a wrong token.
+the very step that reads it: it would have been a wrong token, unless that step's result is thrown away.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cargohold.protocol import KVCacheGroup, KVCacheLayout
 Fingerprints = npt.NDArray[np.uint64]
 
 FINGERPRINT_BYTES = 8
+WRONG_TOKEN = 2**31
 _MASK = 2**64 - 1
 
 
@@ -59,11 +60,17 @@ class PrefixChains:
 class FingerprintRunner:
     """Satisfies ``ModelRunner``. The next token is a function of the prefix, so runs can be compared token by token.
 
+    A request that reads something else than its prefix gets ``WRONG_TOKEN``, and ``wrong`` says what it read.
+
     Args:
         layout: the paged KV cache; its blocks are ``block_tokens * FINGERPRINT_BYTES`` long.
         chains: fingerprints of the requests' prefixes.
         vocab_size: tokens are below it.
         rank: workers of different rank hold different fingerprints.
+
+    Attributes:
+        memory: fingerprints, shape ``(num_blocks, block_tokens)``.
+        wrong: what went wrong in the last step, by request.
     """
 
     def __init__(self, layout: KVCacheLayout, chains: PrefixChains, vocab_size: int, rank: int = 0) -> None:
@@ -73,6 +80,7 @@ class FingerprintRunner:
         self._chains = chains
         self._vocab_size = vocab_size
         self._salt = (rank + 1) * 0x9E3779B97F4A7C15 & _MASK
+        self.wrong: dict[str, WrongTokenError] = {}
         self.memory: Fingerprints = np.zeros((layout.num_blocks, block_tokens), dtype=np.uint64)
 
     def kv_regions(self) -> Sequence[Sequence[Any]]:
@@ -81,8 +89,9 @@ class FingerprintRunner:
         return [[region] for _ in self._layout.groups]
 
     def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
-        """Write and check; raises ``WrongTokenError`` if a query would read something else than its prefix."""
+        """Write the step's fingerprints and check those it reads."""
         sampled = {}
+        self.wrong.clear()
         for group in self._layout.groups:
             for name in group.layer_names:
                 if hooks is not None:
@@ -95,9 +104,14 @@ class FingerprintRunner:
             for group in self._layout.groups:
                 self._check(share, group)
             if share.sample is not None:
-                end = share.num_computed_tokens + share.num_scheduled_tokens
-                sampled[share.request_id] = self._chains.chain(share.request_id, end)[end - 1] % self._vocab_size
+                sampled[share.request_id] = self._next_token(share)
         return sampled
+
+    def _next_token(self, share: ScheduledTokens) -> int:
+        if share.request_id in self.wrong:
+            return WRONG_TOKEN
+        end = share.num_computed_tokens + share.num_scheduled_tokens
+        return self._chains.chain(share.request_id, end)[end - 1] % self._vocab_size
 
     def _expected(self, share: ScheduledTokens, group: KVCacheGroup, start: int, end: int) -> Fingerprints:
         chain = self._chains.chain(share.request_id, end)
@@ -124,7 +138,7 @@ class FingerprintRunner:
         wrong = np.flatnonzero(self.memory[blocks, offsets] != self._expected(share, group, start, end))
         if len(wrong):
             at = int(positions[wrong[0]])
-            raise WrongTokenError(
+            self.wrong[share.request_id] = WrongTokenError(
                 f"request {share.request_id}, group {group.index}: block {int(blocks[wrong[0]])} does not hold the KV of "
                 f"token {at} ({len(wrong)} of {len(positions)} tokens are wrong)"
             )

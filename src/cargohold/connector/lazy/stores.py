@@ -51,7 +51,7 @@ class LazyStores:
         context = self._context()
         blocks = [context.get_block(block_id) for block_id in store.block_ids]
         context.free_blocks(blocks, evict_first=True)
-        if outcome is TransferOutcome.DONE and self._scout is not None:
+        if outcome is TransferOutcome.DONE and not store.is_spoiled and self._scout is not None:
             for block in reversed(blocks):
                 self._scout.note_saved(block)
 

@@ -35,12 +35,10 @@ class ChildReport:
 
     Attributes:
         worker_meta: the child's own message.
-        invalid_block_ids: blocks that this child could not load.
         error: the rule that the child's worker side broke; it has stopped.
     """
 
     worker_meta: WorkerMetadata | None = None
-    invalid_block_ids: frozenset[int] = frozenset()
     error: str | None = None
 
     def aggregate(self, other: ChildReport) -> ChildReport:
@@ -49,7 +47,7 @@ class ChildReport:
         # Each child's messages are of one type, so they know how to merge.
         merged: Any = theirs if mine is None else mine if theirs is None else mine.aggregate(theirs)
         errors = [error for error in (self.error, other.error) if error is not None]
-        return ChildReport(merged, self.invalid_block_ids | other.invalid_block_ids, "; ".join(errors) or None)
+        return ChildReport(merged, "; ".join(errors) or None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,13 +228,11 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             finished_recving=frozenset(i for i in finished.finished_recving if self._loading.get(i) == at),
             failed_recving=frozenset(i for i in finished.failed_recving if self._loading.get(i) == at),
             jobs=jobs,
+            step_failed=finished.step_failed,
         )
-        if meta is None:
-            return KVConnectorOutput(finished=own)
-        report = meta.children[at]
-        return KVConnectorOutput(
-            finished=own, invalid_block_ids=report.invalid_block_ids, worker_meta=report.worker_meta
-        )
+        # Blocks that one child could not load spoil what another stored from the same step: everybody learns of them.
+        worker_meta = None if meta is None else meta.children[at].worker_meta
+        return KVConnectorOutput(finished=own, invalid_block_ids=output.invalid_block_ids, worker_meta=worker_meta)
 
     def _learn_of_errors(self, meta: MultiWorkerMetadata) -> None:
         for at, report in enumerate(meta.children):

@@ -120,7 +120,7 @@ class MultiConnectorWorker(KVConnectorWorker):
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Each child's own report; nothing if none has one."""
         reports = tuple(
-            ChildReport(output.worker_meta, output.invalid_block_ids, child.take_error())
+            ChildReport(output.worker_meta, child.take_error())
             for child, output in zip(self._children, self._outputs, strict=True)
         )
         if self._metadata.stop or any(report != ChildReport() for report in reports):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cargohold.offload.manager.base import LoadHandle, OffloadKey, StoreHandle
@@ -29,7 +29,7 @@ class Load:
     key_of_block: dict[int, OffloadKey]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Store:
     """A store in flight.
 
@@ -38,12 +38,14 @@ class Store:
         request_id: whose blocks it reads.
         handle: slots reserved for the chunks it writes.
         block_ids: its sources, held until it has ended on all workers.
+        is_spoiled: whether the step that computed its blocks failed: what it copies must never be found.
     """
 
     job_id: int
     request_id: str
     handle: StoreHandle
     block_ids: tuple[int, ...]
+    is_spoiled: bool = False
 
 
 class JobTable:
@@ -107,6 +109,14 @@ class JobTable:
                 self._loading[key] = count
             else:
                 del self._loading[key]
+
+    def loads(self) -> Iterable[Load]:
+        """The loads in flight."""
+        return self._loads.values()
+
+    def stores(self) -> Iterable[Store]:
+        """The stores in flight."""
+        return self._stores.values()
 
     def stores_of(self, request_id: str) -> Iterator[Store]:
         """Stores that read a request's blocks."""

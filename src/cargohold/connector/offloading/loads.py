@@ -55,8 +55,9 @@ class Loads:
         return planned
 
     def note_invalid(self, block_ids: frozenset[int]) -> None:
-        """Some worker could not fill these blocks."""
-        self._invalid_block_ids |= block_ids
+        """Some worker could not fill these blocks; those that no load of ours fills are somebody else's."""
+        for load in self._shared.jobs.loads():
+            self._invalid_block_ids |= block_ids & load.key_of_block.keys()
 
     def end(self, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
         """Release what the load held. Chunks that could not be read are forgotten: they are misses from now on."""

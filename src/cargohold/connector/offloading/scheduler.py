@@ -130,6 +130,8 @@ class OffloadingScheduler(KVConnectorScheduler):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Release what ended jobs held; make stored chunks visible, and forget those that could not be read."""
         self._loads.note_invalid(output.invalid_block_ids)
+        if output.finished.step_failed or output.invalid_block_ids:
+            self._spoil_stores()
         for job_id, outcome in output.finished.jobs.items():
             job = self._shared.jobs.end(job_id)
             if isinstance(job, Load):
@@ -159,6 +161,18 @@ class OffloadingScheduler(KVConnectorScheduler):
         return stats
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _spoil_stores(self) -> None:
+        """A step computed with KV that was not there. What is being stored from it must never be found.
+
+        Which stores those are cannot be told here, so all in flight are given up: failures are rare, and what is given up is
+        offered again.
+        """
+        for store in self._shared.jobs.stores():
+            store.is_spoiled = True
+            state = self._requests.get(store.request_id)
+            if state is not None:
+                state.offer_again_from(0)
 
     def _needs_request(self, request_id: str) -> bool:
         """Whether a copy reads the request's blocks that nothing but the request's own references protects."""

@@ -117,9 +117,10 @@ def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob
 
 def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
     """Let a store's chunks be found, or give their slots back."""
-    if outcome is TransferOutcome.DONE:
+    if outcome is TransferOutcome.DONE and not store.is_spoiled:
         store.handle.commit()
     else:
         store.handle.forfeit()
         shared.stats["stores_failed"] += 1
-        logger.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, outcome.name.lower())
+        reason = "spoiled by a failed load" if store.is_spoiled else outcome.name.lower()
+        logger.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)

@@ -1,0 +1,44 @@
+"""Prompts, references and endings that connector tests share."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random tokens; equal seeds give equal beginnings."""
+    generator = random.Random(seed)
+    return [generator.randrange(1000) for _ in range(length)]
+
+
+@lru_cache(maxsize=4096)
+def _alone(tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    engine = SimulatedEngine(simulated_layout(200), prefix_caching=False)
+    engine.add("alone", tokens, max_tokens)
+    engine.run()
+    return tuple(engine.tokens("alone"))
+
+
+def alone(tokens: list[int], max_tokens: int) -> list[int]:
+    """What a request gets that has the engine to itself, without any reuse."""
+    return list(_alone(tuple(tokens), max_tokens))
+
+
+def evict_everything(engine: SimulatedEngine) -> None:
+    """Take every free block of the device pool once, and spoil what it held."""
+    pool = engine.scheduler.kv.pool
+    blocks = pool.allocate(pool.num_free_blocks)
+    engine.runner.memory[1:] = 0
+    pool.free_blocks(blocks)
+
+
+def finish(engine: SimulatedEngine, *tiers: SimulatedOffloading) -> None:
+    """Run until all is done, and verify that nothing is left behind."""
+    engine.run()
+    engine.scheduler.check_settled()
+    for tier in tiers:
+        tier.manager.check()
+        assert tier.manager.num_writing == tier.manager.num_pins == 0

@@ -1,0 +1,210 @@
+"""The lazy connector: copies down only what is about to be lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cargohold import ConfigError, LazyOffloadConfig
+from cargohold.blocks import BlockPool
+from cargohold.connector.lazy import LazyOffloadingFactory
+from cargohold.connector.lazy.scout import FreeQueueScout
+from cargohold.engine.core.context import EngineContext
+from cargohold.engine.core.kv_cache_manager import KVCacheManager
+from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
+from cargohold.offload.transfer import Direction
+from cargohold.protocol import SchedulerEnvironment, TransferOutcome
+from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from tests.connector.common import alone, evict_everything, finish, prompt
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_tokens_are_those_without_offloading_under_any_schedule_of_copies(
+    windows: tuple[int | None, ...], data: st.DataObject
+) -> None:
+    tier = SimulatedOffloading(
+        data.draw(st.integers(1, 60)),
+        lookahead=data.draw(st.integers(1, 40)),
+        max_inflight_fraction=data.draw(st.sampled_from([0.1, 0.5, 1.0])),
+    )
+    engine = SimulatedEngine(
+        simulated_layout(1 + data.draw(st.integers(14, 30)) * len(windows), windows=windows),
+        tier,
+        max_num_batched_tokens=data.draw(st.integers(4, 64)),
+        max_num_seqs=data.draw(st.integers(1, 4)),
+    )
+    (transfers,) = tier.transfers
+    transfers.auto = False
+    requests: dict[str, tuple[list[int], int]] = {}
+    for at in range(data.draw(st.integers(2, 8))):
+        requests[f"r{at}"] = (
+            prompt(0, 30)[: data.draw(st.integers(0, 30))] + prompt(at % 3, data.draw(st.integers(1, 12))),
+            data.draw(st.integers(1, 8)),
+        )
+        engine.add(f"r{at}", *requests[f"r{at}"])
+        for _ in range(data.draw(st.integers(0, 12))):
+            if engine.scheduler.has_work():
+                engine.step()
+            for job in list(transfers.pending):
+                if data.draw(st.booleans()):
+                    transfers.complete(job, data.draw(st.sampled_from(TransferOutcome)))
+    transfers.auto = True
+    finish(engine, tier)
+    for request_id, request in requests.items():
+        assert engine.tokens(request_id) == alone(*request)
+
+
+def test_what_is_evicted_is_found_in_the_tier() -> None:
+    tier = SimulatedOffloading(100, lookahead=16)
+    engine = SimulatedEngine(simulated_layout(30), tier, max_num_batched_tokens=16)
+    for at in range(5):
+        engine.add(f"r{at}", prompt(at, 60), 1)
+        finish(engine, tier)
+    engine.add("again", prompt(0, 60), 1)
+    finish(engine, tier)
+    assert engine.outputs["again"].cache_report.restored_tokens == {"host": 60}
+
+
+def test_nothing_is_copied_that_is_not_about_to_be_lost() -> None:
+    tier = SimulatedOffloading(100, lookahead=4)
+    engine = SimulatedEngine(simulated_layout(60), tier)
+    copied: list[int] = []
+    tier.transfers[0].on_copy = lambda job: copied.extend(job.block_ids)
+    for at in range(20):
+        engine.add(f"r{at}", prompt(at % 2, 61), 1)  # both fit: every later visit hits on the device
+        finish(engine, tier)
+    assert copied == []
+
+
+def test_an_idle_engine_copies_its_lookahead_and_no_more() -> None:
+    tier = SimulatedOffloading(100, lookahead=4)
+    engine = SimulatedEngine(simulated_layout(21), tier)
+    copied: list[int] = []
+    tier.transfers[0].on_copy = lambda job: copied.extend(job.block_ids)
+    engine.add("fills the pool", prompt(0, 80), 1)
+    finish(engine, tier)
+    for _ in range(20):
+        engine.step()
+    assert len(copied) == 4
+    assert [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()][:4] == copied, (
+        "what was saved is evicted first"
+    )
+
+
+def test_blocks_being_saved_cannot_be_reused() -> None:
+    tier = SimulatedOffloading(100, lookahead=8)
+    engine = SimulatedEngine(simulated_layout(21), tier, max_num_batched_tokens=80)
+    transfers = tier.transfers[0]
+    transfers.auto = False
+    engine.add("first", prompt(0, 79), 1)
+    engine.step()
+    engine.step()
+    (job,) = transfers.pending
+    assert job.direction is Direction.STORE
+    free = {block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()}
+    assert not free & set(job.block_ids)
+    engine.add("second", prompt(1, 30), 4)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    transfers.auto = True
+    finish(engine, tier)
+    evict_everything(engine)
+    engine.add("third", prompt(0, 79), 1)
+    finish(engine, tier)
+    assert engine.tokens("third") == engine.tokens("first")
+
+
+def test_without_a_view_of_the_pool_it_turns_itself_off() -> None:
+    tier = SimulatedOffloading(100, lookahead=8)
+    engine = SimulatedEngine(simulated_layout(21), tier, with_context=False)
+    engine.add("r", prompt(0, 40), 3)
+    finish(engine, tier)
+    assert engine.tokens("r") == alone(prompt(0, 40), 3)
+    assert engine.scheduler.connector.broken is not None
+    assert "no view of its block pool" in engine.scheduler.connector.broken.rule
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"host_bytes": "lots"}, "host_bytes='lots'"),
+        ({"host_bytes": "1GiB", "lookahead_blocks": 0}, "lookahead_blocks=0"),
+        ({"host_bytes": "1GiB", "max_inflight_fraction": 2}, "max_inflight_fraction=2"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LazyOffloadConfig(**options)
+
+
+def test_it_needs_a_prefix_cache_to_keep_what_that_evicts() -> None:
+    factory = LazyOffloadingFactory(LazyOffloadConfig(host_bytes="1MiB"))
+    with pytest.raises(ConfigError, match="prefix_caching=False"):
+        factory.make_scheduler_side(SchedulerEnvironment(simulated_layout(20), lambda: 0.0, prefix_caching=False))
+
+
+class TestScout:
+    """The walk ahead of eviction."""
+
+    def setup_method(self) -> None:
+        self.kv = KVCacheManager(simulated_layout(9))
+        self.pool: BlockPool = self.kv.pool
+        blocks = self.pool.allocate(8)
+        for block in blocks:
+            self.pool.cache_block(block, bytes([block.block_id]), 0)
+        self.pool.free_blocks(blocks)
+        self.kept: set[bytes] = set()
+        self.asked: list[int] = []
+        context = EngineContext(self.kv, WaitingQueue(QueuePolicy.FCFS))
+        self.scout = FreeQueueScout(context, self.is_kept, 4)
+
+    def is_kept(self, block: Any) -> bool:
+        self.asked.append(block.block_id)
+        return block.block_hash in self.kept
+
+    def found(self, limit: int = 99) -> list[int]:
+        return [block.block_id for block in self.scout.find_unsafe(limit)]
+
+    def save(self, ids: list[int]) -> None:
+        blocks = [self.pool.get_block(block_id) for block_id in ids]
+        self.pool.touch(blocks)
+        self.kept |= {bytes([block_id]) for block_id in ids}
+        self.pool.free_blocks(blocks, evict_first=True)
+        for block in reversed(blocks):
+            self.scout.note_saved(block)
+
+    def test_finds_what_would_be_evicted_next(self) -> None:
+        assert self.found() == [1, 2, 3, 4]
+
+    def test_keeps_to_its_limit(self) -> None:
+        assert self.found(limit=2) == [1, 2]
+        assert self.found(limit=0) == []
+
+    def test_is_content_once_its_lookahead_is_safe(self) -> None:
+        self.save(self.found())
+        self.asked.clear()
+        assert self.found() == []
+        assert self.asked == [], "and does not walk again"
+
+    def test_walks_on_from_its_cursor_when_blocks_were_taken(self) -> None:
+        self.save(self.found())
+        self.pool.allocate(2)
+        self.asked.clear()
+        assert self.found() == [5, 6]
+        assert self.asked == [5, 6], "those before the cursor are not asked about again"
+
+    def test_starts_over_when_its_cursor_has_left_the_queue(self) -> None:
+        self.save(self.found())
+        self.pool.allocate(1)
+        self.pool.touch([self.pool.get_block(4)])  # a prefix hit on the cursor's block
+        assert self.found() == [5, 6]
+
+    def test_skips_what_is_empty_or_kept(self) -> None:
+        self.kept = {bytes([2])}
+        self.pool.uncache_block(self.pool.get_block(1))
+        assert self.found() == [3, 4]

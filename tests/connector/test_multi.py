@@ -1,0 +1,507 @@
+"""Composed connectors: who loads, who stores, who is done, and who is turned off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from inspect import isfunction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler, MultiConnectorWorker
+from cargohold.errors import ConfigError, RequestError
+from cargohold.protocol import (
+    BlockIds,
+    BlockRemoved,
+    CacheReport,
+    ClassFactory,
+    ConnectorMetadata,
+    EmptyMetadata,
+    FinishedTransfers,
+    KVConnectorFactory,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    KVConnectorSchedulerOutput,
+    KVConnectorWorker,
+    KVEvent,
+    NullConnectorScheduler,
+    NullConnectorWorker,
+    RequestView,
+    SchedulerEnvironment,
+    Stats,
+    StepView,
+    TransferOutcome,
+    WorkerMetadata,
+)
+from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from tests.connector.common import alone, evict_everything, finish, prompt
+
+SHAPES: dict[str, Callable[[Sequence[SimulatedOffloading]], KVConnectorFactory]] = {
+    "flat": lambda tiers: MultiConnectorFactory(tuple(tiers)),
+    "nested": lambda tiers: MultiConnectorFactory((tiers[0], MultiConnectorFactory(tuple(tiers[1:])))),
+    "deep": lambda tiers: MultiConnectorFactory((MultiConnectorFactory((MultiConnectorFactory(tuple(tiers)),)),)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_context", [True, False])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_tokens_are_those_without_offloading(shape: str, with_context: bool, data: st.DataObject) -> None:
+    tiers = [
+        SimulatedOffloading(data.draw(st.integers(1, 40))),
+        SimulatedOffloading(data.draw(st.integers(1, 40)), blocks_per_chunk=2),
+        SimulatedOffloading(data.draw(st.integers(1, 40)), lookahead=8 if with_context else None),
+    ]
+    windows = data.draw(st.sampled_from([(None,), (6,), (None, 6)]))
+    engine = SimulatedEngine(
+        simulated_layout(1 + data.draw(st.integers(14, 30)) * len(windows), windows=windows),
+        SHAPES[shape](tiers),
+        max_num_batched_tokens=data.draw(st.integers(4, 64)),
+        with_context=with_context,
+    )
+    for tier in tiers:
+        tier.transfers[0].auto = False
+    requests: dict[str, tuple[list[int], int]] = {}
+    for at in range(data.draw(st.integers(2, 6))):
+        requests[f"r{at}"] = (
+            prompt(0, 30)[: data.draw(st.integers(0, 30))] + prompt(at % 3, data.draw(st.integers(1, 12))),
+            data.draw(st.integers(1, 8)),
+        )
+        engine.add(f"r{at}", *requests[f"r{at}"])
+        for _ in range(data.draw(st.integers(0, 10))):
+            if engine.scheduler.has_work():
+                engine.step()
+            for tier in tiers:
+                for job in tier.transfers[0].pending[:1]:
+                    if data.draw(st.booleans()):
+                        tier.transfers[0].complete(job, data.draw(st.sampled_from(TransferOutcome)))
+    for tier in tiers:
+        tier.transfers[0].auto = True
+    finish(engine, *tiers)
+    assert engine.scheduler.connector.broken is None
+    for request_id, request in requests.items():
+        assert engine.tokens(request_id) == alone(*request)
+
+
+def test_loads_come_from_the_first_that_has_something_and_stores_go_to_all() -> None:
+    tiers = [SimulatedOffloading(60), SimulatedOffloading(60)]
+    engine = SimulatedEngine(simulated_layout(60), MultiConnectorFactory(tuple(tiers)))
+    engine.add("first", prompt(0, 30), 1)
+    finish(engine, *tiers)
+    assert [tier.manager.num_ready for tier in tiers] == [7, 7]
+    evict_everything(engine)
+    tiers[0].manager.reset()
+    engine.add("second", prompt(0, 30), 1)
+    loads: list[int] = []
+    for at, tier in enumerate(tiers):
+        tier.transfers[0].on_copy = lambda job, at=at: loads.append(at) if job.direction.value == "load" else None  # type: ignore[misc]
+    finish(engine, *tiers)
+    assert loads == [1], "the first had nothing"
+    evict_everything(engine)
+    engine.add("third", prompt(0, 30), 1)
+    finish(engine, *tiers)
+    assert loads in ([1, 1], [1, 0])
+    assert engine.tokens("third") == engine.tokens("first")
+
+
+# --- scripted children ------------------------------------------------------------------------------------------------
+
+
+class Scripted(NullConnectorScheduler):
+    """Answers what the test says and remembers what it was told."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.matched: tuple[int | None, bool] = (0, False)
+        self.keeps = False
+        self.params: Mapping[str, Any] | None = None
+        self.report: KVConnectorSchedulerOutput | None = None
+        self.pending = False
+        self.can_reset = True
+        self.finished_count: int | None = None
+        self.events: list[KVEvent] = []
+        self.stats: Stats = {}
+        self.refuses = False
+        self.told: list[tuple[Any, ...]] = []
+        self.outputs: list[KVConnectorOutput] = []
+
+    def on_new_request(self, request: RequestView) -> None:
+        if self.refuses:
+            raise RequestError("refused", request.request_id)
+        self.told.append(("new", request.request_id))
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.told.append(("asked", request.request_id))
+        return self.matched
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        self.told.append(("alloc", request.request_id, num_external_tokens))
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        self.told.append(("step",))
+        return EmptyMetadata()
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self.outputs.append(output)
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
+        return self.report
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
+        self.told.append(("finished", request.request_id))
+        return self.keeps, self.params
+
+    def explain(self, request_id: str) -> CacheReport:
+        self.told.append(("explain", request_id))
+        return CacheReport({"tier": 4}, (f"a note of {self.name}",))
+
+    def take_events(self) -> list[KVEvent]:
+        return self.events
+
+    def has_pending_work(self) -> bool:
+        return self.pending
+
+    def reset_cache(self) -> bool:
+        self.told.append(("reset",))
+        return self.can_reset
+
+    def get_stats(self) -> Stats:
+        return self.stats
+
+    def get_finished_count(self) -> int | None:
+        return self.finished_count
+
+    def shutdown(self) -> None:
+        self.told.append(("shutdown",))
+
+
+class ScriptedWorker(NullConnectorWorker):
+    """Reports what the test says."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.finished = FinishedTransfers()
+        self.invalid: AbstractSet[int] = frozenset()
+        self.meta: WorkerMetadata | None = None
+        self.calls: list[str] = []
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        finished, self.finished = self.finished, FinishedTransfers()
+        return finished
+
+    def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
+        invalid, self.invalid = self.invalid, frozenset()
+        return invalid
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        meta, self.meta = self.meta, None
+        return meta
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+class Pair:
+    """Two scripted children, composed, in an engine."""
+
+    def __init__(self, **options: Any) -> None:
+        self.left, self.right = Scripted("left"), Scripted("right")
+        self.left_worker, self.right_worker = ScriptedWorker("left"), ScriptedWorker("right")
+        factory = MultiConnectorFactory(
+            (
+                ClassFactory(lambda _: self.left, lambda _: self.left_worker),
+                ClassFactory(lambda _: self.right, lambda _: self.right_worker),
+            )
+        )
+        self.engine = SimulatedEngine(simulated_layout(30), factory, **options)
+        connector = self.engine.connector
+        assert isinstance(connector, MultiConnectorScheduler)
+        self.multi = connector
+
+    @property
+    def children(self) -> tuple[Scripted, Scripted]:
+        return self.left, self.right
+
+
+def test_not_yet_from_a_preferred_child_is_honoured() -> None:
+    pair = Pair()
+    pair.left.matched, pair.right.matched = (None, False), (8, True)
+    pair.engine.add("r", prompt(0, 12), 1)
+    pair.engine.step()
+    assert ("asked", "r") not in pair.right.told
+    assert [request.request_id for request in pair.engine.scheduler.waiting_requests()] == ["r"]
+    pair.left.matched, pair.right.matched = (0, False), (0, False)
+    finish(pair.engine)
+
+
+def test_the_unchosen_are_told_that_there_is_nothing_to_load() -> None:
+    pair = Pair()
+    pair.right.matched = (8, True)
+    pair.engine.add("r", prompt(0, 12), 1)
+    pair.engine.step()
+    assert ("alloc", "r", 0) in pair.left.told
+    assert ("alloc", "r", 8) in pair.right.told
+    pair.right_worker.finished = FinishedTransfers(
+        finished_recving=frozenset({"r"}), failed_recving=frozenset({"r"}), jobs={7: TransferOutcome.FAILED}
+    )
+    pair.right_worker.invalid = frozenset({1})
+    pair.engine.step()
+    assert [(output.finished, output.invalid_block_ids) for output in pair.left.outputs] == [
+        (FinishedTransfers(), frozenset({1}))
+    ], "the other learns which blocks are bad, for it may have stored from the same step"
+    (output,) = pair.right.outputs
+    assert output.finished.failed_recving == {"r"}
+    assert output.finished.jobs == {7: TransferOutcome.FAILED}
+    assert output.invalid_block_ids == {1}
+    pair.right.matched = (0, False)
+    finish(pair.engine)
+    assert pair.engine.tokens("r") == alone(prompt(0, 12), 1)
+
+
+@pytest.mark.parametrize("first", ["left", "right"])
+def test_a_request_that_both_keep_is_released_when_both_are_done(first: str) -> None:
+    pair = Pair()
+    pair.left.keeps = pair.right.keeps = True
+    pair.engine.add("r", prompt(0, 12), 1)
+    pair.engine.step()
+    pool = pair.engine.scheduler.kv.pool
+    workers = [pair.left_worker, pair.right_worker]
+    for worker in workers if first == "left" else reversed(workers):
+        assert pool.num_free_blocks < pool.num_usable_blocks
+        pair.engine.step()
+        worker.finished = FinishedTransfers(finished_sending=frozenset({"r"}))
+        pair.engine.step()
+    finish(pair.engine)
+    assert [output.finished.finished_sending for output in pair.left.outputs] == [{"r"}]
+
+
+def test_a_request_that_one_keeps_waits_for_that_one_alone() -> None:
+    pair = Pair()
+    pair.right.keeps = True
+    pair.engine.add("r", prompt(0, 12), 1)
+    pair.engine.step()
+    pair.right_worker.finished = FinishedTransfers(finished_sending=frozenset({"r"}))
+    finish(pair.engine)
+    assert pair.left.outputs == []
+
+
+def test_locks_are_merged_into_fresh_lists() -> None:
+    pair = Pair()
+    pair.left.report = left = KVConnectorSchedulerOutput((3,), ())
+    pair.right.report = KVConnectorSchedulerOutput((3, 4), (4,))
+    merged = pair.multi.report_to_scheduler()
+    assert merged == KVConnectorSchedulerOutput((3, 3, 4), (4,))
+    assert left == KVConnectorSchedulerOutput((3,), ())
+    pair.left.report = pair.right.report = None
+    assert pair.multi.report_to_scheduler() is None
+
+
+def test_a_child_cannot_unlock_what_another_has_locked() -> None:
+    pair = Pair(with_context=False)
+    pair.left.report = KVConnectorSchedulerOutput((3,), ())
+    pair.engine.step()
+    pair.left.report, pair.right.report = None, KVConnectorSchedulerOutput((), (3,))
+    pair.engine.step()
+    assert pair.engine.scheduler.kv.pool.get_block(3).ref_cnt == 1
+    assert pair.multi.children[0].broken is None
+    broken = pair.multi.children[1].broken
+    assert broken is not None
+    assert "block 3" in broken.rule
+    pair.left.report = KVConnectorSchedulerOutput((), (3,))
+    pair.engine.step()
+    pair.left.report = None
+    finish(pair.engine)
+
+
+def test_reports_events_stats_and_answers_are_merged() -> None:
+    pair = Pair()
+    pair.left.stats, pair.right.stats = {"loads": 1}, {"loads": 2}
+    assert pair.multi.get_stats() == {"left.loads": 1, "right.loads": 2}
+    pair.left.events = [BlockRemoved((b"l",), 0, "left")]
+    pair.right.events = [BlockRemoved((b"r",), 0, "right")]
+    assert [event.medium for event in pair.multi.take_events()] == ["left", "right"]
+    assert pair.multi.explain("r") == CacheReport({"tier": 8}, ("left: a note of left", "right: a note of right"))
+    pair.left.params, pair.right.params = {"a": 1, "b": 1}, {"b": 2, "c": 2}
+    assert pair.multi.request_finished(pair.engine.add("r", [1], 1), ()) == (False, {"a": 1, "b": 1, "c": 2})
+    for left, right in ((False, True), (True, False)):
+        pair.left.pending, pair.right.pending = left, right
+        assert pair.multi.has_pending_work()
+    pair.left.pending = pair.right.pending = False
+    assert not pair.multi.has_pending_work()
+
+
+def test_reset_asks_everyone_and_answers_truthfully() -> None:
+    pair = Pair()
+    assert pair.multi.reset_cache()
+    pair.left.can_reset = False
+    assert not pair.multi.reset_cache()
+    assert [told for told in pair.right.told if told == ("reset",)] == [("reset",)] * 2
+    pair.multi.shutdown()
+    assert ("shutdown",) in pair.left.told
+    assert ("shutdown",) in pair.right.told
+
+
+def test_the_number_of_reports_must_be_agreed_upon() -> None:
+    pair = Pair()
+    assert pair.multi.get_finished_count() is None
+    pair.left.finished_count = 1
+    with pytest.raises(ConfigError, match="equally many"):
+        pair.multi.get_finished_count()
+
+
+def test_a_refused_request_is_taken_back_from_those_who_were_told() -> None:
+    pair = Pair()
+    pair.right.refuses = True
+    with pytest.raises(RequestError, match="refused"):
+        pair.engine.add("r", prompt(0, 12), 1)
+    assert pair.left.told == [("new", "r"), ("finished", "r"), ("explain", "r")]
+    assert pair.multi.children[1].broken is None
+
+
+def test_nothing_to_compose_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        MultiConnectorScheduler([], SchedulerEnvironment(simulated_layout(20), lambda: 0.0))
+
+
+@pytest.mark.parametrize(
+    ("contract", "composed"),
+    [(KVConnectorScheduler, MultiConnectorScheduler), (KVConnectorWorker, MultiConnectorWorker)],
+)
+def test_no_method_of_the_contract_is_left_to_a_default(contract: type, composed: type) -> None:
+    methods = {name for name, value in vars(contract).items() if isfunction(value)}
+    assert methods <= vars(composed).keys()
+
+
+# --- misbehaviour -----------------------------------------------------------------------------------------------------
+
+
+class Misbehaving(NullConnectorScheduler):
+    """Does one thing wrong, once a request runs."""
+
+    name = "misbehaving"
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.context: Any = None
+
+    def bind_scheduler_context(self, context: Any) -> None:
+        self.context = context
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        match self.what:
+            case "negative":
+                return -1, True
+            case "too many":
+                return request.num_tokens + 1, True
+            case "raises when asked":
+                raise OSError("the store is gone")
+            case "never loads" | "raises after alloc" | "raises after alloc, sync" | "raises in meta, sync":
+                return 4, not self.what.endswith("sync")
+        return 0, False
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        if self.what.startswith("raises after alloc") and num_external_tokens:
+            raise OSError("the store is gone")
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        if step.scheduled:
+            match self.what:
+                case "touches null":
+                    self.context.touch([self.context.get_block(0)])
+                case "frees what it does not hold":
+                    self.context.free_blocks([self.context.get_block(step.scheduled[0].block_ids[0][0])])
+                case "raises in meta" | "raises in meta, sync":
+                    raise OSError("the store is gone")
+                case "holds and raises":
+                    self.context.touch([self.context.get_block(step.scheduled[0].block_ids[0][0])])
+                    raise OSError("the store is gone")
+        return EmptyMetadata()
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
+        match self.what:
+            case "locks null":
+                return KVConnectorSchedulerOutput((0,))
+            case "unlocks what it did not lock":
+                return KVConnectorSchedulerOutput((), (2,))
+        return None
+
+
+class MisbehavingWorker(NullConnectorWorker):
+    name = "misbehaving"
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.num_steps = 0
+
+    def start_load_kv(self) -> None:
+        if self.what == "worker raises":
+            raise OSError("the link is gone")
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        self.num_steps += 1
+        if self.what == "unknown request" and self.num_steps == 1:
+            return FinishedTransfers(finished_recving=frozenset({"nobody"}))
+        if self.what == "unknown sender" and self.num_steps == 1:
+            return FinishedTransfers(finished_sending=frozenset({"nobody"}))
+        return FinishedTransfers()
+
+
+MISBEHAVIOUR = {
+    "negative": "promised -1 tokens",
+    "too many": "promised 42 tokens",
+    "raises when asked": "the store is gone",
+    "raises after alloc": "the store is gone",
+    "raises after alloc, sync": "the store is gone",
+    "raises in meta": "the store is gone",
+    "raises in meta, sync": "the store is gone",
+    "holds and raises": "the store is gone",
+    "touches null": "null block",
+    "frees what it does not hold": "block 1",
+    "locks null": "null block",
+    "unlocks what it did not lock": "block 2",
+    "worker raises": "the link is gone",
+    "never loads": "did not end the load of request r",
+    "unknown request": "nobody",
+    "unknown sender": "nobody",
+}
+ALONE_ONLY = {"never loads", "unknown request", "unknown sender"}
+"""Rules that the engine watches over: it cannot tell which child of a composed connector broke them."""
+
+
+@pytest.mark.parametrize("what", MISBEHAVIOUR)
+def test_a_misbehaving_connector_is_contained(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    factory = ClassFactory(lambda _: Misbehaving(what), lambda _: MisbehavingWorker(what))
+    engine = SimulatedEngine(simulated_layout(30), factory, load_timeout_s=1.0)
+    for name in ("r", "s"):
+        engine.add(name, prompt(0, 41), 6)
+    finish(engine)
+    assert engine.scheduler.connector.broken is not None
+    assert MISBEHAVIOUR[what] in engine.scheduler.connector.broken.rule
+    assert len([record for record in caplog.records if "turned off" in record.message]) == 1
+    for name in ("r", "s"):
+        assert engine.tokens(name) == alone(prompt(0, 41), 6)
+
+
+@pytest.mark.parametrize("what", sorted(MISBEHAVIOUR.keys() - ALONE_ONLY))
+@pytest.mark.parametrize("first", [True, False])
+def test_a_misbehaving_child_does_not_take_the_others_with_it(what: str, first: bool) -> None:
+    tier = SimulatedOffloading(60)
+    bad = ClassFactory(lambda _: Misbehaving(what), lambda _: MisbehavingWorker(what))
+    factory = MultiConnectorFactory((bad, tier) if first else (tier, bad))
+    engine = SimulatedEngine(simulated_layout(40), factory)
+    for name in ("a", "b", "c"):
+        engine.add(name, prompt(0, 41), 6)
+        finish(engine, tier)
+        evict_everything(engine)
+        assert engine.tokens(name) == alone(prompt(0, 41), 6)
+    assert engine.scheduler.connector.broken is None
+    connector = engine.connector
+    assert isinstance(connector, MultiConnectorScheduler)
+    broken = connector.children[0 if first else 1].broken
+    assert broken is not None
+    assert MISBEHAVIOUR[what] in broken.rule
+    assert engine.outputs["c"].cache_report.restored_tokens == {"host": 40}, "the other still works"

@@ -1,0 +1,134 @@
+"""Every connector around real models, with real copies in the background: tokens are those without it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
+from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.llm import connector_factory
+from cargohold.offload.tier import HostMemory
+from tests.models import CONFIGS, VOCAB_SIZE
+
+EAGER = OffloadConfig(host_bytes="64MiB")
+CHUNKED = OffloadConfig(host_bytes="64MiB", blocks_per_chunk=3)
+LAZY = LazyOffloadConfig(host_bytes="64MiB")
+OFFLOADS: dict[str, Any] = {
+    "eager": EAGER,
+    "chunked": CHUNKED,
+    "lazy": LAZY,
+    "multi(eager, lazy)": [EAGER, LAZY],
+    "multi(multi(lazy, chunked), eager)": [
+        MultiConnectorFactory((connector_factory(LAZY), connector_factory(CHUNKED))),
+        EAGER,
+    ],
+}
+NUM_GROUPS = {"gemma3": 3}
+
+
+def visits() -> list[list[list[int]]]:
+    """Conversations that grow, visited in turn: together larger than the pool."""
+    generator = random.Random(3)
+    talks = [[generator.randrange(VOCAB_SIZE) for _ in range(70)] for _ in range(4)]
+    rounds = []
+    for _ in range(3):
+        rounds.append([list(talk) for talk in talks])
+        for talk in talks:
+            talk += [generator.randrange(VOCAB_SIZE) for _ in range(11)]
+    return rounds
+
+
+def run(llm: LLM, *, batched: bool) -> tuple[list[tuple[int, ...]], int]:
+    """Tokens of all visits in order, and how many tokens were restored."""
+    sampling = SamplingParams(max_tokens=9)
+    outputs = []
+    for prompts in visits():
+        outputs += llm.generate(prompts, sampling) if batched else [llm.generate([p], sampling)[0] for p in prompts]
+    return [output.token_ids for output in outputs], sum(sum(o.metrics.restored_tokens.values()) for o in outputs)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(kind: str, tiny_model: Callable[[str], str]) -> list[tuple[int, ...]]:
+    with LLM(tiny_model(kind), block_tokens=4, prefix_caching=False) as llm:
+        return run(llm, batched=False)[0]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("batched", [False, True])
+def test_tokens_are_those_without_it_and_contexts_are_restored(
+    kind: str,
+    offload: str,
+    batched: bool,
+    expected: list[tuple[int, ...]],
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
+) -> None:
+    llm = make_llm(
+        tiny_model(kind),
+        offload=OFFLOADS[offload],
+        block_tokens=4,
+        num_device_blocks=1 + 30 * NUM_GROUPS.get(kind, 1),
+        max_model_len=110,
+        max_num_batched_tokens=64,
+    )
+    tokens, restored = run(llm, batched=batched)
+    assert tokens == expected
+    assert restored > 0
+
+
+def test_what_is_restored_matters(
+    kind: str,
+    expected: list[tuple[int, ...]],
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: with corrupted bytes in the tier, tokens must differ, or the test above would prove nothing."""
+    memories: list[HostMemory] = []
+
+    def remember(num_rows: int, row_bytes: int) -> HostMemory:
+        memories.append(HostMemory(num_rows, row_bytes))
+        return memories[-1]
+
+    monkeypatch.setattr("cargohold.connector.offloading.factory.HostMemory", remember)
+    options: dict[str, Any] = {"num_device_blocks": 1 + 30 * NUM_GROUPS.get(kind, 1), "max_model_len": 110}
+    llm = make_llm(tiny_model(kind), offload=EAGER, block_tokens=4, **options)
+    sampling = SamplingParams(max_tokens=9)
+    first, second, third = visits()
+    for prompts in (first, second):
+        for prompt in prompts:
+            llm.generate([prompt], sampling)
+        memories[0].rows[:] = 0
+    outputs = [llm.generate([prompt], sampling)[0] for prompt in third]
+    assert all(output.metrics.restored_tokens for output in outputs)
+    assert [output.token_ids for output in outputs] != expected[-len(third) :]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_pool_so_small_that_requests_are_preempted(
+    offload: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    prompts = [prompt for prompts in visits() for prompt in prompts]
+    sampling = SamplingParams(max_tokens=24)
+    with LLM(tiny_model("llama"), block_tokens=4, prefix_caching=False) as plain:
+        expected = [output.token_ids for output in plain.generate(prompts, sampling)]
+    llm = make_llm(
+        tiny_model("llama"),
+        offload=OFFLOADS[offload],
+        block_tokens=4,
+        num_device_blocks=44,
+        max_model_len=130,
+        max_num_batched_tokens=48,
+    )
+    outputs = llm.generate(prompts, sampling)
+    assert [output.token_ids for output in outputs] == expected
+    assert sum(output.metrics.preemptions for output in outputs) > 0
