@@ -7,8 +7,8 @@ from enum import Enum, auto
 from cargohold.engine.core.config import SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import KVCacheManager, LocalHit
 from cargohold.engine.core.plan import StepPlan
-from cargohold.engine.core.request import Request, RequestStatus
-from cargohold.engine.core.transfers import TransferTable
+from cargohold.engine.core.request import Request
+from cargohold.engine.core.roster import Roster
 from cargohold.protocol import Clock, ConnectorGuard
 
 
@@ -35,20 +35,20 @@ class Admission:
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
+        roster: Roster,
         connector: ConnectorGuard,
-        transfers: TransferTable,
         clock: Clock,
     ) -> None:
         self._config = config
         self._kv = kv
+        self._roster = roster
         self._connector = connector
-        self._transfers = transfers
         self._clock = clock
 
-    def try_admit(self, request: Request, plan: StepPlan, num_running: int) -> Verdict:
-        """Admit ``request`` if possible; mutates it, the pool and ``plan`` unless the verdict is DEFERRED or NO_ROOM."""
+    def try_admit(self, request: Request, plan: StepPlan) -> Verdict:
+        """Admit ``request`` if possible; mutates it, pool, roster and plan unless the verdict is DEFERRED or NO_ROOM."""
         # One block for each running request's next token, or the newcomer would soon cost one of them its blocks.
-        num_spare = num_running * len(self._kv.layout.groups)
+        num_spare = len(self._roster.running) * len(self._kv.layout.groups)
         if self._kv.holds_blocks(request):
             return self._start_loaded(request, plan, num_spare)
         hit = self._kv.find_local_hit(request)
@@ -73,6 +73,7 @@ class Admission:
         if not self._tell_connector(request, num_external):
             return Verdict.DEFERRED
         plan.add(request, num_new, self._kv.block_ids(request), loads_in_step=num_external > 0)
+        self._roster.run(request)
         return Verdict.RUNS
 
     def _start_loading(self, request: Request, hit: LocalHit, num_external: int, num_spare: int) -> Verdict:
@@ -81,9 +82,9 @@ class Admission:
         self._note_admission(request, hit, num_external)
         if not self._tell_connector(request, num_external):
             return Verdict.DEFERRED
-        request.status = RequestStatus.LOADING
         request.times.loading_since = self._clock()
-        self._transfers.start_load(request, self._clock())
+        self._roster.load(request)
+        self._roster.transfers.start_load(request, self._clock())
         return Verdict.LOADS
 
     def _start_loaded(self, request: Request, plan: StepPlan, num_spare: int) -> Verdict:
@@ -92,6 +93,7 @@ class Admission:
             return Verdict.NO_ROOM
         self._tell_connector(request, 0)
         plan.add(request, num_new, self._kv.block_ids(request))
+        self._roster.run(request)
         return Verdict.RUNS
 
     def _note_admission(self, request: Request, hit: LocalHit, num_external: int) -> None:

@@ -1,0 +1,167 @@
+"""What the connector's workers reported, and what follows for requests and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from cargohold.engine.core.config import LoadFailurePolicy, SchedulerConfig
+from cargohold.engine.core.kv_cache_manager import KVCacheManager
+from cargohold.engine.core.plan import StepPlan
+from cargohold.engine.core.request import FinishReason, Request
+from cargohold.engine.core.roster import Roster
+from cargohold.engine.core.step import StepOutput
+from cargohold.engine.core.transfers import EndedLoad
+from cargohold.protocol import Clock, ConnectorGuard, FinishedTransfers, KVConnectorSchedulerOutput
+
+EndRequest = Callable[[Request, FinishReason, str], None]
+
+
+class ConnectorReports:
+    """Draws the consequences of loads, failures and locks, and watches over a connector that does not report at all.
+
+    Args:
+        config: limits and policies.
+        kv: the device pool and the requests' blocks; mutated.
+        roster: the requests; mutated.
+        connector: the connector.
+        clock: monotonic time in seconds.
+        end_request: ends a request whose load failed, where that is the policy.
+    """
+
+    def __init__(  # it is where these meet
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        roster: Roster,
+        connector: ConnectorGuard,
+        clock: Clock,
+        end_request: EndRequest,
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._roster = roster
+        self._connector = connector
+        self._clock = clock
+        self._end_request = end_request
+        self._dropped = False
+        self._last_progress = clock()
+
+    @property
+    def must_drop_connector(self) -> bool:
+        """Whether the connector was turned off and its workers still have to be told."""
+        return self._connector.broken is not None and not self._dropped
+
+    def note_progress(self) -> None:
+        """Something was computed, or something new waits: nobody has been kept waiting in vain until now."""
+        self._last_progress = self._clock()
+
+    def check_progress(self) -> None:
+        """Turn the connector off if a load does not end, or if its pending work keeps everybody waiting."""
+        now, limit = self._clock(), self._config.load_timeout_s
+        oldest = self._roster.transfers.oldest_load()
+        num_waiting = len(self._roster.waiting)
+        if oldest is not None and now - oldest[1] > limit:
+            self._connector.break_off(f"did not end the load of request {oldest[0].request_id} within {limit:g} s")
+        elif num_waiting and not self._roster.running and now - self._last_progress > limit:
+            self._connector.break_off(f"kept {num_waiting} request(s) waiting for {limit:g} s")
+
+    def absorb(self, output: StepOutput, plan: StepPlan) -> None:
+        """Take in what came back with a step, before its tokens are looked at."""
+        report = output.connector
+        # Garbage first: it must not be read, whatever else is wrong with the connector.
+        if report.invalid_block_ids:
+            self._discard_blocks(report.invalid_block_ids)
+        if report.finished.step_failed:
+            self._start_over(request for request, _ in plan)
+        if output.connector_error is not None:
+            self._connector.break_off(output.connector_error)
+        if not report.is_empty():
+            self._connector.update_connector_output(report)
+        self._apply(self._connector.report_to_scheduler())
+        if self._connector.broken is None:
+            self._end_transfers(report.finished)
+
+    def drop_connector(self) -> None:
+        """The workers have stopped their connectors: nothing is in flight any more, so nothing needs protection."""
+        self._dropped = True
+        self._apply(self._connector.release())
+        loading, sending = self._roster.transfers.abandon()
+        for request in (*loading, *sending):
+            if request.is_finished:
+                self._roster.free_unless_in_use(request)
+        self._start_over(loading)
+
+    def _apply(self, report: KVConnectorSchedulerOutput | None) -> None:
+        """Lock, then unlock: what the connector reports holds for the blocks as they are at the end of the step."""
+        if report is not None:
+            pool = self._kv.pool
+            pool.touch([pool.get_block(block_id) for block_id in report.lock_block_ids])
+            pool.free_blocks([pool.get_block(block_id) for block_id in report.unlock_block_ids])
+
+    def _end_transfers(self, finished: FinishedTransfers) -> None:
+        transfers = self._roster.transfers
+        strays = transfers.strays(finished)
+        if strays:
+            self._connector.break_off(f"reported the end of transfers that these requests do not have: {strays}")
+            return
+        for load in transfers.end_loads(finished):
+            self.note_progress()
+            self._end_load(load)
+        for request in transfers.end_sends(finished):
+            self._roster.free_unless_in_use(request)
+
+    def _discard_blocks(self, block_ids: frozenset[int]) -> None:
+        """Blocks turned out to hold garbage: nobody may find them, and whoever reads them starts over."""
+        pool = self._kv.pool
+        known = frozenset(block_id for block_id in block_ids if 0 < block_id < pool.num_blocks)
+        if known != block_ids:
+            self._connector.break_off(f"reported blocks that do not exist as invalid: {sorted(block_ids - known)}")
+        for block_id in known:
+            pool.uncache_block(pool.get_block(block_id))
+        users = self._kv.requests_using(known)
+        # Those still loading start over when their load ends: until then copies write to their blocks.
+        self._roster.transfers.note_invalid(known, users)
+        readers = [request for user in users if (request := self._roster.get(user)) is not None]
+        self._start_over(request for request in readers if not self._roster.transfers.holds(request))
+
+    def _start_over(self, requests: Iterable[Request]) -> None:
+        """Let requests recompute after a failure, or end them if that is the policy."""
+        for request in list(requests):
+            if request.is_finished or not self._kv.holds_blocks(request):
+                continue
+            # Asking again might fail again, for ever.
+            request.ask_connector = False
+            if self._config.load_failure_policy is LoadFailurePolicy.FAIL:
+                self._end_request(request, FinishReason.ERROR, "its KV could not be loaded (load_failure_policy=fail)")
+            else:
+                self._roster.preempt(request)
+
+    def _end_load(self, load: EndedLoad) -> None:
+        request = load.request
+        num_valid = self._num_valid_tokens(load)
+        # What arrived is good for others too, even if this request is gone or needs more.
+        self._kv.cache_blocks(request, num_valid)
+        if request.is_finished:
+            self._roster.free_unless_in_use(request)
+            return
+        started = request.times.loading_since
+        assert started is not None
+        request.times.load_wait_s += self._clock() - started
+        request.times.loading_since = None
+        if num_valid < request.num_reused_tokens:
+            self._start_over([request])
+            return
+        request.num_computed_tokens = min(num_valid, request.num_tokens - 1)
+        self._roster.wait(request)
+
+    def _num_valid_tokens(self, load: EndedLoad) -> int:
+        """Leading tokens of the request whose KV can be trusted after the load."""
+        if load.failed:
+            return load.request.num_device_tokens
+        num_valid = load.request.num_reused_tokens
+        for table in self._kv.tables(load.request.request_id):
+            for at, block_id in enumerate(table.ids):
+                if block_id in load.invalid_block_ids:
+                    num_valid = min(num_valid, at * table.group.block_tokens)
+                    break
+        return num_valid

@@ -1,0 +1,95 @@
+"""The requests alive, and where each of them is."""
+
+from __future__ import annotations
+
+from cargohold.engine.core.kv_cache_manager import KVCacheManager
+from cargohold.engine.core.request import Request, RequestStatus
+from cargohold.engine.core.running import RunningRequests
+from cargohold.engine.core.transfers import TransferTable
+from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
+
+
+class Roster:
+    """Moves requests between waiting, loading and running, with their blocks.
+
+    Args:
+        policy: who is served first.
+        kv: the requests' blocks.
+
+    Attributes:
+        waiting: requests that may be admitted.
+        running: requests that compute.
+        transfers: requests whose blocks a connector's workers still use, ended ones among them.
+        finished_ids, preempted_ids: what happened since the last step.
+    """
+
+    def __init__(self, policy: QueuePolicy, kv: KVCacheManager) -> None:
+        self.waiting = WaitingQueue(policy)
+        self.running = RunningRequests(self.waiting.urgency)
+        self.transfers = TransferTable()
+        self.finished_ids: set[str] = set()
+        self.preempted_ids: set[str] = set()
+        self._kv = kv
+        self._requests: dict[str, Request] = {}
+        self._num_arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def ids(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return list(self._requests)
+
+    def get(self, request_id: str) -> Request | None:
+        """A request that has not ended."""
+        return self._requests.get(request_id)
+
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+        assert request.request_id not in self._requests, f"request {request.request_id} exists already"
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def run(self, request: Request) -> None:
+        """A waiting request starts to compute."""
+        self.waiting.remove(request)
+        self.running.add(request)
+
+    def load(self, request: Request) -> None:
+        """A waiting request's blocks are being filled."""
+        self.waiting.remove(request)
+        request.status = RequestStatus.LOADING
+
+    def wait(self, request: Request) -> None:
+        """A request whose load has ended may be admitted; it keeps its blocks."""
+        request.status = RequestStatus.WAITING
+        self.waiting.add(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take all blocks from a request and let it start over; cached ones it will find again while they last."""
+        self._take_out(request)
+        self._kv.free(request)
+        request.num_computed_tokens = request.num_device_tokens = request.num_external_tokens = 0
+        request.num_preemptions += 1
+        self.preempted_ids.add(request.request_id)
+        self.wait(request)
+
+    def end(self, request: Request) -> None:
+        """A request ends. Its blocks are the caller's to free."""
+        self._take_out(request)
+        del self._requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        self.finished_ids.add(request.request_id)
+
+    def free_unless_in_use(self, request: Request) -> None:
+        """Give an ended request's blocks back, unless a transfer still uses them."""
+        if not self.transfers.holds(request):
+            self._kv.free(request)
+
+    def _take_out(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
