@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cargohold.blocks import READY, extend_hashes, root_hash
+from cargohold.engine.core.config import LoadFailurePolicy
+from cargohold.engine.core.request import FinishReason
 from cargohold.errors import RequestError
+from cargohold.offload.keys import offload_key
 from cargohold.offload.transfer import Direction
-from cargohold.protocol import TransferOutcome
+from cargohold.protocol import BlockRemoved, BlockStored, TransferOutcome
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt
 
@@ -335,3 +339,130 @@ def test_stores_in_flight_hold_no_more_of_the_pool_than_allowed() -> None:
         assert sum(len(job.block_ids) for job in transfers.pending) <= 6
     transfers.auto = True
     finish(engine, offloading)
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+def test_one_engine_prefills_and_another_decodes(windows: tuple[int | None, ...]) -> None:
+    offloading = SimulatedOffloading(200)
+    prefill = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
+    decode = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
+    prefill.add("r", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": True})
+    finish(prefill, offloading)
+    params = prefill.outputs["r"].kv_transfer_params
+    assert params == {"do_remote_prefill": True, "num_offloaded_tokens": 40}
+    decode.add("r", prompt(0, 41), 8, kv_transfer_params=params)
+    finish(decode, offloading)
+    assert decode.outputs["r"].cache_report.restored_tokens == {"host": 40}
+    assert decode.tokens("r") == alone(prompt(0, 41), 8)
+    assert decode.tokens("r")[:1] == prefill.tokens("r")
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_request_for_remote_decode_streams_its_hits_too(remote: bool) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("first", prompt(0, 41), 1)
+    finish(engine, offloading)
+    offloading.manager.reset()
+    engine.add("second", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": remote})
+    finish(engine, offloading)
+    assert engine.requests["second"].num_first_device_tokens == 40
+    assert offloading.manager.num_ready == (10 if remote else 0), "all of it, or newly computed chunks alone"
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_an_index_built_from_the_events_equals_the_tier(blocks_per_chunk: int, data: st.DataObject) -> None:
+    offloading = SimulatedOffloading(data.draw(st.integers(1, 12)), blocks_per_chunk=blocks_per_chunk)
+    engine = SimulatedEngine(simulated_layout(30, windows=(None, 9)), offloading, emit_events=True)
+    index: dict[str, set[tuple[bytes, int]]] = {"CPU": set(), "GPU": set()}
+    for at in range(data.draw(st.integers(1, 8))):
+        engine.add(f"r{at}", prompt(data.draw(st.integers(0, 3)), data.draw(st.integers(1, 40))), 3)
+        for _ in range(data.draw(st.integers(0, 8))):
+            if engine.scheduler.has_work():
+                engine.step()
+            for job in list(offloading.transfers[0].pending):
+                offloading.transfers[0].complete(job, data.draw(st.sampled_from(TransferOutcome)))
+        if data.draw(st.booleans()):
+            finish(engine, offloading)
+            engine.scheduler.reset_cache()
+        follow(engine, index)
+    finish(engine, offloading)
+    follow(engine, index)
+    keys = [offload_key(block_hash, group) for block_hash, group in sorted(index["CPU"])]
+    assert offloading.manager.lookup(keys) == bytes([READY]) * len(keys)
+    assert len(keys) == offloading.manager.num_ready
+    pool = engine.scheduler.kv.pool
+    blocks = [pool.get_block(block_id) for block_id in range(1, 30)]
+    assert index["GPU"] == {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
+
+
+def follow(engine: SimulatedEngine, index: dict[str, set[tuple[bytes, int]]]) -> None:
+    """Apply events to an index, and check what they say of tokens and parents."""
+    for event in engine.scheduler.take_events():
+        assert isinstance(event, BlockStored | BlockRemoved)
+        prefixes = {(block_hash, event.group) for block_hash in event.block_hashes}
+        if isinstance(event, BlockRemoved):
+            assert prefixes <= index[event.medium], "nothing is removed that was not announced"
+            index[event.medium] -= prefixes
+            continue
+        assert not prefixes & index[event.medium], "nothing is announced twice"
+        index[event.medium] |= prefixes
+        hashes: list[bytes] = []
+        extend_hashes(hashes, event.token_ids, 4, event.parent_block_hash or root_hash())
+        assert (hashes[-1],) == event.block_hashes
+        assert len(event.token_ids) == event.block_tokens
+
+
+def test_the_policy_to_fail_a_request_whose_load_failed() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, load_failure_policy=LoadFailurePolicy.FAIL)
+    engine.add("first", prompt(0, 30), 1)
+    engine.run()
+    evict_everything(engine)
+    offloading.transfers[0].auto = False
+    engine.add("second", prompt(0, 30), 1)
+    engine.add("other", prompt(1, 30), 1)
+    engine.step()
+    load = next(job for job in offloading.transfers[0].pending if job.direction is Direction.LOAD)
+    offloading.transfers[0].complete(load, TransferOutcome.FAILED)
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+    failed = engine.outputs["second"].request
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.error is not None
+    assert "could not be loaded" in failed.error
+    assert engine.outputs["other"].request.finish_reason is FinishReason.LENGTH
+
+
+def test_a_failed_load_is_logged_once_and_not_per_block(caplog: pytest.LogCaptureFixture) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("first", prompt(0, 60), 1)
+    engine.run()
+    evict_everything(engine)
+    offloading.transfers[0].auto = False
+    engine.add("second", prompt(0, 60), 1)
+    engine.step()
+    offloading.transfers[0].complete(offloading.transfers[0].pending[0], TransferOutcome.FAILED)
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert engine.scheduler.connector.get_stats()["loads_failed"] == 1
+
+
+def test_blocks_loaded_for_a_request_that_was_aborted_serve_the_next() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("first", prompt(0, 40), 1)
+    engine.run()
+    evict_everything(engine)
+    offloading.transfers[0].auto = False
+    engine.add("a", [*prompt(0, 40), 1], 1)
+    engine.add("b", [*prompt(0, 40), 2], 1)
+    engine.step()
+    engine.abort("a")
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+    assert engine.requests["b"].num_first_device_tokens == 40

@@ -199,13 +199,13 @@ class KVConnectorWorker(ABC):
         """Blocks whose load failed since the last call."""
         return frozenset()
 
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """This step's opaque message to the scheduler side."""
-        return None
-
     def get_stats(self) -> Stats:
         """Counters since the last call."""
         return {}
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """This step's opaque message to the scheduler side."""
+        return None
 
     @abstractmethod
     def clear_connector_metadata(self) -> None:

@@ -72,6 +72,10 @@ class RequestState:
         for group, keys in enumerate(self.keys):
             self.next_chunk[group] = min(self.next_chunk[group], num_tokens // keys.chunk_tokens)
 
+    def num_offered_tokens(self) -> int:
+        """Leading tokens whose chunks were offered for storing in every group."""
+        return min(keys.chunk_tokens * first for keys, first in zip(self.keys, self.next_chunk, strict=True))
+
     def skip_offers(self, num_tokens: int) -> None:
         """Do not offer for storing the chunks that lie wholly in the first ``num_tokens`` tokens."""
         for group, keys in enumerate(self.keys):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import LockHolder, RequestHolder, TouchHolder
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.connector.offloading.loads import Loads
@@ -18,12 +19,14 @@ from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.offload.manager.base import OffloadManager
 from cargohold.protocol import (
+    MEDIUM_HOST,
     BlockIds,
     CacheReport,
     ConnectorMetadata,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
+    KVEvent,
     RequestView,
     SchedulerContext,
     SchedulerEnvironment,
@@ -57,7 +60,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         tier: str = "host",
     ) -> None:
         holder = LockHolder() if environment.applies_locks else RequestHolder()
-        self._shared = Shared(config, environment.layout, manager, tier, holder)
+        chunk_tokens = [group.block_tokens * config.blocks_per_chunk for group in environment.layout.groups]
+        events = TierEvents(manager, MEDIUM_HOST, chunk_tokens) if environment.emits_events else None
+        self._shared = Shared(config, environment.layout, manager, tier, holder, events)
         self._requests: dict[str, RequestState] = {}
         self._lookup = TierLookup(manager, self._shared.jobs, shares_loads=environment.prefix_caching)
         self._loads = Loads(self._shared, self._requests)
@@ -79,11 +84,17 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._requests[request.request_id] = state
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise."""
+        """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
+
+        Returns, for a request whose decoding goes on elsewhere, the ``kv_transfer_params`` to send there.
+        """
         keeps_blocks = self._needs_request(request.request_id)
         if keeps_blocks:
             self._lingering.add(request.request_id)
-        return keeps_blocks, None
+        state = self._requests[request.request_id]
+        if not state.params.do_remote_decode:
+            return keeps_blocks, None
+        return keeps_blocks, {"do_remote_prefill": True, "num_offloaded_tokens": state.num_offered_tokens()}
 
     def explain(self, request_id: str) -> CacheReport:
         """What was decided for the request, and why; forgets it."""
@@ -150,6 +161,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         return bool(self._shared.jobs or self._lingering)
 
     # --- on demand ----------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[KVEvent]:
+        """What became available in the tier and what was removed, if anyone listens."""
+        events = self._shared.events
+        return () if events is None else events.take()
 
     def reset_cache(self) -> bool:
         """Forget every chunk, unless a job is in flight."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from cargohold.connector.offloading.chunks import ChunkBlocks, chunk_rows
 from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import BlockHolder
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.offload.manager.base import OffloadManager
@@ -24,6 +25,7 @@ class Shared:
         manager: what the tier holds.
         tier: its name in reports.
         holder: keeps blocks from being reused while they are copied.
+        events: what is announced of the tier; ``None`` if nobody listens.
         context: the engine's block pool, where the engine gives one.
         jobs: transfers in flight.
         stats: counters since they were last taken.
@@ -34,6 +36,7 @@ class Shared:
     manager: OffloadManager
     tier: str
     holder: BlockHolder
+    events: TierEvents | None = None
     context: SchedulerContext | None = None
     jobs: JobTable = field(default_factory=JobTable)
     stats: Counter[str] = field(default_factory=Counter)

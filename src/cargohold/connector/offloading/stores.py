@@ -97,6 +97,8 @@ class EagerStores:
         if not handle.keys:
             handle.commit()
             return None
+        if self._shared.events is not None:
+            self._shared.events.note_store(state.request, keys, handle.keys, first)
         return self._start(state, handle, by_key)
 
     def _start(self, state: RequestState, handle: StoreHandle, by_key: Mapping[OffloadKey, ChunkBlocks]) -> StoreJob:
@@ -121,6 +123,8 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
         store.handle.commit()
     else:
         store.handle.forfeit()
+        if shared.events is not None:
+            shared.events.forget(store.handle.keys)
         shared.stats["stores_failed"] += 1
         reason = "spoiled by a failed load" if store.is_spoiled else outcome.name.lower()
         logger.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)

@@ -1,0 +1,97 @@
+"""KV events of a tier: what the manager says became ready or was removed, with what a router needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cargohold.offload.keys import ChunkKeys, split_key
+from cargohold.offload.manager.base import ChunksStored, OffloadKey, OffloadManager
+from cargohold.protocol import BlockRemoved, BlockStored, KVEvent, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a chunk comes from.
+
+    Attributes:
+        parent: key of the chunk before it; ``None`` at the start of a prompt.
+        token_ids: its tokens.
+    """
+
+    parent: OffloadKey | None
+    token_ids: tuple[int, ...]
+
+
+class TierEvents:
+    """Translates a manager's events into KV events.
+
+    A manager knows keys alone. What a chunk consists of is remembered from the moment its store begins until it is announced.
+    The same chunk may come and go several times between two looks at the events, so they are translated as they happen.
+
+    Args:
+        manager: whose events they are; it must record them.
+        medium: name of the medium.
+        chunk_tokens: tokens per chunk, per group.
+    """
+
+    def __init__(self, manager: OffloadManager, medium: str, chunk_tokens: Sequence[int]) -> None:
+        self._manager = manager
+        self._translated: list[KVEvent] = []
+        self._medium = medium
+        self._chunk_tokens = chunk_tokens
+        self._origins: dict[OffloadKey, _Origin] = {}
+
+    def note_store(self, request: RequestView, keys: ChunkKeys, stored: Sequence[OffloadKey], first_chunk: int) -> None:
+        """Remember what is being stored.
+
+        Args:
+            request: whose chunks they are.
+            keys: its keys in the group.
+            stored: the chunks being stored, in prefix order.
+            first_chunk: number of a chunk of the request that is not behind the first of them.
+        """
+        self._translate()
+        size = keys.chunk_tokens
+        at = first_chunk
+        for key in stored:
+            while keys.keys[at] != key:
+                at += 1
+            tokens = tuple(request.all_token_ids[at * size : (at + 1) * size])
+            self._origins[key] = _Origin(keys.keys[at - 1] if at else None, tokens)
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """A store came to nothing."""
+        self._translate()
+        for key in keys:
+            self._origins.pop(key, None)
+
+    def take(self) -> list[KVEvent]:
+        """KV events since the last call, in order."""
+        self._translate()
+        events, self._translated = self._translated, []
+        return events
+
+    def _translate(self) -> None:
+        for event in self._manager.take_events():
+            self._translated += (
+                self._stored(event.keys) if isinstance(event, ChunksStored) else self._removed(event.keys)
+            )
+
+    def _stored(self, keys: Sequence[OffloadKey]) -> Iterator[BlockStored]:
+        for key in keys:
+            block_hash, group = split_key(key)
+            origin = self._origins.pop(key, _Origin(None, ()))
+            yield BlockStored(
+                block_hashes=(block_hash,),
+                parent_block_hash=None if origin.parent is None else split_key(origin.parent)[0],
+                token_ids=origin.token_ids,
+                block_tokens=self._chunk_tokens[group],
+                group=group,
+                medium=self._medium,
+            )
+
+    def _removed(self, keys: Sequence[OffloadKey]) -> Iterator[BlockRemoved]:
+        for key in keys:
+            block_hash, group = split_key(key)
+            yield BlockRemoved((block_hash,), group, self._medium)

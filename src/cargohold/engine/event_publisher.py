@@ -1,0 +1,112 @@
+"""Publishes KV events over ZeroMQ, in the message format that KV-aware routers in the field already read.
+
+A message has three frames: topic, sequence number (eight bytes, big-endian, from 0), and a msgpack payload::
+
+    [timestamp, [event, ...], data_parallel_rank]
+
+    event: {"type": "BlockStored", "block_hashes": [int, ...], "parent_block_hash": int | None, "token_ids": [int, ...],
+            "block_size": int, "lora_id": None, "medium": str, "lora_name": None, "group_idx": int}
+         | {"type": "BlockRemoved", "block_hashes": [int, ...], "medium": str, "group_idx": int}
+         | {"type": "AllBlocksCleared"}
+
+This is the format of vLLM's KV event publisher (``vllm.distributed.kv_events``), where hashes are the last 64 bits of the
+digests by default.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cargohold.errors import ConfigError
+from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+
+MAX_QUEUED_MESSAGES = 100_000
+_HASH_BYTES = 8
+
+
+class ZmqEventPublisher:
+    """A ZeroMQ PUB socket. Sending never blocks: what a slow subscriber has no room for is dropped, and it sees the gap.
+
+    Args:
+        endpoint: where to bind, such as ``tcp://*:5557`` or ``ipc:///run/kv-events``.
+        topic: first frame of every message.
+        data_parallel_rank: which engine replica this is.
+        wall_clock: seconds since the epoch.
+
+    Raises:
+        ConfigError: the packages are missing, or the endpoint cannot be bound.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        topic: str = "",
+        data_parallel_rank: int = 0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        try:
+            import msgspec  # noqa: PLC0415  # an optional extra
+            import zmq  # noqa: PLC0415  # an optional extra
+        except ImportError as error:
+            raise ConfigError(
+                "kv_events_endpoint", endpoint, "install what it needs: pip install cargohold[events]"
+            ) from error
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._topic = topic.encode()
+        self._rank = data_parallel_rank
+        self._wall_clock = wall_clock
+        self._sequence = 0
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise ConfigError("kv_events_endpoint", endpoint, f"it cannot be bound: {error}") from error
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._dont_wait = zmq.DONTWAIT
+
+    def publish(self, events: Iterable[KVEvent]) -> None:
+        """Send events as one message; nothing if there are none."""
+        messages = [_as_message(event) for event in events]
+        if messages:
+            payload = self._encode([self._wall_clock(), messages, self._rank])
+            frames = (self._topic, self._sequence.to_bytes(8, "big"), payload)
+            self._socket.send_multipart(frames, flags=self._dont_wait)
+            self._sequence += 1
+
+    def close(self) -> None:
+        """Close the socket, letting what was sent go out for a moment. May be called twice."""
+        self._socket.close(linger=200)
+
+
+def _as_message(event: KVEvent) -> dict[str, Any]:
+    match event:
+        case BlockStored():
+            return {
+                "type": "BlockStored",
+                "block_hashes": [_hash_number(block_hash) for block_hash in event.block_hashes],
+                "parent_block_hash": None if event.parent_block_hash is None else _hash_number(event.parent_block_hash),
+                "token_ids": list(event.token_ids),
+                "block_size": event.block_tokens,
+                "lora_id": None,
+                "medium": event.medium,
+                "lora_name": None,
+                "group_idx": event.group,
+            }
+        case BlockRemoved():
+            return {
+                "type": "BlockRemoved",
+                "block_hashes": [_hash_number(block_hash) for block_hash in event.block_hashes],
+                "medium": event.medium,
+                "group_idx": event.group,
+            }
+        case AllBlocksCleared():
+            return {"type": "AllBlocksCleared"}
+
+
+def _hash_number(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[-_HASH_BYTES:], "big")

@@ -1,0 +1,136 @@
+"""Load and store plans against a definition so plain that it cannot be wrong, on all small cases."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from cargohold.blocks import ABSENT, READY, GroupUnits, longest_hit
+from cargohold.connector.offloading.chunks import ChunkBlocks, chunk_rows, chunks_to_load, chunks_to_store
+from cargohold.protocol import AttentionKind, KVCacheGroup
+
+BLOCK_TOKENS = 2
+FULL = (AttentionKind.FULL, None)
+KINDS: list[tuple[AttentionKind, int | None]] = [
+    FULL,
+    *((AttentionKind.SLIDING_WINDOW, window) for window in (1, 2, 3, 4, 7)),
+    (AttentionKind.CHUNKED_LOCAL, 4),
+    (AttentionKind.RECURRENT, None),
+]
+
+
+def group_of(kind: tuple[AttentionKind, int | None], index: int = 0) -> KVCacheGroup:
+    return KVCacheGroup(index, kind[0], BLOCK_TOKENS, (f"layers.{index}",), kind[1])
+
+
+def table_at(group: KVCacheGroup, num_blocks: int, next_query: int) -> list[int]:
+    """A block table as an engine keeps it: null where no query from ``next_query`` on looks; ids 1, 2, ..."""
+    num_skipped = group.num_skipped_tokens(next_query) // BLOCK_TOKENS
+    return [0 if at < num_skipped else at + 1 for at in range(num_blocks)]
+
+
+def flat(chunks: Sequence[ChunkBlocks], per_chunk: int) -> Iterator[tuple[int, int]]:
+    """Block index and id of every block that takes part."""
+    for chunk in chunks:
+        assert chunk.positions, "a chunk without blocks is no chunk"
+        yield from zip((chunk.index * per_chunk + at for at in chunk.positions), chunk.block_ids, strict=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+def test_loads_fill_exactly_the_blocks_that_are_neither_computed_nor_null(
+    kind: tuple[AttentionKind, int | None], per_chunk: int
+) -> None:
+    group = group_of(kind)
+    for num_hit_blocks in range(per_chunk, 9, per_chunk):
+        num_hit_tokens = num_hit_blocks * BLOCK_TOKENS
+        table = table_at(group, num_hit_blocks, num_hit_tokens)
+        for num_computed_blocks in range(num_hit_blocks):
+            chunks = chunks_to_load(group, table, per_chunk, num_computed_blocks * BLOCK_TOKENS, num_hit_tokens)
+            expected = [(at, table[at]) for at in range(num_computed_blocks, num_hit_blocks) if table[at]]
+            assert list(flat(chunks, per_chunk)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+def test_whatever_a_hit_needs_was_stored_however_late(kind: tuple[AttentionKind, int | None], per_chunk: int) -> None:
+    """A chunk is stored in a step whose first query is ``start``; later, a request of any length loads it."""
+    group = group_of(kind)
+    chunk_tokens = per_chunk * BLOCK_TOKENS
+    num_chunks = 4
+    for index in range(num_chunks):
+        for start in range(num_chunks * chunk_tokens):
+            table = table_at(group, num_chunks * per_chunk, start)
+            stored = dict(flat(chunks_to_store(group, table, per_chunk, index, index + 1), per_chunk))
+            assert all(block_id for block_id in stored.values()), "null blocks are never copied"
+            if not stored:
+                continue  # left out as a whole: a miss, which is always right
+            for num_hit_tokens in range((index + 1) * chunk_tokens, num_chunks * chunk_tokens + 1, chunk_tokens):
+                # The hit may be the whole request: then its last token is computed again.
+                for num_tokens in (num_hit_tokens, num_hit_tokens + 1):
+                    next_query = min(num_hit_tokens, num_tokens - 1)
+                    destination = table_at(group, num_hit_tokens // BLOCK_TOKENS, next_query)
+                    for chunk in chunks_to_load(group, destination, per_chunk, 0, num_hit_tokens):
+                        if chunk.index == index:
+                            needed = {index * per_chunk + position for position in chunk.positions}
+                            assert needed <= stored.keys(), "a load would read a row that was never written"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+def test_a_chunk_that_is_complete_when_it_is_offered_is_stored(
+    kind: tuple[AttentionKind, int | None], per_chunk: int
+) -> None:
+    """In the step that completes a chunk, all that later requests need of it is there."""
+    group = group_of(kind)
+    chunk_tokens = per_chunk * BLOCK_TOKENS
+    for index in range(4):
+        for start in range(index * chunk_tokens, (index + 1) * chunk_tokens):
+            table = table_at(group, (index + 1) * per_chunk, start)
+            assert [chunk.index for chunk in chunks_to_store(group, table, per_chunk, index, index + 1)] == [index]
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(KINDS[1:5], repeat=2)))
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+def test_what_is_looked_up_can_be_loaded_and_suffices(
+    kinds: Sequence[tuple[AttentionKind, int | None]], per_chunk: int
+) -> None:
+    """Three groups, every combination of present chunks: a hit's loads use present chunks alone and leave no gap."""
+    groups = [group_of(kind, index) for index, kind in enumerate((FULL, *kinds))]
+    chunk_tokens = per_chunk * BLOCK_TOKENS
+    num_chunks = 3
+    num_tokens = num_chunks * chunk_tokens + 1
+    for presence in itertools.product(itertools.product((ABSENT, READY), repeat=num_chunks), repeat=len(groups)):
+        for num_computed in (0, BLOCK_TOKENS):
+            units = [
+                GroupUnits(group, chunk_tokens, Present(bytes(of))) for group, of in zip(groups, presence, strict=True)
+            ]
+            num_hit = longest_hit(units, num_tokens, num_computed).num_tokens
+            for group, of in zip(groups, presence, strict=True):
+                table = table_at(group, num_hit // BLOCK_TOKENS, num_hit)
+                chunks = chunks_to_load(group, table, per_chunk, num_computed, num_hit)
+                assert all(of[chunk.index] == READY for chunk in chunks)
+                first_needed = max(num_computed, group.num_skipped_tokens(num_hit)) // BLOCK_TOKENS
+                filled = {at for at, _ in flat(chunks, per_chunk)}
+                assert filled == set(range(first_needed, num_hit // BLOCK_TOKENS)) - {
+                    at for at, block_id in enumerate(table) if not block_id
+                }
+
+
+class Present:
+    """Unit states from bytes."""
+
+    def __init__(self, states: bytes) -> None:
+        self.states = states
+
+    def run(self, first: int, end: int) -> bytes:
+        return self.states[first:end]
+
+    def window(self, first: int, end: int) -> bytes:
+        return self.states[first:end]
+
+
+def test_rows_of_a_chunk_are_those_of_its_slot() -> None:
+    assert list(chunk_rows(ChunkBlocks(7, (1, 2), (10, 11)), slot=4, blocks_per_chunk=3)) == [13, 14]

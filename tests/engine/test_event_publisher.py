@@ -1,0 +1,84 @@
+"""KV events on the wire, read as a router in the field would read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cargohold import ConfigError
+from cargohold.engine.event_publisher import ZmqEventPublisher
+from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored
+
+zmq = pytest.importorskip("zmq", reason="publishing events needs the extra cargohold[events]")
+msgspec = pytest.importorskip("msgspec", reason="publishing events needs the extra cargohold[events]")
+
+RECEIVE_TIMEOUT_MS = 10_000
+
+
+@pytest.fixture
+def publisher() -> Iterator[ZmqEventPublisher]:
+    publisher = ZmqEventPublisher("tcp://127.0.0.1:*", topic="kv", data_parallel_rank=3, wall_clock=lambda: 1234.5)
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def subscriber(publisher: ZmqEventPublisher) -> Iterator[Any]:
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVTIMEO, RECEIVE_TIMEOUT_MS)
+    socket.connect(publisher.endpoint)
+    socket.subscribe(b"kv")
+    # A subscription takes a moment to arrive: announce until one is heard.
+    socket.setsockopt(zmq.RCVTIMEO, 20)
+    for _ in range(500):
+        publisher.publish([AllBlocksCleared("GPU")])
+        try:
+            socket.recv_multipart()
+        except zmq.Again:
+            continue
+        break
+    socket.setsockopt(zmq.RCVTIMEO, RECEIVE_TIMEOUT_MS)
+    yield socket
+    socket.close(linger=0)
+
+
+def test_events_arrive_in_the_format_of_the_field(publisher: ZmqEventPublisher, subscriber: Any) -> None:
+    stored = BlockStored((b"\1" * 32,), b"\0" * 24 + b"\2" * 8, (5, 6, 7, 8), 4, 1, "CPU")
+    publisher.publish([stored, BlockRemoved((b"\1" * 32,), 1, "CPU"), AllBlocksCleared("CPU")])
+    topic, _, payload = subscriber.recv_multipart()
+    assert topic == b"kv"
+    assert msgspec.msgpack.decode(payload) == [
+        1234.5,
+        [
+            {
+                "type": "BlockStored",
+                "block_hashes": [0x0101010101010101],
+                "parent_block_hash": 0x0202020202020202,
+                "token_ids": [5, 6, 7, 8],
+                "block_size": 4,
+                "lora_id": None,
+                "medium": "CPU",
+                "lora_name": None,
+                "group_idx": 1,
+            },
+            {"type": "BlockRemoved", "block_hashes": [0x0101010101010101], "medium": "CPU", "group_idx": 1},
+            {"type": "AllBlocksCleared"},
+        ],
+        3,
+    ]
+
+
+def test_messages_are_numbered_and_empty_ones_are_not_sent(publisher: ZmqEventPublisher, subscriber: Any) -> None:
+    publisher.publish([AllBlocksCleared("GPU")])
+    publisher.publish([])
+    publisher.publish([AllBlocksCleared("GPU")])
+    first, second = (int.from_bytes(subscriber.recv_multipart()[1], "big") for _ in range(2))
+    assert second == first + 1
+
+
+def test_an_endpoint_that_cannot_be_bound_is_refused_by_name(publisher: ZmqEventPublisher) -> None:
+    for endpoint in (publisher.endpoint, "nonsense"):
+        with pytest.raises(ConfigError, match="kv_events_endpoint"):
+            ZmqEventPublisher(endpoint)
