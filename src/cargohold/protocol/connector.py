@@ -32,7 +32,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar
+from typing import Any
 
 from cargohold.protocol.context import SchedulerContext
 from cargohold.protocol.events import KVEvent
@@ -56,10 +56,11 @@ class KVConnectorScheduler(ABC):
     Attributes:
         name: how log lines, metrics and errors call it.
         worker_metadata_type: concrete type of what its workers send back; a frozen dataclass (see ``WorkerMetadata``).
+            Executors with workers in other processes decode by it.
     """
 
     name: str = "connector"
-    worker_metadata_type: ClassVar[type] = EmptyMetadata
+    worker_metadata_type: type = EmptyMetadata
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:  # noqa: B027  # a default, not an omission
         """Take the view of the block pool. Called once, before any request; never called where an engine has none.
@@ -151,10 +152,11 @@ class KVConnectorWorker(ABC):
     Attributes:
         name: how log lines, metrics and errors call it.
         metadata_type: concrete type of what its scheduler side sends; a frozen dataclass (see ``ConnectorMetadata``).
+            Executors with workers in other processes decode by it.
     """
 
     name: str = "connector"
-    metadata_type: ClassVar[type] = EmptyMetadata
+    metadata_type: type = EmptyMetadata
 
     def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:  # noqa: B027  # a default, not an omission
         """Take the paged KV memory. Called once, before the first step.

@@ -121,6 +121,7 @@ class ConnectorGuard(KVConnectorScheduler):
         self._touched = BlockLedger()
         self._locked = BlockLedger()
         self.name = inner.name
+        self.worker_metadata_type = inner.worker_metadata_type
         self.broken: ContractError | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cargohold.protocol.connector import KVConnectorScheduler, KVConnectorWorker
-from cargohold.protocol.factory import ClassFactory
+from cargohold.protocol.factory import ClassFactory, SchedulerEnvironment, WorkerEnvironment
 from cargohold.protocol.kv_cache import BlockIds
 from cargohold.protocol.messages import ConnectorMetadata, EmptyMetadata
 from cargohold.protocol.request import RequestView, StepView
@@ -44,5 +44,13 @@ class NullConnectorWorker(KVConnectorWorker):
         """Nothing was kept."""
 
 
-NULL_CONNECTOR = ClassFactory(lambda _: NullConnectorScheduler(), lambda _: NullConnectorWorker())
+def _make_scheduler_side(_: SchedulerEnvironment) -> NullConnectorScheduler:
+    return NullConnectorScheduler()
+
+
+def _make_worker_side(_: WorkerEnvironment) -> NullConnectorWorker:
+    return NullConnectorWorker()
+
+
+NULL_CONNECTOR = ClassFactory(_make_scheduler_side, _make_worker_side)
 """Makes the connector that keeps nothing."""

@@ -26,6 +26,8 @@ class WorkerConnectorGuard:
 
     def __init__(self, inner: KVConnectorWorker) -> None:
         self._inner = inner
+        self.name = inner.name
+        self.metadata_type = inner.metadata_type
         self._error: str | None = None
         self._step_failed = False
 

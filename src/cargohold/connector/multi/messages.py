@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from cargohold.protocol import ConnectorMetadata, WorkerMetadata
@@ -13,7 +14,7 @@ class MultiMetadata:
     """One step's messages.
 
     Attributes:
-        children: each child's own message, by position.
+        children: each child's own message, by position; ``None`` for one that is turned off.
         new_loads: requests whose asynchronous load starts in this step.
         new_sends: requests that ended in the last step, and the children that keep their blocks.
         stop: children whose workers are to stop, waiting for what they have in flight.
@@ -21,7 +22,7 @@ class MultiMetadata:
         fail_step: a child that was to load KV for this very step has been turned off.
     """
 
-    children: tuple[ConnectorMetadata, ...] = ()
+    children: tuple[ConnectorMetadata | None, ...] = ()
     new_loads: tuple[str, ...] = ()
     new_sends: dict[str, tuple[int, ...]] = field(default_factory=dict)
     stop: tuple[int, ...] = ()
@@ -66,6 +67,24 @@ class MultiWorkerMetadata:
         """Both workers' reports, child by child. All workers stop a child in the same step."""
         pairs = zip(self.children, other.children, strict=True)
         return MultiWorkerMetadata(tuple(mine.aggregate(theirs) for mine, theirs in pairs), self.stopped)
+
+
+def metadata_type_for(children: Sequence[type]) -> type:
+    """``MultiMetadata`` with the children's own types in it, so that an executor can decode it."""
+    return _specialized(MultiMetadata, tuple[tuple(child | None for child in children)])  # type: ignore[misc]  # made here
+
+
+def worker_metadata_type_for(children: Sequence[type]) -> type:
+    """``MultiWorkerMetadata`` with the children's own types in it, so that an executor can decode it."""
+    reports = tuple(
+        make_dataclass("ChildReport", [("worker_meta", child | None, None)], bases=(ChildReport,), frozen=True)
+        for child in children
+    )
+    return _specialized(MultiWorkerMetadata, tuple[reports])  # type: ignore[valid-type]  # made here
+
+
+def _specialized(kind: type, children: object) -> type:
+    return make_dataclass(kind.__name__, [("children", children)], bases=(kind,), frozen=True)
 
 
 def compose_job_id(child: int, job_id: int, num_children: int) -> int:

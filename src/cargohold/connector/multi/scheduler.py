@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from cargohold.connector.multi.messages import MultiMetadata, MultiWorkerMetadata, split_job_id
+from cargohold.connector.multi.messages import (
+    MultiMetadata,
+    MultiWorkerMetadata,
+    split_job_id,
+    worker_metadata_type_for,
+)
 from cargohold.errors import ConfigError, RequestError
 from cargohold.protocol import (
     BlockIds,
@@ -44,12 +49,12 @@ class MultiConnectorScheduler(KVConnectorScheduler):
     """
 
     name = "multi"
-    worker_metadata_type: ClassVar[type] = MultiWorkerMetadata
 
     def __init__(self, children: Sequence[KVConnectorScheduler], environment: SchedulerEnvironment) -> None:
         if not children:
             raise ConfigError("offload", [], "a composed connector needs at least one to compose")
         self._children = [ConnectorGuard(child, environment.layout.num_blocks) for child in children]
+        self.worker_metadata_type = worker_metadata_type_for([child.worker_metadata_type for child in children])
         # Who was found to have something for a waiting request, and whether it would load asynchronously.
         self._chosen: dict[str, tuple[int, bool]] = {}
         # Who loads for a request, asynchronously or in the step being planned.
@@ -135,7 +140,10 @@ class MultiConnectorScheduler(KVConnectorScheduler):
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         """All children's messages, and who is to stop."""
-        messages = tuple(child.build_connector_meta(step) for child in self._children)
+        metadata = [child.build_connector_meta(step) for child in self._children]
+        messages = tuple(
+            of_child if child.broken is None else None for child, of_child in zip(self._children, metadata, strict=True)
+        )
         broken = {at for at, child in enumerate(self._children) if child.broken is not None}
         stop = broken - self._stopping - self._stopped
         self._stopping |= stop

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar
+from typing import Any
 
-from cargohold.connector.multi.messages import ChildReport, MultiMetadata, MultiWorkerMetadata, compose_job_id
+from cargohold.connector.multi.messages import (
+    ChildReport,
+    MultiMetadata,
+    MultiWorkerMetadata,
+    compose_job_id,
+    metadata_type_for,
+)
 from cargohold.protocol import (
     ConnectorMetadata,
     EmptyMetadata,
@@ -29,11 +35,10 @@ class MultiConnectorWorker(KVConnectorWorker):
     """
 
     name = "multi"
-    metadata_type: ClassVar[type] = MultiMetadata
 
     def __init__(self, children: Sequence[KVConnectorWorker]) -> None:
-        self._names = [child.name for child in children]
         self._children = [WorkerConnectorGuard(child) for child in children]
+        self.metadata_type = metadata_type_for([child.metadata_type for child in children])
         self._metadata = MultiMetadata()
         self._outputs: list[KVConnectorOutput] = []
         # Ended requests, and the children that have not let go of their blocks on this worker.
@@ -56,7 +61,8 @@ class MultiConnectorWorker(KVConnectorWorker):
         for at in metadata.stop:
             self._children[at].stop()
         for at, child in enumerate(self._children):
-            child.bind_connector_metadata(metadata.children[at] if metadata.children else EmptyMetadata())
+            own = metadata.children[at] if metadata.children else None
+            child.bind_connector_metadata(EmptyMetadata() if own is None else own)
 
     def handle_preemptions(self) -> None:
         """To all children."""
@@ -130,8 +136,8 @@ class MultiConnectorWorker(KVConnectorWorker):
     def get_stats(self) -> Stats:
         """All children's counters, under the child's name."""
         stats: Stats = {}
-        for name, output in zip(self._names, self._outputs, strict=False):
-            stats = add_stats(stats, {f"{name}.{key}": value for key, value in output.stats.items()})
+        for child, output in zip(self._children, self._outputs, strict=False):
+            stats = add_stats(stats, {f"{child.name}.{key}": value for key, value in output.stats.items()})
         return stats
 
     def clear_connector_metadata(self) -> None:

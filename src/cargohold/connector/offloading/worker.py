@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar
+from typing import Any
 
 from cargohold.connector.offloading.messages import OffloadingMetadata
 from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
@@ -25,7 +25,7 @@ class OffloadingWorker(KVConnectorWorker):
     """
 
     name = "offloading"
-    metadata_type: ClassVar[type] = OffloadingMetadata
+    metadata_type = OffloadingMetadata
 
     def __init__(self, make_transfers: Callable[[Sequence[Any]], TransferWorker]) -> None:
         self._make_transfers = make_transfers

@@ -1,0 +1,178 @@
+"""Step messages as bytes, for workers in other processes.
+
+msgpack, decoded into declared types by msgspec: bytes can make data and nothing else. Connectors' messages ride inside, decoded
+by the types that their two sides declare.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
+from cargohold.protocol import (
+    EmptyMetadata,
+    FinishedTransfers,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    TransferOutcome,
+)
+
+_INT32 = "i"
+
+
+class _WireShare(msgspec.Struct, array_like=True):
+    """``ScheduledTokens`` with its integers packed: a long context has thousands of them, every step."""
+
+    request_id: str
+    token_ids: bytes
+    num_computed_tokens: int
+    write_from: int
+    block_ids: list[bytes]
+    sample: SampleSpec | None
+
+
+class _WireStep(msgspec.Struct, array_like=True):
+    """``SchedulerStep``. No connector metadata means that the connector is turned off."""
+
+    scheduled: list[_WireShare]
+    preempted_req_ids: list[str]
+    finished_req_ids: list[str]
+    connector_metadata: bytes | None
+    drop_connector: bool
+
+
+class _WireOutput(msgspec.Struct, array_like=True):
+    """``StepOutput``."""
+
+    sampled: dict[str, int]
+    finished_sending: list[str]
+    finished_recving: list[str]
+    failed_recving: list[str]
+    jobs: dict[int, TransferOutcome]
+    expected_finished_count: int
+    step_failed: bool
+    invalid_block_ids: list[int]
+    worker_meta: bytes | None
+    stats: dict[str, float]
+    connector_error: str | None
+
+
+class StepCodec:
+    """Encodes steps for workers and decodes their outputs, or the other way round.
+
+    Args:
+        metadata_type: what a worker's connector is sent; needed to decode steps.
+        worker_metadata_type: what it sends back; needed to decode outputs.
+    """
+
+    def __init__(self, metadata_type: type = EmptyMetadata, worker_metadata_type: type = EmptyMetadata) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._step_decoder = msgspec.msgpack.Decoder(_WireStep)
+        self._output_decoder = msgspec.msgpack.Decoder(_WireOutput)
+        self._metadata_decoder: Any = msgspec.msgpack.Decoder(metadata_type)
+        self._worker_metadata_decoder: Any = msgspec.msgpack.Decoder(worker_metadata_type)
+
+    @classmethod
+    def for_outputs_of(cls, connector: KVConnectorScheduler) -> StepCodec:
+        """The scheduler's end: it decodes what this connector's workers send."""
+        return cls(worker_metadata_type=connector.worker_metadata_type)
+
+    def encode_step(self, step: SchedulerStep) -> bytes:
+        """A step as bytes."""
+        metadata = step.connector_metadata
+        return self._encoder.encode(
+            _WireStep(
+                scheduled=[self._wire_share(share) for share in step.scheduled],
+                preempted_req_ids=list(step.preempted_req_ids),
+                finished_req_ids=list(step.finished_req_ids),
+                connector_metadata=None if isinstance(metadata, EmptyMetadata) else self._encode(metadata),
+                drop_connector=step.drop_connector,
+            )
+        )
+
+    def decode_step(self, data: bytes) -> SchedulerStep:
+        """A step from bytes. Raises ``msgspec.MsgspecError`` for bytes that are none."""
+        wire = self._step_decoder.decode(data)
+        raw = wire.connector_metadata
+        return SchedulerStep(
+            scheduled=tuple(_share(share) for share in wire.scheduled),
+            preempted_req_ids=frozenset(wire.preempted_req_ids),
+            finished_req_ids=frozenset(wire.finished_req_ids),
+            connector_metadata=EmptyMetadata() if raw is None else self._metadata_decoder.decode(raw),
+            drop_connector=wire.drop_connector,
+        )
+
+    def encode_output(self, output: StepOutput) -> bytes:
+        """An output as bytes."""
+        report, finished = output.connector, output.connector.finished
+        return self._encoder.encode(
+            _WireOutput(
+                sampled=dict(output.sampled),
+                finished_sending=list(finished.finished_sending),
+                finished_recving=list(finished.finished_recving),
+                failed_recving=list(finished.failed_recving),
+                jobs=dict(finished.jobs),
+                expected_finished_count=finished.expected_finished_count,
+                step_failed=finished.step_failed,
+                invalid_block_ids=list(report.invalid_block_ids),
+                worker_meta=None if report.worker_meta is None else self._encode(report.worker_meta),
+                stats=dict(report.stats),
+                connector_error=output.connector_error,
+            )
+        )
+
+    def decode_output(self, data: bytes) -> StepOutput:
+        """An output from bytes. Raises ``msgspec.MsgspecError`` for bytes that are none."""
+        wire = self._output_decoder.decode(data)
+        finished = FinishedTransfers(
+            finished_sending=frozenset(wire.finished_sending),
+            finished_recving=frozenset(wire.finished_recving),
+            failed_recving=frozenset(wire.failed_recving),
+            jobs=wire.jobs,
+            expected_finished_count=wire.expected_finished_count,
+            step_failed=wire.step_failed,
+        )
+        raw = wire.worker_meta
+        report = KVConnectorOutput(
+            finished=finished,
+            invalid_block_ids=frozenset(wire.invalid_block_ids),
+            worker_meta=None if raw is None else self._worker_metadata_decoder.decode(raw),
+            stats=wire.stats,
+        )
+        sampled: Mapping[str, int] = wire.sampled
+        return StepOutput(sampled=sampled, connector=report, connector_error=wire.connector_error)
+
+    def _encode(self, message: object) -> bytes:
+        return self._encoder.encode(message)
+
+    @staticmethod
+    def _wire_share(share: ScheduledTokens) -> _WireShare:
+        return _WireShare(
+            request_id=share.request_id,
+            token_ids=array(_INT32, share.token_ids).tobytes(),
+            num_computed_tokens=share.num_computed_tokens,
+            write_from=share.write_from,
+            block_ids=[array(_INT32, table).tobytes() for table in share.block_ids],
+            sample=share.sample,
+        )
+
+
+def _share(wire: _WireShare) -> ScheduledTokens:
+    return ScheduledTokens(
+        request_id=wire.request_id,
+        token_ids=tuple(_unpack(wire.token_ids)),
+        num_computed_tokens=wire.num_computed_tokens,
+        write_from=wire.write_from,
+        block_ids=tuple(_unpack(table) for table in wire.block_ids),
+        sample=wire.sample,
+    )
+
+
+def _unpack(data: bytes) -> array[int]:
+    numbers = array(_INT32)
+    numbers.frombytes(data)
+    return numbers

@@ -1,0 +1,184 @@
+"""One process per rank, on this machine."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.executor.channel import Channel, ChannelClosedError
+from cargohold.engine.executor.codec import StepCodec
+from cargohold.engine.executor.merge import merge_outputs
+from cargohold.engine.executor.rank import RankPlace, RankSpec
+from cargohold.engine.executor.worker_process import OUTPUT, READY, REFUSED, STOP, decode_refusal, run_rank
+from cargohold.errors import ConfigError, EngineDeadError
+from cargohold.protocol import OutputAggregator
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
+
+
+class MultiprocessExecutor:
+    """Runs each step on all ranks at once. Satisfies ``Executor``.
+
+    A rank that dies, raises, or does not answer in time ends the engine: the others are killed, for they would wait for it in
+    a collective for ever.
+
+    Args:
+        spec: what each rank is made of.
+        world_size: ranks.
+        codec: decodes the ranks' outputs.
+        aggregator: merges what their connectors report.
+        step_timeout_s: the longest that a step may take.
+
+    Raises:
+        ConfigError: the spec cannot travel to another process.
+        CargoholdError: a rank could not start; none is left running.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        world_size: int,
+        codec: StepCodec,
+        aggregator: OutputAggregator,
+        step_timeout_s: float = 300.0,
+    ) -> None:
+        _check_can_travel(spec)
+        self._codec = codec
+        self._aggregator = aggregator
+        self._step_timeout_s = step_timeout_s
+        self._processes: list[SpawnProcess] = []
+        self._channels: list[Channel] = []
+        scratch = Path(tempfile.mkdtemp(prefix="cargohold-"))  # readable by its owner alone
+        try:
+            self._start(spec, world_size, f"file://{scratch / 'rendezvous'}")
+        except BaseException:
+            self._kill()
+            raise
+        finally:
+            # All ranks have met: nothing of it is needed any more, however this process ends.
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The ranks' processes, in rank order; empty once they have been stopped."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def execute(self, step: SchedulerStep) -> StepOutput:
+        """Run one step on every rank."""
+        frame = self._codec.encode_step(step)
+        try:
+            for rank, channel in enumerate(self._channels):
+                self._send(rank, channel, frame)
+            frames = self._gather(self._step_timeout_s)
+        except BaseException:
+            self._kill()
+            raise
+        return merge_outputs(self._aggregator, [self._codec.decode_output(frame[1:]) for frame in frames])
+
+    def shutdown(self) -> None:
+        """Let transfers end, then the processes; those that do not end in time are killed."""
+        for channel in self._channels:
+            try:
+                channel.send(STOP, STOP_TIMEOUT_S)
+            except (ChannelClosedError, TimeoutError):
+                logger.warning("a worker did not take the order to stop")
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _start(self, spec: RankSpec, world_size: int, rendezvous: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(world_size):
+            ours, theirs = Channel.pair()
+            self._channels.append(ours)
+            process = context.Process(
+                target=run_rank,
+                args=(spec, RankPlace(rank, world_size, rendezvous), theirs),
+                name=f"cargohold-worker-{rank}",
+                daemon=True,
+            )
+            process.start()
+            self._processes.append(process)
+            theirs.close()
+        self._gather(START_TIMEOUT_S)
+
+    def _send(self, rank: int, channel: Channel, frame: bytes) -> None:
+        try:
+            channel.send(frame, self._step_timeout_s)
+        except TimeoutError as error:
+            raise EngineDeadError(f"worker {rank} takes no step: it hangs") from error
+        except ChannelClosedError as error:
+            raise EngineDeadError(self._epitaph(rank)) from error
+
+    def _gather(self, timeout_s: float) -> list[bytes]:
+        """One frame of every rank, in rank order."""
+        deadline = time.monotonic() + timeout_s
+        frames: dict[int, bytes] = {}
+        while len(frames) < len(self._channels):
+            waiting = {self._channels[rank].fileno(): rank for rank in range(len(self._channels)) if rank not in frames}
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise EngineDeadError(f"worker {min(waiting.values())} did not answer within {timeout_s:g} s: it hangs")
+            for rank in (rank for descriptor, rank in waiting.items() if descriptor in ready):
+                frames[rank] = self._receive(rank, max(1.0, deadline - time.monotonic()))
+        return [frames[rank] for rank in range(len(self._channels))]
+
+    def _receive(self, rank: int, timeout_s: float) -> bytes:
+        try:
+            frame = self._channels[rank].receive(timeout_s)
+        except TimeoutError as error:
+            raise EngineDeadError(f"worker {rank} stopped in the middle of its answer") from error
+        except ChannelClosedError as error:
+            raise EngineDeadError(self._epitaph(rank)) from error
+        if frame[:1] in (READY, OUTPUT):
+            return frame
+        if frame[:1] == REFUSED:
+            raise decode_refusal(frame)
+        raise EngineDeadError(f"worker {rank} cannot go on:\n{frame[1:].decode()}")
+
+    def _epitaph(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(STOP_TIMEOUT_S)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return f"worker {rank} died: killed by {signal.Signals(-code).name}"
+        return f"worker {rank} died with exit status {code}"
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+        for channel in self._channels:
+            channel.close()
+        self._processes.clear()
+        self._channels.clear()
+
+
+def _check_can_travel(spec: RankSpec) -> None:
+    if multiprocessing.parent_process() is not None and multiprocessing.current_process().name.startswith("cargohold-"):
+        raise ConfigError(
+            "executor",
+            "multiprocess",
+            'a worker must not start an engine: put the program\'s main part under if __name__ == "__main__":',
+        )
+    try:
+        pickle.dumps(spec)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            "offload", spec.connectors, f"it cannot be sent to workers in other processes: {error}"
+        ) from error

@@ -1,0 +1,199 @@
+"""Ranks for tests: workers in other processes that run no model, and connectors that remember how they were called."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cargohold.engine.core.step import SchedulerStep
+from cargohold.engine.executor.rank import RankPlace
+from cargohold.engine.executor.runner import LayerHooks, ModelRunner
+from cargohold.errors import UnsupportedModelError
+from cargohold.protocol import (
+    ConnectorMetadata,
+    FinishedTransfers,
+    KVCacheLayout,
+    KVConnectorWorker,
+    NullConnectorScheduler,
+    SchedulerEnvironment,
+    Stats,
+    StepView,
+    TransferOutcome,
+    WorkerEnvironment,
+    WorkerMetadata,
+)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What goes wrong, where and when.
+
+    Attributes:
+        what: ``kill``, ``hang``, ``raise``, ``refuse`` or nothing.
+        where: ``start``, ``begin`` or ``forward``.
+        rank: in which rank.
+        step: in which step, from 0.
+    """
+
+    what: str = ""
+    where: str = ""
+    rank: int = -1
+    step: int = -1
+
+    def strike(self, where: str, rank: int, step: int) -> None:
+        """Do it, if this is the place and time."""
+        if (where, rank, step) != (self.where, self.rank, self.step):
+            return
+        match self.what:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(3600)
+            case "raise":
+                raise RuntimeError("the model broke")
+            case "refuse":
+                raise UnsupportedModelError("some model", "it cannot be served")
+
+
+@dataclass(frozen=True)
+class StubRunners:
+    """Makes runners whose next token is the number of tokens so far."""
+
+    layout: KVCacheLayout
+    trouble: Trouble = Trouble()
+
+    def make_runner(self, place: RankPlace) -> ModelRunner:
+        self.trouble.strike("start", place.rank, -1)
+        return StubRunner(self, place)
+
+
+class StubRunner:
+    def __init__(self, spec: StubRunners, place: RankPlace) -> None:
+        self.spec, self.place = spec, place
+        self.num_steps = 0
+        self.memory = np.zeros((spec.layout.num_blocks, spec.layout.block_bytes), dtype=np.uint8)
+
+    def kv_regions(self) -> Sequence[Sequence[Any]]:
+        return [[self.memory] for _ in self.spec.layout.groups]
+
+    def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
+        number, self.num_steps = self.num_steps, self.num_steps + 1
+        self.spec.trouble.strike("forward", self.place.rank, number)
+        for group in self.spec.layout.groups:
+            for name in group.layer_names:
+                if hooks is not None:
+                    hooks.wait_for_layer_load(name)
+                    hooks.save_kv_layer(name)
+        return {
+            share.request_id: share.num_computed_tokens + share.num_scheduled_tokens
+            for share in step.scheduled
+            if share.sample is not None
+        }
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a probing connector's worker sides were called, rank by rank."""
+
+    by_rank: tuple[tuple[str, ...], ...]
+
+    def aggregate(self, other: Calls) -> Calls:
+        return Calls(self.by_rank + other.by_rank)
+
+
+@dataclass(frozen=True)
+class ProbeMetadata:
+    """One step's message to the probing workers: which jobs to report, and when."""
+
+    number: int = 0
+
+
+class ProbingWorker(KVConnectorWorker):
+    """Remembers every call, and sends them back with the next report. Rank ``n`` reports a step's job ``n`` steps late."""
+
+    name = "probe"
+    metadata_type = ProbeMetadata
+
+    def __init__(self, environment: WorkerEnvironment) -> None:
+        self.rank = environment.rank
+        self.calls: list[str] = []
+        self.jobs: list[tuple[int, int]] = []
+        self.metadata: ProbeMetadata | None = None
+
+    def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
+        self.calls.append("register_kv_caches")
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        assert isinstance(metadata, ProbeMetadata)
+        assert self.metadata is None
+        self.metadata = metadata
+        self.jobs.append((metadata.number + self.rank, metadata.number))
+        self.calls.append("bind_connector_metadata")
+
+    def handle_preemptions(self) -> None:
+        self.calls.append("handle_preemptions")
+
+    def start_load_kv(self) -> None:
+        self.calls.append("start_load_kv")
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self.calls.append(f"wait_for_layer_load {layer_name}")
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        self.calls.append(f"save_kv_layer {layer_name}")
+
+    def wait_for_save(self) -> None:
+        self.calls.append("wait_for_save")
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        self.calls.append("get_finished")
+        assert self.metadata is not None
+        due = {job: TransferOutcome.DONE for at, job in self.jobs if at == self.metadata.number}
+        return FinishedTransfers(jobs=due)
+
+    def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
+        self.calls.append("get_block_ids_with_load_errors")
+        return frozenset()
+
+    def get_stats(self) -> Stats:
+        self.calls.append("get_stats")
+        return {"ranks": 1}
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        self.calls.append("build_connector_worker_meta")
+        calls, self.calls = tuple(self.calls), []
+        return Calls((calls,))
+
+    def clear_connector_metadata(self) -> None:
+        self.metadata = None
+        self.calls.append("clear_connector_metadata")
+
+
+class ProbingScheduler(NullConnectorScheduler):
+    name = "probe"
+    worker_metadata_type = Calls
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        self.number += 1
+        return ProbeMetadata(self.number - 1)
+
+
+@dataclass(frozen=True)
+class Probing:
+    """Makes probing connectors."""
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> ProbingScheduler:
+        return ProbingScheduler()
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> ProbingWorker:
+        return ProbingWorker(environment)

@@ -1,0 +1,213 @@
+"""Several ranks: the same steps in the same order everywhere, one output, and a clear end when a rank is gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
+from cargohold.engine.executor import Executor, InlineExecutor, Worker
+from cargohold.engine.executor.codec import StepCodec
+from cargohold.engine.executor.multiprocess import MultiprocessExecutor
+from cargohold.engine.executor.rank import RankPlace, RankSpec
+from cargohold.engine.sampling_params import SamplingParams
+from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
+from cargohold.protocol import ClassFactory, OutputAggregator, WorkerEnvironment
+from cargohold.simulation import simulated_layout
+from tests.executor.ranks import Calls, ProbeMetadata, Probing, StubRunners, Trouble
+
+LAYOUT = simulated_layout(20, windows=(None, 6), world_size=2)
+ORDER = [
+    "bind_connector_metadata",
+    "handle_preemptions",
+    "start_load_kv",
+    *(f"{hook} layers.{layer}" for layer in (0, 1) for hook in ("wait_for_layer_load", "save_kv_layer")),
+    "wait_for_save",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "get_stats",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+]
+"""The contract's table of the worker side."""
+
+
+def step(number: int, *, empty: bool = False) -> SchedulerStep:
+    share = ScheduledTokens(
+        "r", (5, 6, 7), number * 3, 0, ([1, 2, 3], [0, 4, 5]), SampleSpec(SamplingParams(), 0, number)
+    )
+    return SchedulerStep(
+        scheduled=() if empty else (share,),
+        preempted_req_ids=frozenset({"p"}),
+        finished_req_ids=frozenset({"f"}),
+        connector_metadata=ProbeMetadata(number),
+    )
+
+
+NO_TROUBLE = Trouble()
+MakeExecutor = Callable[..., Executor]
+
+
+@pytest.fixture
+def make_executor() -> Iterator[MakeExecutor]:
+    made: list[Executor] = []
+
+    def make(kind: str, trouble: Trouble = NO_TROUBLE, step_timeout_s: float = 30.0) -> Executor:
+        runners, connectors = StubRunners(LAYOUT, trouble), Probing()
+        if kind == "inline":
+            runner = runners.make_runner(RankPlace(0, 1, ""))
+            connector = connectors.make_worker_side(WorkerEnvironment(LAYOUT, 0, lambda: 0.0))
+            made.append(InlineExecutor(Worker(runner, connector)))
+        else:
+            spec = RankSpec(runners, connectors, LAYOUT)
+            codec = StepCodec(worker_metadata_type=Calls)
+            made.append(MultiprocessExecutor(spec, 2, codec, OutputAggregator(2), step_timeout_s))
+        return made[-1]
+
+    yield make
+    for executor in made:
+        executor.shutdown()
+        executor.shutdown()
+    assert not multiprocessing.active_children(), "no process is left behind"
+
+
+def calls_of(output: StepOutput) -> tuple[tuple[str, ...], ...]:
+    meta = output.connector.worker_meta
+    assert isinstance(meta, Calls)
+    return meta.by_rank
+
+
+@pytest.mark.parametrize("kind", ["inline", "multiprocess"])
+def test_workers_are_called_in_the_order_of_the_contract(kind: str, make_executor: MakeExecutor) -> None:
+    executor = make_executor(kind)
+    num_ranks = 1 if kind == "inline" else 2
+    seen: list[tuple[str, ...]] = [()] * num_ranks
+    for number, empty in enumerate((False, True, False, False)):
+        output = executor.execute(step(number, empty=empty))
+        assert output.sampled == ({} if empty else {"r": number * 3 + 3})
+        for rank, calls in enumerate(calls_of(output)):
+            seen[rank] += calls
+    with_layers, without = ORDER, [name for name in ORDER if " " not in name]
+    expected = ["register_kv_caches", *with_layers, *without, *with_layers, *with_layers[:-1]]
+    assert [list(calls) for calls in seen] == [expected] * num_ranks
+
+
+def test_the_message_is_forgotten_last_also_when_the_forward_pass_raises(make_executor: MakeExecutor) -> None:
+    executor = make_executor("inline", Trouble("raise", "forward", 0, 0))
+    with pytest.raises(RuntimeError, match="the model broke"):
+        executor.execute(step(0))
+    (calls,) = calls_of(executor.execute(step(1)))
+    first = [
+        "register_kv_caches",
+        "bind_connector_metadata",
+        "handle_preemptions",
+        "start_load_kv",
+        "clear_connector_metadata",
+    ]
+    assert list(calls[: len(first)]) == first
+
+
+def test_jobs_end_when_the_last_rank_has_reported_them(make_executor: MakeExecutor) -> None:
+    executor = make_executor("multiprocess")
+    ended = [sorted(executor.execute(step(number)).connector.finished.jobs) for number in range(4)]
+    assert ended == [[], [0], [1], [2]], "rank 1 reports each a step later than rank 0"
+
+
+def test_stats_of_all_ranks_are_added_up(make_executor: MakeExecutor) -> None:
+    assert make_executor("multiprocess").execute(step(0)).connector.stats == {"ranks": 2}
+
+
+@pytest.mark.parametrize("where", ["begin", "forward"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_killed_rank_ends_the_engine_with_its_name(
+    where: str, rank: int, number: int, make_executor: MakeExecutor
+) -> None:
+    if where == "begin":
+        executor = make_executor("multiprocess")
+        for at in range(number):
+            executor.execute(step(at))
+        assert isinstance(executor, MultiprocessExecutor)
+        os.kill(executor.process_ids[rank], 9)
+    else:
+        executor = make_executor("multiprocess", Trouble("kill", "forward", rank, number))
+        for at in range(number):
+            executor.execute(step(at))
+    with pytest.raises(EngineDeadError, match=f"worker {rank} died: killed by SIGKILL"):
+        executor.execute(step(number))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_ends_the_engine_in_bounded_time(rank: int, make_executor: MakeExecutor) -> None:
+    executor = make_executor("multiprocess", Trouble("hang", "forward", rank, 1), step_timeout_s=1.0)
+    executor.execute(step(0))
+    with pytest.raises(EngineDeadError, match=rf"worker {rank} did not answer within 1 s"):
+        executor.execute(step(1))
+    assert not multiprocessing.active_children()
+
+
+def test_an_exception_in_a_rank_ends_the_engine_with_its_traceback(make_executor: MakeExecutor) -> None:
+    executor = make_executor("multiprocess", Trouble("raise", "forward", 1, 0))
+    with pytest.raises(EngineDeadError, match=r"(?s)worker 1 cannot go on.*the model broke"):
+        executor.execute(step(0))
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("kill", EngineDeadError, "worker 1 died: killed by SIGKILL"),
+        ("raise", EngineDeadError, "the model broke"),
+        ("refuse", UnsupportedModelError, "model 'some model': it cannot be served"),
+    ],
+)
+def test_a_rank_that_cannot_start_leaves_none_running(
+    what: str, error: type[Exception], message: str, make_executor: MakeExecutor
+) -> None:
+    with pytest.raises(error, match=message):
+        make_executor("multiprocess", Trouble(what, "start", 1))
+    assert not multiprocessing.active_children()
+
+
+def test_nothing_is_left_behind_on_disk(
+    make_executor: MakeExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    executor = make_executor("multiprocess")
+    assert list(tmp_path.iterdir()) == [], "even while it runs"
+    shared_memory = set(Path("/dev/shm").iterdir())
+    executor.execute(step(0))
+    executor.shutdown()
+    assert set(Path("/dev/shm").iterdir()) <= shared_memory
+
+
+def test_workers_end_when_the_engine_is_killed(make_executor: MakeExecutor) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    parent = context.Process(target=_engine_that_waits, args=(theirs,))
+    parent.start()
+    workers = [psutil.Process(pid) for pid in ours.recv()]
+    parent.kill()
+    parent.join()
+    gone, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    assert len(gone) == 2
+
+
+def _engine_that_waits(channel: multiprocessing.connection.Connection) -> None:
+    executor = MultiprocessExecutor(
+        RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 2, StepCodec(worker_metadata_type=Calls), OutputAggregator(2)
+    )
+    channel.send(executor.process_ids)
+    channel.recv()
+
+
+def test_a_connector_that_cannot_travel_is_refused_by_name() -> None:
+    connectors = ClassFactory(lambda _: None, lambda _: None)  # type: ignore[arg-type, return-value]  # never called
+    with pytest.raises(ConfigError, match="cannot be sent to workers in other processes"):
+        MultiprocessExecutor(RankSpec(StubRunners(LAYOUT), connectors, LAYOUT), 2, StepCodec(), OutputAggregator(2))
