@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from cargohold.offload.manager.key_map import KeyMap
-from cargohold.offload.policy.base import NO_SLOT, NO_SLOTS, Slots
+from cargohold.offload.policy.base import NO_SLOT, Slots, joined
+from cargohold.offload.policy.key_map import KeyMap
 
 Keys = tuple[bytes, ...]
 
@@ -116,7 +116,7 @@ class ChainIndex:
                 break  # keys that are not digests of prefixes may claim anything of each other
             pieces[id(strand)] = strand.slots[: int(self._positions[slot]) + 1]
             slot = self.slot_of(strand.parent)
-        return np.concatenate(list(pieces.values())[::-1]) if pieces else NO_SLOTS
+        return joined(list(pieces.values())[::-1])
 
     def keys_at(self, slots: Slots) -> list[bytes]:
         """Keys of the chunks in slots that are in use."""
@@ -131,7 +131,6 @@ class ChainIndex:
 
     def insert(self, keys: Keys, slots: Slots, parent: bytes | None) -> list[Strand]:
         """Add chunks that are being written, one behind the other. Their keys must be absent and different."""
-        self._slots.set_many(keys, slots.tolist())
         strands = []
         for first in range(0, len(keys), _MAX_STRAND):
             part = slice(first, first + _MAX_STRAND)
@@ -139,6 +138,7 @@ class ChainIndex:
             self._place(strand, 0)
             strands.append(strand)
             parent = strand.keys[-1]
+        self._slots.add(keys, slots.tolist())
         return strands
 
     def publish(self, strand: Strand) -> None:
@@ -168,8 +168,8 @@ class ChainIndex:
             cuts.setdefault(strand, []).extend(chosen)
         for strand, chosen in cuts.items():
             self._cut(strand, chosen)
+        self._slots.remove(removed)
         self._strands[slots] = None
-        self._slots.remove_many(removed)
         return removed
 
     def clear(self) -> None:
@@ -180,12 +180,15 @@ class ChainIndex:
     def check(self) -> None:
         """Verify that keys, slots and strands agree. Raises ``AssertionError``."""
         used = {slot: strand for slot, strand in enumerate(self._strands.tolist()) if strand is not None}
-        by_key = dict(self._slots.items())
-        assert set(by_key.values()) == set(used) and len(by_key) == len(used), "keys and slots do not match"
+        assert sorted(self._slots.values()) == sorted(used) and len(self._slots) == len(used), (
+            "keys and slots do not match"
+        )
         for strand in self.strands():
             assert 0 < len(strand.keys) == len(strand.slots) <= _MAX_STRAND, "a strand of impossible length"
             for at, (key, slot) in enumerate(zip(strand.keys, strand.slots.tolist(), strict=True)):
-                assert by_key[key] == slot and used[slot] is strand and self._positions[slot] == at, f"slot {slot}"
+                assert self._slots.get(key) == slot and used[slot] is strand and self._positions[slot] == at, (
+                    f"slot {slot}"
+                )
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

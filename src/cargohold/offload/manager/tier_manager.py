@@ -24,7 +24,7 @@ from cargohold.offload.manager.base import (
 from cargohold.offload.manager.chain_index import ChainIndex, Strand
 from cargohold.offload.manager.handles import ChunkPins, SlotReservation
 from cargohold.offload.manager.slot_table import SlotTable
-from cargohold.offload.policy.base import NO_SLOT, NO_SLOTS, Offer, ReplacementPolicy, Slots
+from cargohold.offload.policy.base import NO_SLOT, Offer, ReplacementPolicy, Slots, joined
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
 _LOOKUP_OF_STATE = bytes(READY if state == slot_table.READY else ABSENT for state in range(256))
@@ -127,7 +127,7 @@ class TierManager(OffloadManager):
             rest = self._index.slots_of(keys[num_found:])
             is_whole = rest[-1] is not None
             slots.append(np.array([slot for slot in rest if slot is not None], dtype=np.intp))
-        self.policy.touch(_joined(slots), is_whole=is_whole)
+        self.policy.touch(joined(slots), is_whole=is_whole)
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
         keys = tuple(keys)
@@ -135,7 +135,7 @@ class TierManager(OffloadManager):
         num_ready = sum(piece.length for piece in pieces)
         if num_ready < len(keys):
             raise MissingChunkError(keys[num_ready])
-        handle = ChunkPins(keys, _joined([piece.slots for piece in pieces]), self._end_load)
+        handle = ChunkPins(keys, joined([piece.slots for piece in pieces]), self._end_load)
         self._table.hold(handle.slot_array)
         self._reading.add(handle)
         self._num_pins += len(keys)
@@ -144,13 +144,14 @@ class TierManager(OffloadManager):
     def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:  # noqa: D102
         keys = list(dict.fromkeys(keys))
         present = self._index.slots_of(keys)
-        protected = np.array([slot for slot in present if slot is not None], dtype=np.intp)
-        self._table.hold(protected)
-        placement = self._place_all(keys, present, parent)
-        self._table.let_go(protected)
+        placement = _Placement(num_waiting=self.num_writing + self.num_pins)
+        if present.count(None) == len(present):
+            self._place(placement, keys, parent)
+        else:
+            self._place_gaps(placement, keys, present, parent)
         if placement.deferred and not placement.keys:
             return CannotStore.BUSY
-        handle = SlotReservation(placement.keys, _joined(placement.slots), placement.deferred, self._end_store)
+        handle = SlotReservation(placement.keys, joined(placement.slots), placement.deferred, self._end_store)
         self._writing[handle] = placement.strands
         return handle
 
@@ -178,16 +179,19 @@ class TierManager(OffloadManager):
 
     # --- stores -------------------------------------------------------------------------------------------------------
 
-    def _place_all(self, keys: list[OffloadKey], present: list[int | None], parent: OffloadKey | None) -> _Placement:
-        """Find slots for the absent ones of ``keys``, run by run. Mutates everything."""
-        placement = _Placement(num_waiting=self.num_writing + self.num_pins)
+    def _place_gaps(
+        self, placement: _Placement, keys: list[OffloadKey], present: list[int | None], parent: OffloadKey | None
+    ) -> None:
+        """Find slots for the absent ones of ``keys``, some of which are there. Mutates everything."""
+        protected = np.array([slot for slot in present if slot is not None], dtype=np.intp)
+        self._table.hold(protected)
         at = 0
         for is_absent, group in groupby(present, lambda slot: slot is None):
-            count = sum(1 for _ in group)
+            count = len(list(group))
             if is_absent and not self._place(placement, keys[at : at + count], keys[at - 1] if at else parent):
                 break  # what lies behind a hole is worth nothing
             at += count
-        return placement
+        self._table.let_go(protected)
 
     def _place(self, placement: _Placement, keys: list[OffloadKey], parent: OffloadKey | None) -> bool:
         """Find slots for absent chunks, one behind the other; whether all got one. Mutates everything."""
@@ -211,10 +215,12 @@ class TierManager(OffloadManager):
         num_missing = len(offer.keys) - self._table.num_free
         if num_missing <= 0:
             return False
-        protected = NO_SLOTS if offer.parent == NO_SLOT else np.array([offer.parent], dtype=np.intp)
-        self._table.hold(protected)
-        room = self.policy.make_room(offer, num_missing, self._table.busy)
-        self._table.let_go(protected)
+        busy = self._table.busy
+        if offer.parent != NO_SLOT:
+            busy[offer.parent] += 1
+        room = self.policy.make_room(offer, num_missing, busy)
+        if offer.parent != NO_SLOT:
+            busy[offer.parent] -= 1
         self._retire(room.victims)
         return room.refused
 
@@ -269,9 +275,3 @@ class TierManager(OffloadManager):
         if slots.count(None) == len(slots):
             return bytes(len(slots))
         return self._table.states(np.array([NO_SLOT if slot is None else slot for slot in slots], dtype=np.intp))
-
-
-def _joined(pieces: list[Slots]) -> Slots:
-    if len(pieces) == 1:
-        return pieces[0]
-    return np.concatenate(pieces) if pieces else NO_SLOTS

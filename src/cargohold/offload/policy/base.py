@@ -61,6 +61,13 @@ class Room:
 NO_SLOTS: Final[Slots] = np.empty(0, dtype=np.intp)
 
 
+def joined(pieces: Sequence[Slots]) -> Slots:
+    """One array of all pieces, which may be one of them."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces) if pieces else NO_SLOTS
+
+
 class ReplacementPolicy(ABC):
     """Decides what one tier keeps.
 

@@ -38,7 +38,9 @@ class FIFOPolicy(ReplacementPolicy):
         return Room(victims, refused=is_short and self._oldest.has_idle(busy, 0))
 
     def add(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
-        self._stamps[slots] = self._clock.next_stamps(len(slots))
+        stamps = self._clock.next_stamps(len(slots))
+        self._stamps[slots] = stamps
+        self._oldest.note(slots, stamps)
 
     def drop(self, slots: Slots) -> None:  # noqa: D102
         self._stamps[slots] = ABSENT

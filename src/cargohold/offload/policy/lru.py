@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
-from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst
+from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst, Stamps
 from cargohold.offload.policy.stamps import StampClock, new_stamps, stamps_below
 
 
@@ -28,7 +28,7 @@ class LRUPolicy(ReplacementPolicy):
         self._oldest = OldestFirst(self._stamps, 0, ABSENT)
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:  # noqa: D102
-        self._stamps[slots] = self._clock.next_stamps(len(slots))
+        self._stamp(slots, self._clock.next_stamps(len(slots)))
 
     def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
         before = self._stamp_of_parent(offer)
@@ -39,11 +39,9 @@ class LRUPolicy(ReplacementPolicy):
 
     def add(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
         if offer.parent == NO_SLOT:
-            self._stamps[slots] = self._clock.next_stamps(len(slots))
+            self._stamp(slots, self._clock.next_stamps(len(slots)))
         else:
-            stamps = stamps_below(int(self._stamps[offer.parent]), len(slots))
-            self._stamps[slots] = stamps
-            self._oldest.note(slots, stamps)
+            self._stamp(slots, stamps_below(int(self._stamps[offer.parent]), len(slots)))
 
     def drop(self, slots: Slots) -> None:  # noqa: D102
         self._stamps[slots] = ABSENT
@@ -54,6 +52,10 @@ class LRUPolicy(ReplacementPolicy):
 
     def check(self, slots: Slots) -> None:  # noqa: D102
         assert set((self._stamps != ABSENT).nonzero()[0].tolist()) == set(slots.tolist()), "not the slots in use"
+
+    def _stamp(self, slots: Slots, stamps: Stamps) -> None:
+        self._stamps[slots] = stamps
+        self._oldest.note(slots, stamps)
 
     def _stamp_of_parent(self, offer: Offer) -> int | None:
         """What victims must be older than, so that no chunk makes room for its own child. Mutates stamps."""

@@ -7,16 +7,18 @@ from types import MappingProxyType
 from typing import Final
 
 from cargohold.errors import ConfigError
+from cargohold.offload.policy.arc import ARCPolicy
 from cargohold.offload.policy.base import ReplacementPolicy
 from cargohold.offload.policy.fifo import FIFOPolicy
 from cargohold.offload.policy.lru import LRUPolicy
+from cargohold.offload.policy.reuse_index import ReuseIndexPolicy
 
 POLICIES: Final[Mapping[str, type[ReplacementPolicy]]] = MappingProxyType(
-    {policy.name: policy for policy in (FIFOPolicy, LRUPolicy)}
+    {policy.name: policy for policy in (ARCPolicy, FIFOPolicy, LRUPolicy, ReuseIndexPolicy)}
 )
 """What can be chosen."""
 
-DEFAULT_POLICY: Final = LRUPolicy.name
+DEFAULT_POLICY: Final = ReuseIndexPolicy.name
 
 
 def make_policy(name: str, capacity: int) -> ReplacementPolicy:

@@ -1,0 +1,158 @@
+"""How soon chunks are used again, learned from a sample of them, whether they are in the tier or not.
+
+Every chunk has a *class*, which says what is known of it when it is used. For each class the model estimates how likely a
+chunk is to be used again at each age, and from that its *reuse index* at age ``a``: the most reuse per time in the tier that
+keeping it can bring::
+
+    index(a) = max over h of  P(used again by age a + h | not by a) / E[time until then, at most h | not by a]
+
+It is the Gittins index of keeping a chunk (J. Gittins, "Bandit Processes and Dynamic Allocation Indices", J. R. Statist. Soc.
+B 41, 1979), and if classes told all there is to know, evicting the lowest index would be the best there is. Age matters in
+both ways: what is overdue is worth less, and what is due soon is worth more than a moment after its use.
+
+Time is counted in uses of chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Index = npt.NDArray[np.float64]
+
+NUM_AGES: Final = 40
+"""Ages are told apart by powers of two."""
+
+_NUM_RECORDS: Final = 16_384
+_MIN_SPAN: Final = 1 << 18
+_SPAN_PER_SLOT: Final = 16
+_FIRST_FIT: Final = 256
+_FIT_EVERY_PART: Final = 1 / 8
+_FIT_AT_LEAST_EVERY: Final = 1 << 15
+_FAMILY_WEIGHT: Final = 20.0
+_CLASS_WEIGHT: Final = 100.0
+"""A class with fewer chunks at risk than this believes its family rather than itself; likewise a family and all chunks."""
+
+NUM_TAGS: Final = 1 << 32
+_OPEN: Final = -1
+
+_EDGES = np.concatenate(([0.0], 2.0 ** np.arange(1, NUM_AGES + 1)))
+_WIDTHS = np.diff(_EDGES)
+
+
+def age_buckets(ages: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+    """Column of the index for each age."""
+    # frexp gives the number of bits of an integer.
+    buckets: npt.NDArray[np.intp] = np.clip(np.frexp(ages)[1] - 1, 0, NUM_AGES - 1).astype(np.intp)
+    return buckets
+
+
+class ReuseModel:
+    """Intervals between uses of sampled chunks, and the index they give.
+
+    A chunk is in the sample by its tag alone, so it is followed through eviction and return. The sample gets thinner until
+    its records reach far enough back; then old ones make place for new ones.
+
+    Args:
+        num_classes: classes are ``0 .. num_classes - 1``.
+        family_size: so many consecutive classes are alike, and share what they learn.
+        capacity: slots of the tier: how far back is far enough.
+
+    Attributes:
+        sample_end: chunks with a smaller tag are in the sample.
+        index: the reuse index, by class and age bucket. Replaced by ``fit``.
+    """
+
+    def __init__(self, num_classes: int, family_size: int, capacity: int) -> None:
+        self.sample_end = NUM_TAGS
+        # Before anything is known: the longer ago, the less.
+        self.index: Index = np.tile(2.0 ** -np.arange(NUM_AGES), (num_classes, 1))
+        self._family_size = family_size
+        self._span = max(_MIN_SPAN, _SPAN_PER_SLOT * capacity)
+        self._next_fit = _FIRST_FIT
+        self._num_records = 0
+        self._tags = np.zeros(_NUM_RECORDS, dtype=np.uint32)
+        self._classes = np.zeros(_NUM_RECORDS, dtype=np.uint8)
+        self._starts = np.zeros(_NUM_RECORDS, dtype=np.int64)
+        self._ends = np.zeros(_NUM_RECORDS, dtype=np.int64)
+        # By tag: the record of the last use.
+        self._open: dict[int, int] = {}
+
+    def observe(self, tags: list[int], classes: list[int], now: int) -> None:
+        """Sampled chunks are used. Mutates the records."""
+        for tag, chunk_class in zip(tags, classes, strict=True):
+            if self._num_records == _NUM_RECORDS:
+                self._thin_out(now)
+            at = self._num_records
+            before = self._open.get(tag)
+            if before is not None:
+                self._ends[before] = now
+            self._open[tag] = at
+            self._tags[at], self._classes[at], self._starts[at], self._ends[at] = tag, chunk_class, now, _OPEN
+            self._num_records += 1
+
+    def fit(self, now: int) -> bool:
+        """Learn from the records, if it is time to; whether it was. Mutates the index."""
+        if now < self._next_fit:
+            return False
+        self._next_fit = now + int(min(max(_FIRST_FIT, now * _FIT_EVERY_PART), _FIT_AT_LEAST_EVERY))
+        self.index = _reuse_index(self._hazards(now))
+        return True
+
+    def _hazards(self, now: int) -> Index:
+        """Reuses per chunk and time, by class and age; where little is known, as in the family, or as in general."""
+        num_classes = len(self.index)
+        used = slice(self._num_records)
+        is_open = self._ends[used] == _OPEN
+        ages = age_buckets(np.where(is_open, now, self._ends[used]) - self._starts[used])
+        cells = self._classes[used] * np.intp(NUM_AGES) + ages
+        size = num_classes * NUM_AGES
+        ended = np.bincount(cells, minlength=size).reshape(num_classes, NUM_AGES)
+        reused = np.bincount(cells[~is_open], minlength=size).reshape(num_classes, NUM_AGES)
+        # Those that get older than a bucket were at risk for all of it, those that end there for half of it.
+        older = ended[:, ::-1].cumsum(axis=1)[:, ::-1] - ended
+        at_risk = older + 0.5 * ended
+        in_general = _blend(reused.sum(axis=0), at_risk.sum(axis=0), np.zeros(NUM_AGES), 1e-9)
+        families = num_classes // self._family_size, self._family_size, NUM_AGES
+        family = _blend(
+            reused.reshape(families).sum(axis=1), at_risk.reshape(families).sum(axis=1), in_general, _FAMILY_WEIGHT
+        )
+        return _blend(reused, at_risk, family.repeat(self._family_size, axis=0), _CLASS_WEIGHT)
+
+    def _thin_out(self, now: int) -> None:
+        """Forget half of the records: those of chunks that leave the sample, or the oldest. Mutates everything."""
+        if now - self._starts[0] < self._span:
+            self.sample_end //= 2
+            kept = np.flatnonzero(self._tags < self.sample_end)
+        else:
+            kept = np.arange(_NUM_RECORDS // 2, _NUM_RECORDS)
+        for array in (self._tags, self._classes, self._starts, self._ends):
+            array[: len(kept)] = array[kept]
+        self._num_records = len(kept)
+        is_open = np.flatnonzero(self._ends[: len(kept)] == _OPEN)
+        self._open = dict(zip(self._tags[is_open].tolist(), is_open.tolist(), strict=True))
+
+
+def _blend(reused: npt.NDArray[Any], at_risk: Index, prior: Index, weight: float) -> Index:
+    """Hazards from counts, as if ``weight`` more chunks had been at risk and behaved like ``prior``."""
+    blended: Index = (reused / _WIDTHS + weight * prior) / (at_risk + weight)
+    return blended
+
+
+def _reuse_index(hazards: Index) -> Index:
+    """The index at the start of each age bucket, for hazards that are constant within buckets."""
+    risks = hazards * _WIDTHS
+    survival = np.exp(-np.cumsum(risks, axis=1))
+    survival_before = np.concatenate((np.ones((len(hazards), 1)), survival[:, :-1]), axis=1)
+    # Time spent in each bucket, on average over all chunks: the integral of survival, exact also where hazards vanish.
+    spent = survival_before * _WIDTHS * np.where(risks > 1e-9, -np.expm1(-risks) / np.maximum(risks, 1e-9), 1.0)
+    reuse = np.concatenate((np.zeros((len(hazards), 1)), 1.0 - survival), axis=1)
+    time = np.concatenate((np.zeros((len(hazards), 1)), spent.cumsum(axis=1)), axis=1)
+    # What was survived before cancels out, so the index is the steepest line from here to anywhere ahead.
+    gain = reuse[:, None, 1:] - reuse[:, :-1, None]
+    cost = time[:, None, 1:] - time[:, :-1, None]
+    slopes = np.where(np.triu(np.ones((NUM_AGES, NUM_AGES), dtype=np.bool_)), gain / np.maximum(cost, 1e-300), 0.0)
+    index: Index = slopes.max(axis=2)
+    return index
