@@ -15,6 +15,7 @@ from cargohold.engine.executor import Executor, InlineExecutor, Worker
 from cargohold.engine.executor.codec import StepCodec
 from cargohold.engine.executor.multiprocess import MultiprocessExecutor
 from cargohold.engine.executor.rank import RankPlace, RankSpec
+from cargohold.engine.executor.ray_executor import RayExecutor
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
 from cargohold.protocol import ClassFactory, OutputAggregator, WorkerEnvironment
@@ -53,8 +54,23 @@ NO_TROUBLE = Trouble()
 MakeExecutor = Callable[..., Executor]
 
 
+MANY = ["multiprocess", "ray"]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local cluster of two CPUs, for all tests."""
+    ray = pytest.importorskip("ray", reason="the Ray executor needs the extra cargohold[ray]")
+    paths = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": paths}
+    )
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture
-def make_executor() -> Iterator[MakeExecutor]:
+def make_executor(request: pytest.FixtureRequest) -> Iterator[MakeExecutor]:
     made: list[Executor] = []
 
     def make(kind: str, trouble: Trouble = NO_TROUBLE, step_timeout_s: float = 30.0) -> Executor:
@@ -66,7 +82,11 @@ def make_executor() -> Iterator[MakeExecutor]:
         else:
             spec = RankSpec(runners, connectors, LAYOUT)
             codec = StepCodec(worker_metadata_type=Calls)
-            made.append(MultiprocessExecutor(spec, 2, codec, OutputAggregator(2), step_timeout_s))
+            if kind == "ray":
+                request.getfixturevalue("ray_cluster")
+                made.append(RayExecutor(spec, 2, codec, OutputAggregator(2), step_timeout_s=step_timeout_s))
+            else:
+                made.append(MultiprocessExecutor(spec, 2, codec, OutputAggregator(2), step_timeout_s))
         return made[-1]
 
     yield make
@@ -82,7 +102,7 @@ def calls_of(output: StepOutput) -> tuple[tuple[str, ...], ...]:
     return meta.by_rank
 
 
-@pytest.mark.parametrize("kind", ["inline", "multiprocess"])
+@pytest.mark.parametrize("kind", ["inline", *MANY])
 def test_workers_are_called_in_the_order_of_the_contract(kind: str, make_executor: MakeExecutor) -> None:
     executor = make_executor(kind)
     num_ranks = 1 if kind == "inline" else 2
@@ -112,14 +132,16 @@ def test_the_message_is_forgotten_last_also_when_the_forward_pass_raises(make_ex
     assert list(calls[: len(first)]) == first
 
 
-def test_jobs_end_when_the_last_rank_has_reported_them(make_executor: MakeExecutor) -> None:
-    executor = make_executor("multiprocess")
+@pytest.mark.parametrize("kind", MANY)
+def test_jobs_end_when_the_last_rank_has_reported_them(kind: str, make_executor: MakeExecutor) -> None:
+    executor = make_executor(kind)
     ended = [sorted(executor.execute(step(number)).connector.finished.jobs) for number in range(4)]
     assert ended == [[], [0], [1], [2]], "rank 1 reports each a step later than rank 0"
 
 
-def test_stats_of_all_ranks_are_added_up(make_executor: MakeExecutor) -> None:
-    assert make_executor("multiprocess").execute(step(0)).connector.stats == {"ranks": 2}
+@pytest.mark.parametrize("kind", MANY)
+def test_stats_of_all_ranks_are_added_up(kind: str, make_executor: MakeExecutor) -> None:
+    assert make_executor(kind).execute(step(0)).connector.stats == {"ranks": 2}
 
 
 @pytest.mark.parametrize("where", ["begin", "forward"])
@@ -143,34 +165,63 @@ def test_a_killed_rank_ends_the_engine_with_its_name(
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("kind", MANY)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_hangs_ends_the_engine_in_bounded_time(rank: int, make_executor: MakeExecutor) -> None:
-    executor = make_executor("multiprocess", Trouble("hang", "forward", rank, 1), step_timeout_s=1.0)
+def test_a_rank_that_hangs_ends_the_engine_in_bounded_time(kind: str, rank: int, make_executor: MakeExecutor) -> None:
+    executor = make_executor(kind, Trouble("hang", "forward", rank, 1), step_timeout_s=1.0)
     executor.execute(step(0))
     with pytest.raises(EngineDeadError, match=rf"worker {rank} did not answer within 1 s"):
         executor.execute(step(1))
     assert not multiprocessing.active_children()
 
 
-def test_an_exception_in_a_rank_ends_the_engine_with_its_traceback(make_executor: MakeExecutor) -> None:
-    executor = make_executor("multiprocess", Trouble("raise", "forward", 1, 0))
+@pytest.mark.parametrize("kind", MANY)
+def test_an_exception_in_a_rank_ends_the_engine_with_its_traceback(kind: str, make_executor: MakeExecutor) -> None:
+    executor = make_executor(kind, Trouble("raise", "forward", 1, 0))
     with pytest.raises(EngineDeadError, match=r"(?s)worker 1 cannot go on.*the model broke"):
         executor.execute(step(0))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_actor_that_dies_ends_the_engine_with_its_name(rank: int, make_executor: MakeExecutor) -> None:
+    executor = make_executor("ray", Trouble("kill", "forward", rank, 1))
+    executor.execute(step(0))
+    with pytest.raises(EngineDeadError, match=f"worker {rank} died"):
+        executor.execute(step(1))
+
+
+def test_a_ray_cluster_that_does_not_answer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="the Ray executor needs the extra cargohold[ray]")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_gcs_rpc_server_connect_timeout_s", "1")
+    with pytest.raises(ConfigError, match=r"ray_address='127.0.0.1:1'"):
+        RayExecutor(
+            RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 2, StepCodec(), OutputAggregator(2), address="127.0.0.1:1"
+        )
+
+
+def test_more_ranks_than_the_cluster_has_room_for_are_refused(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cargohold.engine.executor.ray_executor.STOP_TIMEOUT_S", 1.0)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=5 is not possible.*no room"):
+        RayExecutor(RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 5, StepCodec(), OutputAggregator(5))
+
+
+@pytest.mark.parametrize("kind", MANY)
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        ("kill", EngineDeadError, "worker 1 died: killed by SIGKILL"),
+        ("kill", EngineDeadError, "worker 1 died"),
         ("raise", EngineDeadError, "the model broke"),
         ("refuse", UnsupportedModelError, "model 'some model': it cannot be served"),
     ],
 )
 def test_a_rank_that_cannot_start_leaves_none_running(
-    what: str, error: type[Exception], message: str, make_executor: MakeExecutor
+    kind: str, what: str, error: type[Exception], message: str, make_executor: MakeExecutor
 ) -> None:
     with pytest.raises(error, match=message):
-        make_executor("multiprocess", Trouble(what, "start", 1))
+        make_executor(kind, Trouble(what, "start", 1))
     assert not multiprocessing.active_children()
 
 

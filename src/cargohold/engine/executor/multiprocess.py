@@ -18,7 +18,8 @@ from cargohold.engine.executor.channel import Channel, ChannelClosedError
 from cargohold.engine.executor.codec import StepCodec
 from cargohold.engine.executor.merge import merge_outputs
 from cargohold.engine.executor.rank import RankPlace, RankSpec
-from cargohold.engine.executor.worker_process import OUTPUT, READY, REFUSED, STOP, decode_refusal, run_rank
+from cargohold.engine.executor.rank_frames import open_frame
+from cargohold.engine.executor.worker_process import STOP, run_rank
 from cargohold.errors import ConfigError, EngineDeadError
 from cargohold.protocol import OutputAggregator
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+BLAME_WAIT_S = 0.2
 
 
 class MultiprocessExecutor:
@@ -82,10 +84,14 @@ class MultiprocessExecutor:
             for rank, channel in enumerate(self._channels):
                 self._send(rank, channel, frame)
             frames = self._gather(self._step_timeout_s)
+        except EngineDeadError as error:
+            blamed = self._blame(error)
+            self._kill()
+            raise blamed from error
         except BaseException:
             self._kill()
             raise
-        return merge_outputs(self._aggregator, [self._codec.decode_output(frame[1:]) for frame in frames])
+        return merge_outputs(self._aggregator, [self._codec.decode_output(content) for content in frames])
 
     def shutdown(self) -> None:
         """Let transfers end, then the processes; those that do not end in time are killed."""
@@ -124,7 +130,7 @@ class MultiprocessExecutor:
             raise EngineDeadError(self._epitaph(rank)) from error
 
     def _gather(self, timeout_s: float) -> list[bytes]:
-        """One frame of every rank, in rank order."""
+        """What each rank's frame carries, in rank order."""
         deadline = time.monotonic() + timeout_s
         frames: dict[int, bytes] = {}
         while len(frames) < len(self._channels):
@@ -143,11 +149,15 @@ class MultiprocessExecutor:
             raise EngineDeadError(f"worker {rank} stopped in the middle of its answer") from error
         except ChannelClosedError as error:
             raise EngineDeadError(self._epitaph(rank)) from error
-        if frame[:1] in (READY, OUTPUT):
-            return frame
-        if frame[:1] == REFUSED:
-            raise decode_refusal(frame)
-        raise EngineDeadError(f"worker {rank} cannot go on:\n{frame[1:].decode()}")
+        return open_frame(rank, frame)
+
+    def _blame(self, error: EngineDeadError) -> EngineDeadError:
+        """When a rank dies, the others fail too, in their collectives: the cause is the one that died."""
+        for rank, process in enumerate(self._processes):
+            process.join(BLAME_WAIT_S)
+            if process.exitcode is not None and process.exitcode != 0:
+                return EngineDeadError(self._epitaph(rank))
+        return error
 
     def _epitaph(self, rank: int) -> str:
         process = self._processes[rank]
