@@ -30,6 +30,9 @@ class SchedulerEnvironment:
             pointless, for its blocks could not be shared.
         applies_locks: whether the engine applies ``report_to_scheduler``.
         emits_events: whether anyone listens to KV events.
+        full_hits: whether a request may be hit as a whole. The engine then computes its last token again, for its logits, and
+            does not write that token's KV a second time. Where it would, a recurrent state would take the token in twice, so
+            a hit must end before the last token.
     """
 
     layout: KVCacheLayout
@@ -38,6 +41,7 @@ class SchedulerEnvironment:
     prefix_caching: bool = True
     applies_locks: bool = True
     emits_events: bool = False
+    full_hits: bool = True
 
 
 @dataclass(frozen=True, slots=True)

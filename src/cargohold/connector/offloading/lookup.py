@@ -30,12 +30,14 @@ class TierLookup:
         manager: what the tier holds.
         jobs: transfers in flight.
         shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
+        full_hits: whether a request may be hit as a whole.
     """
 
-    def __init__(self, manager: OffloadManager, jobs: JobTable, *, shares_loads: bool) -> None:
+    def __init__(self, manager: OffloadManager, jobs: JobTable, *, shares_loads: bool, full_hits: bool) -> None:
         self._manager = manager
         self._jobs = jobs
         self._shares_loads = shares_loads
+        self._full_hits = full_hits
 
     def find(self, state: RequestState, num_computed_tokens: int) -> Lookup:
         """The longest usable prefix of a request. Remembered in ``state`` and repeated while nothing has changed."""
@@ -49,12 +51,13 @@ class TierLookup:
 
     def _find(self, state: RequestState, num_computed_tokens: int, basis: tuple[int, ...]) -> Lookup:
         num_tokens = state.request.num_tokens
+        limit = num_tokens if self._full_hits else num_tokens - 1
         max_load = state.params.max_load_tokens
         hit = longest_hit(
             [GroupUnits(keys.group, keys.chunk_tokens, _TierStates(self._manager, keys)) for keys in state.keys],
             num_tokens,
             num_computed_tokens,
-            limit_tokens=num_tokens if max_load is None else min(num_tokens, num_computed_tokens + max_load),
+            limit_tokens=limit if max_load is None else min(limit, num_computed_tokens + max_load),
         )
         if hit.num_tokens - num_computed_tokens < min(keys.chunk_tokens for keys in state.keys):
             # Not worth a transfer: less than one chunk beyond what is there.

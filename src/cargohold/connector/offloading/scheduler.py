@@ -10,7 +10,7 @@ from typing import Any
 from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import LockHolder, RequestHolder, TouchHolder
-from cargohold.connector.offloading.jobs import Load, Store
+from cargohold.connector.offloading.jobs import JobTable, Load, Store
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.messages import OffloadingMetadata
@@ -64,11 +64,28 @@ class OffloadingScheduler(KVConnectorScheduler):
         events = TierEvents(manager, MEDIUM_HOST, chunk_tokens) if environment.emits_events else None
         self._shared = Shared(config, environment.layout, manager, tier, holder, events)
         self._requests: dict[str, RequestState] = {}
-        self._lookup = TierLookup(manager, self._shared.jobs, shares_loads=environment.prefix_caching)
+        self._lookup = TierLookup(
+            manager, self._shared.jobs, shares_loads=environment.prefix_caching, full_hits=environment.full_hits
+        )
         self._loads = Loads(self._shared, self._requests)
         self._stores = make_stores(self._shared, self._requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
+
+    @property
+    def jobs(self) -> JobTable:
+        """Transfers in flight: for inspection."""
+        return self._shared.jobs
+
+    @property
+    def manager(self) -> OffloadManager:
+        """What the tier holds: for inspection."""
+        return self._shared.manager
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the connector knows: for inspection."""
+        return len(self._requests)
 
     # --- requests come and go -----------------------------------------------------------------------------------------
 

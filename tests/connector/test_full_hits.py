@@ -1,0 +1,69 @@
+"""Engines that write the last token's KV again must not be told that a request is there as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from cargohold.blocks import extend_hashes, root_hash
+from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
+from cargohold.offload.keys import offload_key
+from cargohold.offload.manager import make_manager
+from cargohold.offload.manager.base import CannotStore
+from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment
+
+BLOCK_TOKENS = 4
+KINDS = {
+    "full": KVCacheGroup(0, AttentionKind.FULL, BLOCK_TOKENS, ("layer",)),
+    "window": KVCacheGroup(0, AttentionKind.SLIDING_WINDOW, BLOCK_TOKENS, ("layer",), window_tokens=6),
+    "recurrent": KVCacheGroup(0, AttentionKind.RECURRENT, BLOCK_TOKENS, ("layer",)),
+}
+
+
+@dataclass
+class Asked:
+    """A request that has just arrived."""
+
+    all_token_ids: list[int]
+    request_id: str = "r"
+    kv_transfer_params: None = None
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        extend_hashes(self.block_hashes, self.all_token_ids, BLOCK_TOKENS, root_hash())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def matched(kind: str, num_tokens: int, num_computed_tokens: int) -> int | None:
+    """What is found of a request whose every chunk is in the tier."""
+    request = Asked(list(range(num_tokens)))
+    manager = make_manager("lru", 100)
+    handle = manager.prepare_store([offload_key(block_hash, 0) for block_hash in request.block_hashes])
+    assert not isinstance(handle, CannotStore)
+    handle.commit()
+    layout = KVCacheLayout((KINDS[kind],), 40, 64, BLOCK_TOKENS)
+    environment = SchedulerEnvironment(layout, lambda: 0.0, full_hits=False)
+    scheduler = OffloadingScheduler(OffloadConfig(host_bytes="1MiB"), environment, manager)
+    scheduler.on_new_request(request)
+    return scheduler.get_num_new_matched_tokens(request, num_computed_tokens)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hit_ends_before_the_last_token(kind: str) -> None:
+    assert matched(kind, 16, 0) == 12
+    assert matched(kind, 17, 0) == 16
+    assert matched(kind, 16, 8) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_found_where_only_the_last_chunk_is_missing(kind: str) -> None:
+    assert matched(kind, 16, 12) == 0
+    assert matched(kind, 4, 0) == 0
