@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from cargohold.connector.lazy import LazyOffloadConfig, LazyOffloadingFactory
-from cargohold.connector.multi import MultiConnectorFactory
-from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
+from cargohold.connector.factory import Offload, connector_factory
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.executor import Executor, InlineExecutor, Worker
@@ -21,7 +19,6 @@ from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, RequestError
 from cargohold.interrupts import deferred_interrupt
 from cargohold.protocol import (
-    NULL_CONNECTOR,
     KVConnectorFactory,
     KVEvent,
     SchedulerEnvironment,
@@ -30,7 +27,6 @@ from cargohold.protocol import (
 
 Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
-Offload = OffloadConfig | LazyOffloadConfig | KVConnectorFactory
 
 
 class LLM:
@@ -206,21 +202,6 @@ def _make_executor(plan: EnginePlan, factory: KVConnectorFactory, finished_count
     runner = HFModelRunner(plan.info, plan.layout, plan.config.device)
     worker_side = factory.make_worker_side(WorkerEnvironment(plan.layout, rank=0, clock=time.monotonic))
     return InlineExecutor(Worker(runner, worker_side), finished_count)
-
-
-def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
-    """The connector that was asked for."""
-    match offload:
-        case None:
-            return NULL_CONNECTOR
-        case OffloadConfig():
-            return OffloadingFactory(offload)
-        case LazyOffloadConfig():
-            return LazyOffloadingFactory(offload)
-        case Sequence():
-            return MultiConnectorFactory(tuple(connector_factory(child) for child in offload))
-        case _:
-            return offload
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
+from cargohold.connector.factory import connector_factory
 from cargohold.connector.multi import MultiConnectorFactory
-from cargohold.llm import connector_factory
 from cargohold.offload.tier import HostMemory
 from tests.models import CONFIGS, VOCAB_SIZE
 

@@ -1,0 +1,103 @@
+"""Connector options from an untyped mapping: a JSON object in somebody's configuration file or on a command line.
+
+::
+
+    {"host_bytes": "8GiB"}                                          eager: the fields of OffloadConfig
+    {"mode": "lazy", "host_bytes": "8GiB"}                          the fields of LazyOffloadConfig
+    {"mode": "multi", "connectors": [{...}, {"mode": "lazy", ...}]}  several, most preferred first
+
+Whatever is unknown or of the wrong type is refused by name.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from cargohold.connector.factory import Offload
+from cargohold.connector.lazy import LazyOffloadConfig
+from cargohold.connector.offloading import OffloadConfig
+from cargohold.errors import ConfigError
+
+MODES: Mapping[str, type[OffloadConfig | LazyOffloadConfig]] = {"eager": OffloadConfig, "lazy": LazyOffloadConfig}
+MULTI = "multi"
+
+T = TypeVar("T")
+
+
+def parse_offload(options: Mapping[str, Any], path: str = "") -> Offload | Sequence[Offload]:
+    """Options as the typed configuration that ``connector_factory`` takes.
+
+    Args:
+        options: what was written.
+        path: where it was written, in front of the names in errors: ``connectors[1].``.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or its value cannot be.
+    """
+    mode = options.get("mode", "eager")
+    if mode == MULTI:
+        return _several(options, path)
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ConfigError(f"{path}mode", mode, f"it must be one of {', '.join((*MODES, MULTI))}")
+    return cast("Offload", parse_dataclass(MODES[mode], {k: v for k, v in options.items() if k != "mode"}, path))
+
+
+def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "") -> T:
+    """A configuration dataclass from a mapping of its fields, each of the annotated type.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or its value is of the wrong type or refused by the dataclass.
+    """
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass, says the contract
+    hints = get_type_hints(kind)
+    for key, value in options.items():
+        if key not in known:
+            raise ConfigError(f"{path}{key}", value, f"there is no such option; there are {', '.join(sorted(known))}")
+        if not _fits(value, hints[key]):
+            raise ConfigError(f"{path}{key}", value, f"it must be {_describe(hints[key])}")
+    for name, field in known.items():
+        if name not in options and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{path}{name}", None, "it must be given")
+    try:
+        return kind(**options)
+    except ConfigError as error:
+        raise ConfigError(f"{path}{error.key}", error.value, error.expected) from None
+
+
+def _several(options: Mapping[str, Any], path: str) -> list[Offload]:
+    unknown = sorted(options.keys() - {"mode", "connectors"})
+    if unknown:
+        raise ConfigError(
+            f"{path}{unknown[0]}", options[unknown[0]], "with mode=multi it belongs into one of connectors"
+        )
+    children = options.get("connectors")
+    if not isinstance(children, list) or not children:
+        raise ConfigError(f"{path}connectors", children, "with mode=multi it must be a list of options, one at least")
+    parsed = []
+    for at, child in enumerate(children):
+        place = f"{path}connectors[{at}]"
+        if not isinstance(child, Mapping):
+            raise ConfigError(place, child, "it must be an object with options")
+        if child.get("mode") == MULTI:
+            raise ConfigError(f"{place}.mode", MULTI, "a list in a list says nothing that one list does not say")
+        parsed.append(cast("Offload", parse_offload(child, f"{place}.")))
+    return parsed
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    allowed = tuple(kind for kind in _alternatives(hint) if isinstance(kind, type))
+    if isinstance(value, bool):
+        return bool in allowed
+    return isinstance(value, allowed) or (isinstance(value, int) and float in allowed)
+
+
+def _describe(hint: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+    return " or ".join(names.get(kind, getattr(kind, "__name__", str(kind))) for kind in _alternatives(hint))

@@ -1,0 +1,69 @@
+"""Options from an untyped mapping: all of them can be given, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from cargohold import LazyOffloadConfig, OffloadConfig
+from cargohold.connector.options import parse_offload
+from cargohold.errors import ConfigError
+
+
+def test_the_default_is_eager() -> None:
+    assert parse_offload({"host_bytes": "8MiB"}) == OffloadConfig(host_bytes="8MiB")
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("eager", OffloadConfig), ("lazy", LazyOffloadConfig)])
+def test_every_option_can_be_given(mode: str, kind: Any) -> None:
+    config = kind(host_bytes="8MiB")
+    options = {field.name: getattr(config, field.name) for field in fields(kind)}
+    assert parse_offload({"mode": mode, **options}) == config
+
+
+def test_several() -> None:
+    children = [{"host_bytes": 1000}, {"mode": "lazy", "host_bytes": "8MiB", "lookahead_blocks": 3}]
+    assert parse_offload({"mode": "multi", "connectors": children}) == [
+        OffloadConfig(host_bytes=1000),
+        LazyOffloadConfig(host_bytes="8MiB", lookahead_blocks=3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({}, "host_bytes"),
+        ({"host_bytes": "8MiB", "polcy": "lru"}, "polcy"),
+        ({"host_bytes": "8MiB", "mode": "fast"}, "mode"),
+        ({"host_bytes": "8MiB", "mode": ["lazy"]}, "mode"),
+        ({"host_bytes": "much"}, "host_bytes"),
+        ({"host_bytes": None}, "host_bytes"),
+        ({"host_bytes": True}, "host_bytes"),
+        ({"host_bytes": "1000TiB"}, "host_bytes"),
+        ({"host_bytes": "8MiB", "policy": 3}, "policy"),
+        ({"host_bytes": "8MiB", "policy": "best"}, "policy"),
+        ({"host_bytes": "8MiB", "blocks_per_chunk": "2"}, "blocks_per_chunk"),
+        ({"host_bytes": "8MiB", "blocks_per_chunk": 0}, "blocks_per_chunk"),
+        ({"host_bytes": "8MiB", "max_inflight_fraction": "half"}, "max_inflight_fraction"),
+        ({"host_bytes": "8MiB", "store_generated": "no"}, "store_generated"),
+        ({"host_bytes": "8MiB", "lookahead_blocks": 3}, "lookahead_blocks"),
+        ({"mode": "multi"}, "connectors"),
+        ({"mode": "multi", "connectors": []}, "connectors"),
+        ({"mode": "multi", "connectors": {"host_bytes": 1}}, "connectors"),
+        ({"mode": "multi", "connectors": ["lazy"]}, "connectors[0]"),
+        ({"mode": "multi", "connectors": [{"host_bytes": 1}], "host_bytes": 1}, "host_bytes"),
+        ({"mode": "multi", "connectors": [{"host_bytes": 1}, {"mode": "multi"}]}, "connectors[1].mode"),
+        ({"mode": "multi", "connectors": [{"host_bytes": 1}, {"host_bytes": "x"}]}, "connectors[1].host_bytes"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_offload(options)
+    assert caught.value.key == key
+
+
+def test_the_refusal_says_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"blocks_per_chunk, host_bytes"):
+        parse_offload({"host_byte": 1})
