@@ -73,11 +73,13 @@ class RequestError(CargoholdError, ValueError):
     """One request cannot be served; others and the engine are unharmed.
 
     Attributes:
+        reason: what is wrong and what would work.
         request_id: the request, or ``None`` before it has an id.
     """
 
-    def __init__(self, message: str, request_id: str | None = None) -> None:
-        super().__init__(message if request_id is None else f"request {request_id}: {message}")
+    def __init__(self, reason: str, request_id: str | None = None) -> None:
+        super().__init__(reason if request_id is None else f"request {request_id}: {reason}")
+        self.reason = reason
         self.request_id = request_id
 
 
@@ -175,3 +177,9 @@ class MissingChunkError(CargoholdError):
 
 class EngineDeadError(CargoholdError):
     """The engine stopped and cannot go on; ``__cause__`` is what stopped it."""
+
+
+def one_line(error: BaseException, max_chars: int = 240) -> str:
+    """What an error of someone else's says, in one line that is not too long; its type if it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import psutil
 
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),  # version 2
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # version 1
-)
+
+def memory_limit_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may use: the machine's, or the lowest limit of its control groups if that is less.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
 
 
-def memory_limit_bytes(cgroup_limits: tuple[Path, ...] = _CGROUP_LIMITS) -> int:
-    """Memory that this process may use: the machine's, or its control group's limit if that is lower."""
-    limit = int(psutil.virtual_memory().total)
-    for file in cgroup_limits:
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    for file in _limit_files(root):
         try:
-            text = file.read_text().strip()
+            text = file.read_text(encoding="ascii").strip()
         except OSError:
-            continue  # no such kind of control group here
+            continue  # the root group has no limit; and a container sees its own group as the root
         if text.isdigit():  # "max" means no limit
-            limit = min(limit, int(text))
-    return limit
+            yield int(text)
+
+
+def _limit_files(root: Path) -> Iterator[Path]:
+    """Where limits of this process's control group and of all groups around it are."""
+    mount = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []  # not Linux
+    for line in lines:
+        _, controllers, path = line.split(":", maxsplit=2)
+        group = PurePosixPath(path)
+        for around in (group, *group.parents):
+            if not controllers:  # version 2
+                yield mount / str(around).lstrip("/") / "memory.max"
+            elif "memory" in controllers.split(","):  # version 1
+                yield mount / "memory" / str(around).lstrip("/") / "memory.limit_in_bytes"

@@ -1,23 +1,26 @@
-"""Options as people write them."""
+"""Options as people write them: what is a number, and how large is ``2GiB``."""
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
+from typing import TypeGuard
 
 from cargohold.errors import ConfigError
 
 _UNITS = {
     "": 1,
-    "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
-    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _EXPECTED = "it must be a number of bytes, such as 2GiB, 512MiB, 1.5GB or 1000000"
 
 
 def parse_bytes(key: str, value: int | str) -> int:
-    """A number of bytes from ``2GiB``, ``512 MiB``, ``1.5GB`` or a plain integer.
+    """A number of bytes from ``2GiB``, ``512 mib``, ``1.5GB`` or a plain integer.
 
     Args:
         key: name of the option, for the error.
@@ -41,15 +44,30 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def is_positive_int(value: object) -> bool:
-    """Whether it is an integer from 1; ``True`` is not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether it is an integer; ``True`` and ``2.0`` are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_positive_int(value: object) -> TypeGuard[int]:
+    """Whether it is an integer from 1."""
+    return is_int(value) and value >= 1
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a finite integer or float; ``True`` and NaN are not."""
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_positive_number(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number above 0."""
+    return is_number(value) and value > 0
 
 
 def _parse(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_int(value):
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2] not in _UNITS:
+    if match is None or match[2].lower() not in _UNITS:
         return None
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Fraction(match[1]) * _UNITS[match[2].lower()])  # exact, however many digits

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from enum import Enum
 
 from cargohold.engine.core.config import LoadFailurePolicy, SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
@@ -12,9 +15,14 @@ from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.protocol import KVCacheGroup, KVCacheLayout
-from cargohold.units import format_bytes, is_positive_int
+from cargohold.units import format_bytes, is_int, is_positive_int, is_positive_number
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_KV_BYTES = 2 * 1024**3
+"""Size of the device pool, unless a quarter of the machine's memory is less."""
+
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +35,7 @@ class EngineConfig:
         device: ``cpu`` or a CUDA device.
         block_tokens: tokens per KV block.
         num_device_blocks: blocks of the device pool, one of which is the null block. By default 2 GiB worth of them, but no
-            more than ``max_num_seqs`` of the longest requests need, and no less than one.
+            more than ``max_num_seqs`` of the longest requests need, and no less than one of ``max_model_len`` tokens needs.
         max_model_len: longest sequence, prompt and generated tokens together. By default the model's own limit, or what the
             pool holds if that is less.
         max_num_seqs: requests that run at the same time.
@@ -54,22 +62,31 @@ class EngineConfig:
     kv_events: bool = False
 
     def __post_init__(self) -> None:
-        self._require("dtype", self.dtype == "auto" or self.dtype in DTYPES, f"auto or one of {', '.join(DTYPES)}")
+        self._require("model", isinstance(self.model, str), "a directory, a .gguf file, a hub id or smollm2")
+        self._require_one_of("dtype", ("auto", *DTYPES))
+        self._require("device", _DEVICE.fullmatch(str(self.device)) is not None, "cpu, cuda, or one of several: cuda:1")
         for key in ("block_tokens", "max_num_seqs", "max_num_batched_tokens"):
             self._require(key, is_positive_int(getattr(self, key)), "an integer from 1")
-        for key in ("num_device_blocks", "max_model_len"):
+        for key, least in (("num_device_blocks", 1), ("max_model_len", 2)):
             value = getattr(self, key)
-            self._require(key, value is None or is_positive_int(value), "an integer from 1, or None")
-        for key, values in (
-            ("queue_policy", [policy.value for policy in QueuePolicy]),
-            ("load_failure_policy", [policy.value for policy in LoadFailurePolicy]),
-        ):
-            self._require(key, getattr(self, key) in values, f"one of {', '.join(values)}")
-        self._require("load_timeout_s", self.load_timeout_s > 0, "a number of seconds above 0")
+            self._require(key, value is None or (is_int(value) and value >= least), f"an integer from {least}, or None")
+        self._require_one_of("queue_policy", _values(QueuePolicy))
+        self._require_one_of("load_failure_policy", _values(LoadFailurePolicy))
+        self._require("load_timeout_s", is_positive_number(self.load_timeout_s), "a number of seconds above 0")
+        for key in ("prefix_caching", "kv_events"):
+            self._require(key, isinstance(getattr(self, key), bool), "True or False")
+
+    def _require_one_of(self, key: str, values: Collection[str]) -> None:
+        value = getattr(self, key)
+        self._require(key, isinstance(value, str) and value in values, f"one of {', '.join(values)}")
 
     def _require(self, key: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ConfigError(key, getattr(self, key), f"it must be {expected}")
+
+
+def _values(policies: type[Enum]) -> tuple[str, ...]:
+    return tuple(policy.value for policy in policies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +112,14 @@ def plan_engine(config: EngineConfig, info: ModelInfo, world_size: int = 1) -> E
     Raises:
         ConfigError: an option is impossible for this model or machine.
     """
+    if config.max_model_len is not None and config.max_model_len > info.max_positions:
+        raise ConfigError("max_model_len", config.max_model_len, f"{info.name} is for at most {info.max_positions}")
     groups = info.geometry.groups(config.block_tokens)
     block_bytes = info.geometry.block_bytes(config.block_tokens, info.dtype_bytes, world_size)
-    if config.max_model_len is not None and config.max_model_len > info.max_positions:
-        raise ConfigError(
-            "max_model_len", config.max_model_len, f"{info.name} was made for at most {info.max_positions}"
-        )
-    wanted_len = config.max_model_len or info.max_positions
-    needed = _num_blocks(groups, wanted_len, config.max_num_batched_tokens)
-    num_blocks = config.num_device_blocks or _default_num_blocks(needed, config.max_num_seqs, block_bytes * world_size)
-    max_model_len = _longest_that_fits(groups, config, wanted_len, num_blocks)
+    num_blocks = config.num_device_blocks or _default_num_blocks(config, info, groups, block_bytes * world_size)
+    max_model_len = _longest_that_fits(groups, config, info.max_positions, num_blocks)
     if config.device == "cpu":
-        _check_memory(num_blocks, block_bytes * world_size)
+        _check_memory(config, num_blocks, block_bytes * world_size)
     return EnginePlan(
         config=config,
         info=info,
@@ -124,8 +137,14 @@ def plan_engine(config: EngineConfig, info: ModelInfo, world_size: int = 1) -> E
     )
 
 
-def _default_num_blocks(needed_by_one: int, max_num_seqs: int, block_bytes: int) -> int:
-    return max(needed_by_one, min(DEFAULT_KV_BYTES // block_bytes, needed_by_one * max_num_seqs))
+def _default_num_blocks(
+    config: EngineConfig, info: ModelInfo, groups: tuple[KVCacheGroup, ...], block_bytes: int
+) -> int:
+    needed_by_one = _num_blocks(groups, config.max_model_len or info.max_positions, config.max_num_batched_tokens)
+    affordable = min(DEFAULT_KV_BYTES, memory_limit_bytes() // 4) // block_bytes
+    # Without max_model_len, the longest request is what the pool can hold; see _longest_that_fits.
+    at_least = 1 if config.max_model_len is None else needed_by_one
+    return max(at_least, min(affordable, needed_by_one * config.max_num_seqs))
 
 
 def _num_blocks(groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_tokens: int) -> int:
@@ -133,10 +152,15 @@ def _num_blocks(groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_toke
     return 1 + sum(max_held_blocks(group, num_tokens, max_step_tokens) for group in groups)
 
 
-def _longest_that_fits(groups: tuple[KVCacheGroup, ...], config: EngineConfig, wanted_len: int, num_blocks: int) -> int:
+def _longest_that_fits(
+    groups: tuple[KVCacheGroup, ...], config: EngineConfig, max_positions: int, num_blocks: int
+) -> int:
+    """Tokens of the longest request that can be served: as asked for, or else as many as the pool can hold."""
+
     def fits(num_tokens: int) -> bool:
         return _num_blocks(groups, num_tokens, config.max_num_batched_tokens) <= num_blocks
 
+    wanted_len = config.max_model_len or max_positions
     if fits(wanted_len):
         return wanted_len
     needed = _num_blocks(groups, wanted_len, config.max_num_batched_tokens)
@@ -149,7 +173,12 @@ def _longest_that_fits(groups: tuple[KVCacheGroup, ...], config: EngineConfig, w
         )
     longest = _last_true(fits, wanted_len)
     if longest <= config.block_tokens:
-        raise ConfigError("num_device_blocks", num_blocks, f"a request of {wanted_len} tokens needs {needed} blocks")
+        raise ConfigError(
+            "num_device_blocks",
+            num_blocks,
+            f"hardly a token fits in; one request of {wanted_len} tokens needs {needed} blocks",
+        )
+    logger.info("sequences are limited to the %d tokens that %d device blocks can hold", longest, num_blocks)
     return longest
 
 
@@ -162,12 +191,13 @@ def _last_true(holds: Callable[[int], bool], end: int) -> int:
     return low
 
 
-def _check_memory(num_blocks: int, block_bytes: int) -> None:
+def _check_memory(config: EngineConfig, num_blocks: int, block_bytes: int) -> None:
     limit = memory_limit_bytes()
     if num_blocks * block_bytes > limit:
+        asked_for = "max_model_len" if config.num_device_blocks is None else "num_device_blocks"
         raise ConfigError(
-            "num_device_blocks",
-            num_blocks,
+            asked_for,
+            getattr(config, asked_for),
             f"that is {format_bytes(num_blocks * block_bytes)} of KV, and this machine allows {format_bytes(limit)} in all; "
-            f"use at most {limit // 2 // block_bytes}",
+            f"use at most {limit // 2 // block_bytes} blocks",
         )

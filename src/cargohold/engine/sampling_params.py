@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cargohold.errors import ConfigError
+from cargohold.units import is_int, is_number, is_positive_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,46 +35,45 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        # What people write is made immutable: one string, a list of them.
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self._require("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer from 1")
-        self._require(
-            "temperature",
-            _is_number(self.temperature) and 0 <= self.temperature < math.inf,
-            "a number from 0 (greedy)",
-        )
-        self._require("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer from 1, or 0 for all tokens")
-        self._require("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
+        self._freeze_stops()
+        self._require("max_tokens", is_positive_int(self.max_tokens), "an integer from 1")
+        self._require("temperature", is_number(self.temperature) and self.temperature >= 0, "a number from 0 (greedy)")
+        self._require("top_k", is_int(self.top_k) and self.top_k >= 0, "an integer from 1, or 0 for all tokens")
+        self._require("top_p", is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
         self._require(
             "seed",
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
-            "an integer from 0 to 2**63 - 1",
+            self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**63),
+            "an integer from 0 to 2**63 - 1, or None",
         )
-        self._require("stop", all(map(_is_text, self.stop)), "strings that are not empty")
-        self._require(
-            "stop_token_ids",
-            all(_is_int(token_id) and token_id >= 0 for token_id in self.stop_token_ids),
-            "integers from 0",
-        )
+        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
         if self.temperature == 0:
             # Greedy decoding ignores these; being asked for both is a misunderstanding worth telling.
-            greedy = "greedy decoding (temperature=0) makes no choice: leave it out, or set temperature above 0"
-            self._require("top_k", self.top_k in (0, 1), greedy)
-            self._require("top_p", self.top_p == 1, greedy)
+            self._require("top_k", self.top_k in (0, 1), "left out of greedy decoding; or set temperature above 0")
+            self._require("top_p", self.top_p == 1, "left out of greedy decoding; or set temperature above 0")
+
+    def _freeze_stops(self) -> None:
+        """Make what people write immutable: one string, a list of them."""
+        stop = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
+        self._require("stop", stop is not None and all(isinstance(text, str) and text for text in stop), _STRINGS)
+        token_ids = _items(self.stop_token_ids)
+        self._require(
+            "stop_token_ids",
+            token_ids is not None and all(is_int(token_id) and token_id >= 0 for token_id in token_ids),
+            "a list of integers from 0",
+        )
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", token_ids)
 
     def _require(self, field: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ConfigError(field, getattr(self, field), f"it must be {expected}" if " " in expected else expected)
+            raise ConfigError(field, getattr(self, field), f"it must be {expected}")
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+_STRINGS = "a string or a list of strings, none of them empty"
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return _is_int(value) or isinstance(value, float)
+def _items(value: object) -> tuple[object, ...] | None:
+    """The items of a list, tuple or set; ``None`` if it is something else. The bytes of ``b"ab"`` are not meant."""
+    return (
+        tuple(value) if isinstance(value, Sequence | frozenset | set) and not isinstance(value, str | bytes) else None
+    )
