@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from cargohold.engine.core.step import SchedulerStep
 from cargohold.engine.executor.runner import LayerHooks
-from cargohold.engine.model.attention import PagedForward, Workspace
+from cargohold.engine.model.attention import PAGED_ATTENTION, PagedForward, Workspace
 from cargohold.engine.model.batch import Batch, build_batch
 from cargohold.engine.model.info import ModelInfo
 from cargohold.engine.model.kv_layout import layer_name
 from cargohold.engine.model.paged_kv import PagedKV
-from cargohold.engine.model.probe import PROBE_BLOCK_ID, ProbeForward, probe_step
+from cargohold.engine.model.probe import ProbeForward, probe_step, verify_logits
 from cargohold.engine.model.sampler import sample_tokens
 from cargohold.engine.model.weights import checked_device, load_model
-from cargohold.errors import UnsupportedModelError
+from cargohold.errors import CargoholdError, UnsupportedModelError, one_line
 from cargohold.protocol import KVCacheLayout
 
 
@@ -77,16 +78,35 @@ class HFModelRunner:
         return logits
 
     def _probe(self) -> None:
-        batch = build_batch(probe_step(self._layout), self._layout.groups, self._kv)
+        """Refuse a model that would be answered wrongly; see ``probe``."""
+        step = probe_step(self._layout, self._info)
+        batch = build_batch(step, self._layout.groups, self._kv)
+        batch = dataclasses.replace(batch, sample_rows=torch.arange(step.num_tokens, device=self._device))
         forward = ProbeForward(self._kv, batch, self._layer_places, self._workspace, None)
         forward.watch(self._info, self._layout)
         with torch.inference_mode():
             try:
-                self._forward(forward, batch)
-            except TypeError as error:
-                raise UnsupportedModelError(self._info.name, f"its forward pass cannot be driven: {error}") from error
-        forward.verify()
-        self._kv.storage[PROBE_BLOCK_ID].zero_()
+                logits = self._forward(forward, batch)
+                forward.verify()
+                verify_logits(self._info, logits, self._reference_logits(batch))
+            except CargoholdError:
+                raise
+            except Exception as error:  # whatever a model of an unknown kind does when it is driven in a new way
+                reason = f"its forward pass cannot be driven: {one_line(error)}"
+                raise UnsupportedModelError(self._info.name, reason) from error
+        for block_ids in step.scheduled[0].block_ids:
+            self._kv.storage[block_ids] = 0
+
+    def _reference_logits(self, batch: Batch) -> torch.Tensor:
+        """Logits of all of the batch's tokens, which are of one request, as transformers computes them by itself."""
+        self._model.set_attn_implementation("eager")
+        try:
+            output = self._model(input_ids=batch.token_ids, use_cache=False)
+        finally:
+            self._model.set_attn_implementation(PAGED_ATTENTION)
+        logits = output.logits[0]
+        assert isinstance(logits, torch.Tensor)
+        return logits
 
 
 def _layer_places(layout: KVCacheLayout, num_layers: int) -> tuple[tuple[int, int], ...]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cargohold.engine.model.kv_layout import KVGeometry, kv_geometry
 from cargohold.engine.model.source import locate_model
-from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Types that weights and KV can have, and their bytes."""
+
+_UNKNOWN_MAX_POSITIONS = 2048
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +29,7 @@ class ModelInfo:
         path: directory or hub id to load from.
         dtype: one of ``DTYPES``.
         geometry: shape of its KV.
-        max_positions: longest sequence it was made for.
-        num_attention_heads: query heads.
+        max_positions: longest sequence that it can be served with.
         vocab_size: size of the vocabulary; a prompt's token ids are below it.
         eos_token_ids: tokens that end a sequence.
     """
@@ -33,7 +39,6 @@ class ModelInfo:
     dtype: str
     geometry: KVGeometry
     max_positions: int
-    num_attention_heads: int
     vocab_size: int
     eos_token_ids: frozenset[int]
 
@@ -41,12 +46,6 @@ class ModelInfo:
     def dtype_bytes(self) -> int:
         """Bytes per number."""
         return DTYPES[self.dtype]
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV per token over all layers."""
-        geometry = self.geometry
-        return len(geometry.layer_kinds) * 2 * geometry.num_kv_heads * geometry.head_dim * self.dtype_bytes
 
 
 def describe_model(model: str, dtype: str = "auto") -> ModelInfo:
@@ -65,15 +64,14 @@ def describe_model(model: str, dtype: str = "auto") -> ModelInfo:
         raise ConfigError("dtype", dtype, f"it must be auto or one of {', '.join(DTYPES)}")
     path = locate_model(model)
     config = _load_config(model, path)
-    text = config.get_text_config()
-    geometry = kv_geometry(model, text)
+    _refuse_unless_causal(model, config)
+    text = _text_config(model, config)
     return ModelInfo(
         name=model,
         path=path,
         dtype=_saved_dtype(config) if dtype == "auto" else dtype,
-        geometry=geometry,
-        max_positions=getattr(text, "max_position_embeddings", None) or 2048,
-        num_attention_heads=text.num_attention_heads,
+        geometry=kv_geometry(model, text),
+        max_positions=_max_positions(model, text),
         vocab_size=text.vocab_size,
         eos_token_ids=_eos_token_ids(path, text),
     )
@@ -85,21 +83,60 @@ def _load_config(model: str, path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path)
     except OSError as error:
-        if path == model:
-            reason = "it is neither a directory nor a .gguf file, and the Hugging Face hub does not have it or is out of reach"
-            raise ModelNotFoundError(model, reason) from error
-        raise ModelNotFoundError(model, f"its config.json cannot be read: {_first_line(error)}") from error
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(model, f"transformers does not know it: {_first_line(error)}") from error
+        raise ModelNotFoundError(model, f"its config.json cannot be read: {one_line(error)}") from error
+    except Exception as error:  # whatever a model's own checks of its configuration raise
+        raise UnsupportedModelError(model, f"transformers does not know it: {one_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", maxsplit=1)[0]
+def _refuse_unless_causal(model: str, config: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415  # slow
+
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(model, "encoder-decoder models are not served; choose a decoder-only model")
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModelError(model, f"{config.model_type} is not a language model that generates text")
+
+
+def _text_config(model: str, config: Any) -> Any:
+    """The part of a configuration that is about text, for models that also see or hear."""
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise UnsupportedModelError(model, f"it is not one language model: {one_line(error)}") from error
 
 
 def _saved_dtype(config: Any) -> str:
     name = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return name if name in DTYPES else "float32"
+
+
+def _max_positions(model: str, text_config: Any) -> int:
+    """Longest sequence that the model can be served with.
+
+    Some rotary embeddings turn by other angles once a sequence is longer than those the model was first trained with. All
+    requests of a batch share the angles, and cached keys keep those they were made with, so such a model stays below that.
+    """
+    limit = getattr(text_config, "max_position_embeddings", None) or _UNKNOWN_MAX_POSITIONS
+    for rope in _rope_parameters(text_config):
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            original = rope.get("original_max_position_embeddings") or limit
+            if original < limit:
+                logger.warning(
+                    "model %s is served up to %d of its %d tokens: its %s rotary embedding changes there",
+                    model,
+                    original,
+                    limit,
+                    rope["rope_type"],
+                )
+                limit = original
+    return int(limit)
+
+
+def _rope_parameters(text_config: Any) -> Iterator[Mapping[str, Any]]:
+    """The parameters of the rotary embedding, of which there may be one set per type of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    yield parameters
+    yield from (value for value in parameters.values() if isinstance(value, Mapping))
 
 
 def _eos_token_ids(path: str, text_config: Any) -> frozenset[int]:

@@ -82,20 +82,23 @@ def kv_geometry(model: str, config: Any) -> KVGeometry:
         UnsupportedModelError: the model has something that paged KV cannot hold yet.
     """
     _refuse_unknown_architectures(model, config)
-    num_heads = config.num_attention_heads
+    num_heads = _field(model, config, "num_attention_heads")
+    num_layers = _field(model, config, "num_hidden_layers")
+    if not num_heads or not num_layers:
+        raise UnsupportedModelError(model, f"{config.model_type} has no attention layers, so it has no KV cache")
     return KVGeometry(
-        layer_kinds=tuple(_layer_kinds(model, config)),
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        layer_kinds=tuple(_layer_kinds(model, config, num_layers)),
+        num_kv_heads=_field(model, config, "num_key_value_heads") or num_heads,
+        head_dim=_field(model, config, "head_dim") or config.hidden_size // num_heads,
     )
 
 
-def _layer_kinds(model: str, config: Any) -> Iterable[LayerKind]:
+def _layer_kinds(model: str, config: Any, num_layers: int) -> Iterable[LayerKind]:
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         uses_window = bool(window) and getattr(config, "use_sliding_window", True)
-        layer_types = ["sliding_attention" if uses_window else "full_attention"] * config.num_hidden_layers
+        layer_types = ["sliding_attention" if uses_window else "full_attention"] * num_layers
     for layer_type in layer_types:
         kind = _LAYER_TYPES.get(layer_type)
         if kind is None:
@@ -106,14 +109,19 @@ def _layer_kinds(model: str, config: Any) -> Iterable[LayerKind]:
 
 def _refuse_unknown_architectures(model: str, config: Any) -> None:
     unsupported = {
-        "is_encoder_decoder": "encoder-decoder models are not served; choose a decoder-only model",
         "kv_lora_rank": "multi-head latent attention is not served",
         "attn_logit_softcapping": "soft-capped attention scores are not served",
         "use_bidirectional_attention": "attention that looks ahead is not served",
         "num_kv_shared_layers": "layers that share another layer's KV are not served",
     }
     for field, reason in unsupported.items():
-        if getattr(config, field, None):
+        if _field(model, config, field):
             raise UnsupportedModelError(model, reason)
-    if not getattr(config, "num_hidden_layers", None) or not getattr(config, "num_attention_heads", None):
-        raise UnsupportedModelError(model, f"a {config.model_type} is not a decoder-only language model")
+
+
+def _field(model: str, config: Any, name: str) -> Any:
+    """A field of the configuration, ``None`` if it has none of that name."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError as error:  # how transformers says that it differs between layers
+        raise UnsupportedModelError(model, f"layers that differ in {name} are not served") from error

@@ -1,7 +1,12 @@
-"""Watches how a model's layers call attention, before any request is served.
+"""Tries a model out before any request is served.
 
-What a configuration does not tell (attention sinks, soft caps, layers that skip attention or share another's KV) shows in a
-forward pass of one token. A model that does what paged attention does not do is refused, rather than answered wrongly.
+What a configuration does not tell shows in a forward pass of a few tokens. Two things are checked, and a model that fails is
+refused, rather than answered wrongly:
+
+* Every layer calls attention once, with keys, values and options as paged attention expects them. That finds attention sinks,
+  soft caps, and layers that skip attention or share another's KV.
+* The logits are those of transformers' own attention. That finds what is not seen at a single layer: attention that looks
+  ahead, positions that are not counted from 0.
 """
 
 from __future__ import annotations
@@ -17,22 +22,29 @@ from cargohold.engine.model.attention import PagedForward
 from cargohold.engine.model.info import ModelInfo
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import UnsupportedModelError
-from cargohold.protocol import KVCacheLayout
+from cargohold.protocol import NULL_BLOCK_ID, KVCacheLayout
 
-PROBE_BLOCK_ID = 1
+MAX_PROBE_TOKENS = 12
 
 _HONOURED = frozenset({"dropout", "sliding_window", "position_ids", "use_cache", "is_causal", "cache_position"})
 """Options of transformers' attention interface that paged attention honours, or that change nothing in a causal decoder."""
 
+_MAX_LOGIT_ERROR = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Distance of logits, relative to their spread. In half precision sums in another order are quite far apart."""
 
-def probe_step(layout: KVCacheLayout) -> SchedulerStep:
-    """A step with one token, in the first block that is not null."""
+
+def probe_step(layout: KVCacheLayout, info: ModelInfo) -> SchedulerStep:
+    """A step with a few tokens of one request, in the first blocks that are not null: as many as fit."""
+    block_tokens = layout.groups[0].block_tokens
+    blocks_per_group = min((layout.num_blocks - 1) // len(layout.groups), -(-MAX_PROBE_TOKENS // block_tokens))
+    num_tokens = min(MAX_PROBE_TOKENS, blocks_per_group * block_tokens, info.max_positions)
+    first_ids = (NULL_BLOCK_ID + 1 + group.index * blocks_per_group for group in layout.groups)
     share = ScheduledTokens(
         request_id="probe",
-        token_ids=(0,),
+        token_ids=tuple(at * info.vocab_size // num_tokens for at in range(num_tokens)),
         num_computed_tokens=0,
         write_from=0,
-        block_ids=tuple([PROBE_BLOCK_ID] for _ in layout.groups),
+        block_ids=tuple(list(range(first, first + blocks_per_group)) for first in first_ids),
         sample=SampleSpec(SamplingParams(), 0, 0),
     )
     return SchedulerStep(scheduled=(share,))
@@ -59,10 +71,11 @@ class ProbeForward(PagedForward):
         if layer >= len(self._info.geometry.layer_kinds):
             self._refuse(f"it has an attention layer {layer} that its configuration does not mention")
         _, key, value = qkv
-        shape = (self._kv.num_heads, self._kv.head_dim)
+        expected = (self._kv.num_heads, self._kv.head_dim)
         for what, numbers in (("keys", key), ("values", value)):
-            if (numbers.shape[1], numbers.shape[3]) != shape:
-                self._refuse(f"layer {layer} has {what} of shape {tuple(numbers.shape)}, expected heads x dim {shape}")
+            found = (numbers.shape[1], numbers.shape[3])
+            if found != expected:
+                self._refuse(f"layer {layer} has {what} of heads x dim {found}, its configuration says {expected}")
         self._check_options(layer, options)
         return super().attend(layer, qkv, scale, options)
 
@@ -84,3 +97,24 @@ class ProbeForward(PagedForward):
 
     def _refuse(self, reason: str) -> None:
         raise UnsupportedModelError(self._info.name, reason)
+
+
+def verify_logits(info: ModelInfo, ours: torch.Tensor, reference: torch.Tensor) -> None:
+    """Raise ``UnsupportedModelError`` if our logits are not those of transformers' own attention, up to rounding.
+
+    Args:
+        info: the model.
+        ours: logits of the probe's tokens; shape ``(tokens, vocabulary)``.
+        reference: the same as transformers computes them.
+    """
+    expected = _centred(reference)
+    errors = (_centred(ours) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Rounding may send a token to another expert, which moves a row or two; a model that is run wrongly has most rows wrong.
+    error = float(errors.median())
+    if error > _MAX_LOGIT_ERROR[ours.dtype]:  # not so if the reference is not a number either
+        reason = f"with paged attention its logits are {error:.0%} off from those of transformers' own attention"
+        raise UnsupportedModelError(info.name, reason)
+
+
+def _centred(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double() - logits.double().mean(dim=-1, keepdim=True)

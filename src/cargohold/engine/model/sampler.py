@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from cargohold.engine.core.step import SampleSpec
@@ -17,25 +18,28 @@ def sample_tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int
         specs: how to choose, row by row. The random draw depends on the spec alone: not on the batch, the device or what was
             drawn before.
     """
-    greedy = logits.argmax(dim=-1).tolist()
+    greedy: list[int] = logits.argmax(dim=-1).tolist()
     return [
-        greedy[row] if spec.sampling.temperature == 0 else _sample(logits[row], spec) for row, spec in enumerate(specs)
+        likeliest if spec.sampling.temperature == 0 else _sample(row, spec)
+        for likeliest, row, spec in zip(greedy, logits, specs, strict=True)
     ]
 
 
 def _sample(logits: torch.Tensor, spec: SampleSpec) -> int:
     sampling = spec.sampling
-    scores = logits.float() / sampling.temperature
+    # With the largest at 0, the smallest temperature cannot make two of them infinite.
+    scores = (logits.double() - logits.max()) / sampling.temperature
     if 0 < sampling.top_k < scores.numel():
-        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
+        scores = _keep_top_k(scores, sampling.top_k)
     if sampling.top_p < 1:
         scores = _keep_top_p(scores, sampling.top_p)
-    # Gumbel-max: the largest of scores plus Gumbel noise is distributed like softmax(scores). Noise is drawn on the CPU, so
-    # that every device draws the same.
-    generator = torch.Generator().manual_seed((spec.seed * 1_000_003 + spec.index) % 2**63)
-    uniform = torch.rand(scores.shape, generator=generator, dtype=torch.float64).clamp_min(1e-300)
-    gumbel = -torch.log(-torch.log(uniform))
-    return int((scores.double().cpu() + gumbel).argmax())
+    return int((scores.cpu() + _gumbel_noise(scores.numel(), spec)).argmax())
+
+
+def _keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Keep the ``top_k`` likeliest tokens, no more even if several are equally likely."""
+    top = scores.topk(top_k)
+    return torch.full_like(scores, -torch.inf).scatter(0, top.indices, top.values)
 
 
 def _keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -45,3 +49,13 @@ def _keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     # A token goes if those likelier than it reach top_p already; the likeliest always stays.
     reached_before = probabilities.cumsum(dim=-1) - probabilities >= top_p
     return scores.masked_fill(torch.zeros_like(reached_before).scatter(0, order, reached_before), -torch.inf)
+
+
+def _gumbel_noise(size: int, spec: SampleSpec) -> torch.Tensor:
+    """What makes the largest of scores plus noise distributed like ``softmax(scores)`` (the Gumbel-max trick).
+
+    Drawn on the CPU, so that every device draws the same, from a generator whose key is the seed and the token's number:
+    neighbouring seeds and tokens have nothing in common.
+    """
+    generator = np.random.Generator(np.random.Philox(key=spec.seed | spec.index << 64))
+    return -torch.from_numpy(generator.standard_exponential(size)).clamp_min(1e-300).log()

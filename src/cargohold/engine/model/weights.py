@@ -8,22 +8,17 @@ import torch
 
 from cargohold.engine.model.attention import PAGED_ATTENTION, register_paged_attention
 from cargohold.engine.model.info import ModelInfo
-from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def checked_device(device: str) -> torch.device:
-    """The torch device of that name. Raises ``ConfigError`` if there is none."""
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError("device", device, "it must be a PyTorch device, such as cpu or cuda:0") from error
+    """The torch device of that name. Raises ``ConfigError`` if this machine does not have it."""
+    found = torch.device(device)
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ConfigError("device", device, f"this machine has {torch.cuda.device_count()} CUDA device(s); use cpu")
-    if found.type not in ("cpu", "cuda"):
-        raise ConfigError("device", device, "it must be cpu or a cuda device")
     return found
 
 
@@ -31,18 +26,26 @@ def load_model(info: ModelInfo, device: torch.device) -> PreTrainedModel:
     """Load the weights onto ``device``, for inference.
 
     Raises:
-        ModelNotFoundError: the weights are missing or cannot be read.
+        ModelNotFoundError: the weights are missing, damaged or incomplete.
         UnsupportedModelError: the model does not use transformers' attention interface.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  # slow to import
 
     register_paged_attention()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            info.path, dtype=getattr(torch, info.dtype), attn_implementation=PAGED_ATTENTION
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            dtype=getattr(torch, info.dtype),
+            attn_implementation=PAGED_ATTENTION,
+            output_loading_info=True,
         )
-    except OSError as error:
-        raise ModelNotFoundError(info.name, f"its weights cannot be read: {error}") from error
-    except ValueError as error:
-        raise UnsupportedModelError(info.name, f"transformers cannot run it with paged attention: {error}") from error
+    except (ValueError, KeyError) as error:
+        reason = f"transformers cannot run it with paged attention: {one_line(error)}"
+        raise UnsupportedModelError(info.name, reason) from error
+    except Exception as error:  # a damaged file shows in as many ways as there are formats
+        raise ModelNotFoundError(info.name, f"its weights cannot be read: {one_line(error)}") from error
+    if loading["missing_keys"]:
+        # transformers makes up what is missing, with no more than a warning.
+        missing = sorted(loading["missing_keys"])
+        raise ModelNotFoundError(info.name, f"its files lack {len(missing)} of its weights, such as {missing[0]}")
     return model.to(device).eval()
