@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import fields
+from difflib import get_close_matches
+from numbers import Integral
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from cargohold.connector.factory import Offload, connector_factory
+from cargohold.connector.lazy import LazyOffloadConfig
+from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.executor import Executor, InlineExecutor, Worker
@@ -29,6 +37,14 @@ Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
 
 
+class RequestOptions(TypedDict, total=False):
+    """What may be said of a request beside how to sample; see ``LLMEngine.add_request``."""
+
+    priority: int
+    salt: str | None
+    kv_transfer_params: Mapping[str, Any] | None
+
+
 class LLM:
     """A language model, served in this process.
 
@@ -39,6 +55,9 @@ class LLM:
             print(out.text, out.metrics)
 
     Use it as a context manager, or call ``close``, to stop its transfers and give its memory back. Not thread-safe.
+
+    Ctrl-C ends a call cleanly: what it had started is aborted once the step in progress is done, ``KeyboardInterrupt`` is
+    raised, and the model can be used again. A second Ctrl-C does not wait for the step, and ends the engine.
 
     Args:
         model: a directory, a GGUF file, a Hugging Face hub id, or ``smollm2``.
@@ -51,13 +70,19 @@ class LLM:
         ModelError: the model is not there, or cannot be served.
     """
 
-    def __init__(self, model: str, *, offload: Offload | Sequence[Offload] | None = None, **options: Any) -> None:
-        unknown = sorted(options.keys() - EngineConfig.__dataclass_fields__.keys())
-        if unknown:
-            known = ", ".join(sorted(EngineConfig.__dataclass_fields__.keys() - {"model"}))
-            raise ConfigError(unknown[0], options[unknown[0]], f"there is no such option; there are offload, {known}")
-        self.plan = plan_engine(config := EngineConfig(model=model, **options), describe_model(model, config.dtype))
-        self.engine = build_engine(self.plan, connector_factory(offload))
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        offload: Offload | Sequence[Offload] | None = None,
+        **options: Any,
+    ) -> None:
+        config = _engine_config(model, options)
+        _check_offload(offload)
+        factory = connector_factory(offload)
+        self.plan = plan_engine(config, describe_model(config.model, config.dtype))
+        self.engine = build_engine(self.plan, factory)
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     def generate(
         self,
@@ -65,7 +90,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: Progress | None = None,
-        **request_options: Any,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Complete prompts, batched as far as the pool allows; outputs in the order of the prompts.
 
@@ -73,55 +98,47 @@ class LLM:
             prompts: one prompt or several; each text or token ids.
             sampling: for all prompts, or one per prompt.
             progress: called with the number of prompts done and the number of all, whenever it changes.
-            request_options: ``priority``, ``salt`` and ``kv_transfer_params``, for all prompts; see
-                ``LLMEngine.add_request``.
+            options: for all prompts; see ``LLMEngine.add_request``.
 
         Raises:
             RequestError: a prompt cannot be served; none was started.
+            EngineDeadError: the engine has stopped.
         """
         prompt_list = _as_list(prompts)
-        samplings = _per_prompt(sampling, len(prompt_list))
-        ids = self._add_all(prompt_list, samplings, request_options)
-        done: dict[str, RequestOutput] = {}
-        try:
-            while len(done) < len(ids):
-                finished = {out.request_id: out for out in self._step() if out.finished}
-                done |= finished
-                if progress is not None and finished:
-                    progress(len(done), len(ids))
-        finally:
-            for request_id in ids:
-                self.engine.abort(request_id)  # those that an interrupt left behind
-        self.engine.settle()
-        return [done[request_id] for request_id in ids]
+        asked = list(zip(prompt_list, _per_prompt(sampling, len(prompt_list)), strict=True))
+        done: dict[int, RequestOutput] = {}
+        with closing(self._serve(asked, options)) as outputs:
+            for at, output in outputs:
+                if output.finished:
+                    done[at] = output
+                    if progress is not None:
+                        progress(len(done), len(asked))
+        return [done[at] for at in range(len(asked))]
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, **request_options: Any
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding an output per new piece; the last one is ``finished``.
 
-        Closing the iterator early aborts the request.
+        The request starts when the first output is asked for, and is aborted when the iterator is closed early. Several
+        streams may be read in turn.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+            EngineDeadError: the engine has stopped.
         """
-        request_id = self.engine.add_request(prompt, sampling, **request_options)
-        try:
-            while True:
-                for output in self._step():
-                    if output.request_id == request_id:
-                        yield output
-                        if output.finished:
-                            return
-        finally:
-            self.engine.abort(request_id)
-            self.engine.settle()
+        with closing(self._serve([(prompt, sampling)], options)) as outputs:
+            for _, output in outputs:
+                yield output
 
     def chat(
         self,
         messages: Sequence[Mapping[str, str]],
         sampling: SamplingParams | None = None,
-        **request_options: Any,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Answer a conversation: messages with ``role`` (system, user, assistant) and ``content``."""
-        return self.generate([self.chat_prompt(messages)], sampling, **request_options)[0]
+        return self.generate([self.chat_prompt(messages)], sampling, **options)[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ending where the assistant is to speak."""
@@ -149,23 +166,47 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _add_all(
-        self, prompts: Sequence[Prompt], samplings: Sequence[SamplingParams | None], options: Mapping[str, Any]
-    ) -> list[str]:
-        ids: list[str] = []
-        try:
-            for prompt, sampling in zip(prompts, samplings, strict=True):
-                ids.append(self.engine.add_request(prompt, sampling, **options))  # undone below
-        except BaseException:
-            for request_id in ids:
-                self.engine.abort(request_id)
-            raise
-        return ids
+    def _serve(
+        self, asked: Sequence[tuple[Prompt, SamplingParams | None]], options: RequestOptions
+    ) -> Generator[tuple[int, RequestOutput]]:
+        """Add requests, and yield their outputs as they come, each with the position of its request in ``asked``.
 
-    def _step(self) -> list[RequestOutput]:
+        However it ends, none of the requests is left behind.
+        """
+        inbox: deque[RequestOutput] = deque()
+        positions: dict[str, int] = {}
+        try:
+            for at, (prompt, sampling) in enumerate(asked):
+                with deferred_interrupt(), _numbered(at, len(asked)):
+                    request_id = self.engine.add_request(prompt, sampling, **options)
+                    positions[request_id] = at
+                    self._inboxes[request_id] = inbox
+            num_left = len(asked)
+            while num_left:
+                self._step()
+                while inbox:
+                    output = inbox.popleft()
+                    num_left -= output.finished
+                    yield positions[output.request_id], output
+        finally:
+            with deferred_interrupt():
+                for request_id in positions:
+                    del self._inboxes[request_id]
+                    self.engine.abort(request_id)
+            self._settle()
+
+    def _step(self) -> None:
         # An interrupt in the middle of a step would leave scheduler and workers with different ideas of it.
         with deferred_interrupt():
-            return self.engine.step()
+            for output in self.engine.step():
+                # Whoever steps does so for everyone: another stream may wait for this.
+                if output.request_id in self._inboxes:
+                    self._inboxes[output.request_id].append(output)
+
+    def _settle(self) -> None:
+        """Let transfers end, unless others have requests on their way: their steps will do it."""
+        while not self._inboxes and self.engine.has_work():
+            self._step()
 
 
 def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
@@ -185,15 +226,20 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
     )
     # The connector first: what it refuses is refused before the weights are loaded.
     connector = factory.make_scheduler_side(environment)
-    scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock)
-    executor = _make_executor(plan, factory, connector.get_finished_count())
-    limits = EngineLimits(
-        max_model_len=plan.scheduler.max_model_len,
-        vocab_size=plan.info.vocab_size,
-        eos_token_ids=plan.info.eos_token_ids,
-        hash_block_tokens=plan.layout.hash_block_tokens,
-    )
-    return LLMEngine(scheduler, executor, Tokenizer.load(plan.info), limits, clock=clock)
+    try:
+        scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock)
+        limits = EngineLimits(
+            max_model_len=plan.scheduler.max_model_len,
+            vocab_size=plan.info.vocab_size,
+            eos_token_ids=plan.info.eos_token_ids,
+            hash_block_tokens=plan.layout.hash_block_tokens,
+        )
+        tokenizer = Tokenizer.load(plan.info)
+        executor = _make_executor(plan, factory, connector.get_finished_count())
+    except BaseException:
+        connector.shutdown()
+        raise
+    return LLMEngine(scheduler, executor, tokenizer, limits, clock=clock)
 
 
 def _make_executor(plan: EnginePlan, factory: KVConnectorFactory, finished_count: int | None) -> Executor:
@@ -204,19 +250,53 @@ def _make_executor(plan: EnginePlan, factory: KVConnectorFactory, finished_count
     return InlineExecutor(Worker(runner, worker_side), finished_count)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]  # one prompt: text, or token ids
-    return list(prompts)  # type: ignore[arg-type]  # several
+def _check_offload(offload: object) -> None:
+    """Raise ``ConfigError`` unless it is something that a connector can be made of."""
+    if isinstance(offload, list | tuple):
+        for child in offload:
+            _check_offload(child)
+        return
+    is_factory = hasattr(offload, "make_scheduler_side") and not isinstance(offload, type)
+    if offload is not None and not is_factory and not isinstance(offload, OffloadConfig | LazyOffloadConfig):
+        expected = "an OffloadConfig, a LazyOffloadConfig, the factory of a connector, or a list of these"
+        raise ConfigError("offload", offload, f"it must be {expected}")
 
 
-def _per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> Sequence[SamplingParams | None]:
-    if sampling is None or isinstance(sampling, SamplingParams):
+def _engine_config(model: str | os.PathLike[str], options: Mapping[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig) if field.name != "model"]
+    for key, value in options.items():
+        if key not in known:
+            close = get_close_matches(key, ["offload", *known], n=2)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are offload, {', '.join(known)}"
+            raise ConfigError(key, value, f"there is no such option; {hint}")
+    return EngineConfig(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **options)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several as several. What is no prompt at all is passed on, for the engine to refuse."""
+    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__iter__"):
+        return [prompts]
+    items = list(prompts)
+    is_one = bool(items) and isinstance(items[0], Integral)
+    return [items] if is_one else items
+
+
+def _per_prompt(sampling: Any, num_prompts: int) -> list[SamplingParams | None]:
+    if not isinstance(sampling, list | tuple):
         return [sampling] * num_prompts
     if len(sampling) != num_prompts:
         raise RequestError(
             f"{len(sampling)} sampling parameters for {num_prompts} prompts: give one for all, or one each"
         )
-    return sampling
+    return list(sampling)
+
+
+@contextmanager
+def _numbered(at: int, num_prompts: int) -> Iterator[None]:
+    """Tell which of several prompts an error is about."""
+    try:
+        yield
+    except RequestError as error:
+        if num_prompts == 1:
+            raise
+        raise RequestError(f"prompt {at + 1} of {num_prompts}: {error.reason}", error.request_id) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from cargohold.engine.core.request import FinishReason, Request, RequestTimes
@@ -14,11 +16,17 @@ from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.engine.text_stream import TextStream
-from cargohold.errors import EngineDeadError, RequestError
+from cargohold.errors import EngineDeadError, RequestError, one_line
 from cargohold.protocol import Clock, KVEvent
+from cargohold.units import is_int
 
 IDLE_SLEEP_S = 0.0005
 """Pause after a step in which nothing was computed and nothing ended: transfers run meanwhile."""
+
+
+def random_seed() -> int:
+    """A seed that nobody can foresee."""
+    return secrets.randbits(63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +52,24 @@ class _Live:
 
     request: Request
     prompt: str | None
+    prompt_token_ids: tuple[int, ...]
     stream: TextStream
 
 
 class LLMEngine:
     """Serves requests, step by step. One thread owns it.
 
+    Of every request that was added, ``step`` returns outputs, the last of them ``finished``, however it ends; unless the
+    engine itself ends first.
+
     Args:
         scheduler: decides.
-        executor: computes.
+        executor: computes; shut down when the engine ends.
         tokenizer: text to tokens and back; ``None`` if the model has none.
         limits: what a request must fit into.
         clock: monotonic time in seconds.
         sleep: how to wait.
+        draw_seed: the seed of a request that brings none.
     """
 
     def __init__(
@@ -68,16 +81,19 @@ class LLMEngine:
         *,
         clock: Clock = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        draw_seed: Callable[[], int] = random_seed,
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.limits = limits
-        self._executor = executor
+        self._executor: Executor | None = executor
         self._clock = clock
         self._sleep = sleep
+        self._draw_seed = draw_seed
         self._live: dict[str, _Live] = {}
+        self._undelivered: list[RequestOutput] = []
         self._num_requests = 0
-        self._dead: BaseException | None = None
+        self._end: BaseException | None = None
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -106,18 +122,20 @@ class LLMEngine:
             EngineDeadError: the engine has stopped.
         """
         self._check_alive()
-        sampling = sampling or SamplingParams()
-        self._num_requests += 1
-        request_id = request_id if request_id is not None else f"request-{self._num_requests}"
-        if request_id in self._live:
-            raise RequestError("a request with this id is being served already", request_id)
+        sampling = SamplingParams() if sampling is None else sampling
+        _check_options(sampling, priority, salt, kv_transfer_params)
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError(
+                "this model has no tokenizer, so it cannot stop at strings; use stop_token_ids", request_id
+            )
         token_ids = self._token_ids(prompt, request_id)
+        self._num_requests += 1
         request = Request(
-            request_id=request_id,
+            request_id=f"request-{self._num_requests}" if request_id is None else request_id,
             all_token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
-            seed=sampling.seed if sampling.seed is not None else self._num_requests,
+            seed=self._draw_seed() if sampling.seed is None else sampling.seed,
             times=RequestTimes(arrived=self._clock()),
             hash_block_tokens=self.limits.hash_block_tokens,
             priority=priority,
@@ -126,22 +144,26 @@ class LLMEngine:
             stop_token_ids=frozenset(sampling.stop_token_ids)
             | (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids),
         )
+        if request.request_id in self._live or self.scheduler.kv.holds_blocks(request):
+            raise RequestError("a request with this id is being served already", request.request_id)
         self.scheduler.add_request(request)
-        decoder = None if self.tokenizer is None else self.tokenizer.piece_decoder()
+        decoder = None if self.tokenizer is None else self.tokenizer.piece_decoder(token_ids)
         stream = TextStream(decoder, tuple(sampling.stop))
-        self._live[request_id] = _Live(request, prompt if isinstance(prompt, str) else None, stream)
-        return request_id
+        text = prompt if isinstance(prompt, str) else None
+        self._live[request.request_id] = _Live(request, text, tuple(token_ids), stream)
+        return request.request_id
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request; its last output, or ``None`` if it is not alive. Its blocks are freed when no copy uses them."""
-        update = self.scheduler.finish_request(request_id, FinishReason.ABORT)
-        return None if update is None else self._output(update)
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is alive; the next step returns its last output. Its blocks are freed when no copy uses them."""
+        update = None if self._end is not None else self.scheduler.finish_request(request_id, FinishReason.ABORT)
+        if update is not None:
+            self._undelivered += self._outputs([update])
 
     # --- stepping -----------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether another ``step`` is needed: requests, transfers or references are pending."""
-        return self._dead is None and self.scheduler.has_work()
+        """Whether another ``step`` is needed: requests, outputs, transfers or references are pending."""
+        return self._end is None and (bool(self._undelivered) or self.scheduler.has_work())
 
     @property
     def num_unfinished(self) -> int:
@@ -152,29 +174,17 @@ class LLMEngine:
         """Compute one step; outputs of the requests that moved on.
 
         Raises:
-            EngineDeadError: computing failed; every request has ended with an error, and the engine cannot go on.
+            EngineDeadError: the step failed; what it left behind cannot be trusted, so the engine has ended.
         """
         self._check_alive()
-        step = self.scheduler.schedule()
+        outputs, self._undelivered = self._undelivered, []
         try:
-            output = self._executor.execute(step)
+            return outputs + self._step()
         except BaseException as error:
-            self._dead = error
-            self._executor.shutdown()
-            raise EngineDeadError(f"a step failed, the engine has stopped: {error}") from error
-        updates = self.scheduler.update_from_output(output)
-        if not step.scheduled and not updates and output.connector.is_empty() and self.scheduler.has_work():
-            self._sleep(IDLE_SLEEP_S)
-        return [result for update in updates if (result := self._output(update)) is not None]
-
-    def settle(self, timeout_s: float | None = None) -> bool:
-        """Step until nothing is pending, dropping outputs; ``False`` if that took longer than ``timeout_s``."""
-        deadline = None if timeout_s is None else self._clock() + timeout_s
-        while self.has_work():
-            if deadline is not None and self._clock() > deadline:
-                return False
-            self.step()
-        return True
+            self._stop(error)
+            if isinstance(error, Exception):
+                raise EngineDeadError(f"a step failed, the engine has stopped: {one_line(error)}") from error
+            raise  # the user has interrupted, or the program exits
 
     def reset_cache(self) -> bool:
         """Forget all cached KV, on the device and below; ``False`` if requests or transfers are in flight."""
@@ -186,33 +196,50 @@ class LLMEngine:
         return self.scheduler.take_events()
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """End all requests, let transfers finish, stop the workers. May be called twice."""
+        """End all requests, let transfers finish, stop the workers and let go of them. May be called twice."""
         for request_id in self.scheduler.unfinished_ids:
             self.abort(request_id)
-        if self._dead is None:
-            self.settle(timeout_s)
-            self._dead = EngineDeadError("the engine was shut down")
-            self._executor.shutdown()
-            self.scheduler.connector.shutdown()
+        deadline = self._clock() + timeout_s
+        while self.has_work() and self._clock() < deadline:
+            self.step()
+        self._stop(EngineDeadError("it was shut down"))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._dead}") from self._dead
+        if self._end is not None:
+            raise EngineDeadError(f"the engine has stopped: {one_line(self._end)}") from self._end
 
-    def _token_ids(self, prompt: str | Sequence[int], request_id: str) -> list[int]:
+    def _stop(self, reason: BaseException) -> None:
+        """End the engine. Only the first time counts."""
+        if self._end is None:
+            self._end = reason
+            self._live.clear()
+            executor, self._executor = self._executor, None  # with it, weights and KV
+            assert executor is not None
+            try:
+                executor.shutdown()
+            finally:
+                self.scheduler.connector.shutdown()
+
+    def _step(self) -> list[RequestOutput]:
+        assert self._executor is not None
+        step = self.scheduler.schedule()
+        output = self._executor.execute(step)
+        updates = self.scheduler.update_from_output(output)
+        if not step.scheduled and not updates and output.connector.is_empty() and self.scheduler.has_work():
+            self._sleep(IDLE_SLEEP_S)
+        return self._outputs(updates)
+
+    def _token_ids(self, prompt: object, request_id: str | None) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer; give the prompt as token ids", request_id)
             token_ids = self.tokenizer.encode(prompt)
         else:
-            token_ids = list(prompt)
+            token_ids = self._checked_token_ids(prompt, request_id)
         if not token_ids:
             raise RequestError("the prompt is empty", request_id)
-        bad = next((token_id for token_id in token_ids if not self._is_token_id(token_id)), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad!r} is not an integer in [0, {self.limits.vocab_size})", request_id)
         if len(token_ids) >= self.limits.max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; with one token to generate, at most "
@@ -221,8 +248,21 @@ class LLMEngine:
             )
         return token_ids
 
-    def _is_token_id(self, value: object) -> bool:
-        return isinstance(value, int) and 0 <= value < self.limits.vocab_size
+    def _checked_token_ids(self, prompt: object, request_id: str | None) -> list[int]:
+        if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+            raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", request_id)
+        return [self._checked_token_id(token_id, request_id) for token_id in prompt]
+
+    def _checked_token_id(self, token_id: Any, request_id: str | None) -> int:
+        # Integral, for what numpy has in its arrays are integers too.
+        number = -1 if isinstance(token_id, bool) or not isinstance(token_id, Integral) else int(token_id)
+        if not 0 <= number < self.limits.vocab_size:
+            expected = f"an integer from 0 to {self.limits.vocab_size - 1}"
+            raise RequestError(f"token id {token_id!r} is not {expected}", request_id)
+        return number
+
+    def _outputs(self, updates: Sequence[RequestUpdate]) -> list[RequestOutput]:
+        return [output for update in updates if (output := self._output(update)) is not None]
 
     def _output(self, update: RequestUpdate) -> RequestOutput | None:
         """The output for an update; ``None`` for one that another update of the same step makes superfluous."""
@@ -242,17 +282,41 @@ class LLMEngine:
         return RequestOutput(
             request_id=request.request_id,
             prompt=live.prompt,
-            prompt_token_ids=tuple(request.all_token_ids[: request.num_prompt_tokens]),
+            prompt_token_ids=live.prompt_token_ids,
             text=live.stream.text,
             new_text=live.stream.release(finished=request.is_finished),
             token_ids=tuple(request.output_token_ids),
             finished=request.is_finished,
-            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
+            finish_reason=_finish_reason(live),
             error=request.error,
             metrics=_metrics(update),
             cache_notes=update.cache_report.notes,
             kv_transfer_params=update.kv_transfer_params,
         )
+
+
+def _check_options(sampling: object, priority: object, salt: object, kv_transfer_params: object) -> None:
+    """Raise ``RequestError`` for options of a request that are not what they are declared to be."""
+    for name, value, holds, expected in (
+        ("sampling", sampling, isinstance(sampling, SamplingParams), "SamplingParams"),
+        ("priority", priority, is_int(priority), "an integer"),
+        ("salt", salt, salt is None or isinstance(salt, str), "text"),
+        (
+            "kv_transfer_params",
+            kv_transfer_params,
+            kv_transfer_params is None or isinstance(kv_transfer_params, Mapping),
+            "a mapping",
+        ),
+    ):
+        if not holds:
+            raise RequestError(f"{name}={value!r} is not possible: it must be {expected}")
+
+
+def _finish_reason(live: _Live) -> str | None:
+    reason = live.request.finish_reason
+    if reason is FinishReason.LENGTH and live.stream.stopped:
+        reason = FinishReason.STOP  # its last token completed a stop string
+    return None if reason is None else reason.value
 
 
 def _metrics(update: RequestUpdate) -> RequestMetrics:
