@@ -16,8 +16,8 @@ So prefix look-ups cost 20 to 30 ns per key whatever the size of the index, wher
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
-from typing import Final, NamedTuple
+from itertools import groupby
+from typing import Final
 
 import numpy as np
 
@@ -48,18 +48,39 @@ class Strand:
         self.parent = parent
         self.is_ready = is_ready
 
+    def shorten(self, length: int) -> None:
+        """Keep the first ``length`` chunks."""
+        self.keys, self.slots = self.keys[:length], self.slots[:length]
 
-class Piece(NamedTuple):
-    """Consecutive chunks of one strand: ``strand.keys[first : first + length]``."""
 
-    strand: Strand
-    first: int
-    length: int
+class Run:
+    """The leading keys of a look-up whose chunks are ready.
+
+    Attributes:
+        keys: all that were asked for.
+        length: how many of them are ready without a gap.
+    """
+
+    def __init__(self, keys: Keys, pieces: list[Slots]) -> None:
+        self.keys = keys
+        self.length = sum(map(len, pieces))
+        self._pieces = pieces
 
     @property
     def slots(self) -> Slots:
-        """Where they are."""
-        return self.strand.slots[self.first : self.first + self.length]
+        """Where the ready ones are."""
+        if len(self._pieces) != 1:
+            self._pieces = [joined(self._pieces)]
+        return self._pieces[0]
+
+    def first(self, keys: Keys) -> Run | None:
+        """The run of ``keys``, if this is about them, or about more that start with them."""
+        if self.keys[: len(keys)] != keys:
+            return None
+        return self if len(keys) == len(self.keys) else Run(keys, [self.slots[: len(keys)]])
+
+
+_NO_RUN: Final = Run((), [])
 
 
 class ChainIndex:
@@ -74,6 +95,7 @@ class ChainIndex:
         # Object arrays, not lists: the garbage collector does not walk through them.
         self._strands = np.full(capacity, None, dtype=object)
         self._positions = np.zeros(capacity, dtype=np.uint8)
+        self._last_run = _NO_RUN
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -89,23 +111,13 @@ class ChainIndex:
         """Where each chunk is, ready or not; for keys that need not follow each other."""
         return self._slots.get_many(keys)
 
-    def run(self, keys: Keys) -> list[Piece]:
-        """The leading keys whose chunks are ready, as pieces of strands."""
-        pieces, at = [], 0
-        while at < len(keys):
-            slot = self._slots.get(keys[at])
-            if slot is None:
-                break
-            strand: Strand = self._strands[slot]
-            if not strand.is_ready:
-                break
-            first = int(self._positions[slot])
-            count = _common_length(
-                strand.keys[first : first + len(keys) - at], keys[at : at + len(strand.keys) - first]
-            )
-            pieces.append(Piece(strand, first, count))
-            at += count
-        return pieces
+    def run(self, keys: Keys) -> Run:
+        """The leading keys whose chunks are ready."""
+        # A request is looked up, then touched, then loaded: the answer is still there.
+        run = self._last_run.first(keys) or Run(keys, self._pieces(keys))
+        if len(keys) >= len(self._last_run.keys):
+            self._last_run = run
+        return run
 
     def ancestors(self, slot: int) -> Slots:
         """Slots of the chunks of a prefix that ends in ``slot``, as far as they are there without a gap, in order."""
@@ -142,14 +154,19 @@ class ChainIndex:
         return strands
 
     def publish(self, strand: Strand) -> None:
-        """A strand's chunks are ready. It is joined to the one it continues, if it does so at its very end."""
+        """A strand's chunks are ready. It is joined to the one it continues, whose former continuation is cut off.
+
+        The newest continuation of a prefix is the likeliest to be asked for.
+        """
+        self._last_run = _NO_RUN
         strand.is_ready = True
         before = self.slot_of(strand.parent)
         if before == NO_SLOT:
             return
         head: Strand = self._strands[before]
-        length = len(head.keys)
-        if head.is_ready and length + len(strand.keys) <= _MAX_STRAND and self._positions[before] == length - 1:
+        length = int(self._positions[before]) + 1
+        if head.is_ready and length + len(strand.keys) <= _MAX_STRAND:
+            self._split(head, length)
             head.keys += strand.keys
             head.slots = np.concatenate((head.slots, strand.slots))
             self._place(head, length)
@@ -159,6 +176,7 @@ class ChainIndex:
 
         Fast where slots of one strand come together, from its end on: the order in which prefixes are evicted.
         """
+        self._last_run = _NO_RUN
         removed: list[bytes] = []
         cuts: dict[Strand, list[int]] = {}
         positions = self._positions[slots].tolist()
@@ -174,6 +192,7 @@ class ChainIndex:
 
     def clear(self) -> None:
         """Forget everything."""
+        self._last_run = _NO_RUN
         self._slots.clear()
         self._strands[:] = None
 
@@ -192,6 +211,23 @@ class ChainIndex:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _pieces(self, keys: Keys) -> list[Slots]:
+        """Slots of the leading keys whose chunks are ready, strand by strand."""
+        pieces, at = [], 0
+        while at < len(keys):
+            slot = self._slots.get(keys[at])
+            if slot is None:
+                break
+            strand: Strand = self._strands[slot]
+            if not strand.is_ready:
+                break
+            first = int(self._positions[slot])
+            ours, theirs = strand.keys[first : first + len(keys) - at], keys[at : at + len(strand.keys) - first]
+            length = _common_length(ours, theirs)
+            pieces.append(strand.slots[first : first + length])
+            at += length
+        return pieces
+
     def _place(self, strand: Strand, first: int) -> None:
         """Register the chunks of a strand from ``first`` on."""
         slots = strand.slots[first:]
@@ -200,14 +236,21 @@ class ChainIndex:
 
     def _cut(self, strand: Strand, positions: list[int]) -> None:
         """Take chunks out of a strand; what is behind a gap becomes a strand of its own."""
-        length, end = len(strand.keys), min(positions)
-        if length - end > len(positions):
-            for before, behind in pairwise([*sorted(positions), length]):
-                if behind - before > 1:
-                    rest = slice(before + 1, behind)
-                    part = Strand(strand.keys[rest], strand.slots[rest], strand.keys[before], is_ready=strand.is_ready)
-                    self._place(part, 0)
-        strand.keys, strand.slots = strand.keys[:end], strand.slots[:end]
+        start, end = min(positions), max(positions) + 1
+        self._split(strand, end)
+        if end - start > len(positions):
+            for at in sorted(positions, reverse=True):
+                strand.shorten(end)
+                self._split(strand, at + 1)
+                end = at
+        strand.shorten(start)
+
+    def _split(self, strand: Strand, at: int) -> None:
+        """Make the chunks of a strand from ``at`` on one of their own, if there are any."""
+        if at < len(strand.keys):
+            tail = Strand(strand.keys[at:], strand.slots[at:], strand.keys[at - 1], is_ready=strand.is_ready)
+            strand.shorten(at)
+            self._place(tail, 0)
 
 
 def _common_length(ours: Keys, theirs: Keys) -> int:

@@ -97,7 +97,7 @@ class TierManager(OffloadManager):
         return self._num_pins
 
     def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
-        return _READY * sum(piece.length for piece in self._index.run(tuple(keys)))
+        return _READY * self._index.run(tuple(keys)).length
 
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
         run = self.lookup_run(keys)
@@ -119,23 +119,21 @@ class TierManager(OffloadManager):
     # --- use ----------------------------------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
-        pieces = self._index.run(tuple(keys))
-        slots = [piece.slots for piece in pieces]
-        num_found = sum(piece.length for piece in pieces)
-        is_whole = num_found == len(keys)
+        run = self._index.run(tuple(keys))
+        slots, is_whole = run.slots, run.length == len(keys)
         if not is_whole:
-            rest = self._index.slots_of(keys[num_found:])
-            is_whole = rest[-1] is not None
-            slots.append(np.array([slot for slot in rest if slot is not None], dtype=np.intp))
-        self.policy.touch(joined(slots), is_whole=is_whole)
+            rest = self._index.slots_of(keys[run.length :])
+            if rest.count(None) < len(rest):
+                is_whole = rest[-1] is not None
+                slots = joined([slots, np.array([slot for slot in rest if slot is not None], dtype=np.intp)])
+        self.policy.touch(slots, is_whole=is_whole)
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
         keys = tuple(keys)
-        pieces = self._index.run(keys)
-        num_ready = sum(piece.length for piece in pieces)
-        if num_ready < len(keys):
-            raise MissingChunkError(keys[num_ready])
-        handle = ChunkPins(keys, joined([piece.slots for piece in pieces]), self._end_load)
+        run = self._index.run(keys)
+        if run.length < len(keys):
+            raise MissingChunkError(keys[run.length])
+        handle = ChunkPins(keys, run.slots, self._end_load)
         self._table.hold(handle.slot_array)
         self._reading.add(handle)
         self._num_pins += len(keys)
