@@ -44,6 +44,10 @@ class BlockLedger:
     def __len__(self) -> int:
         return self._held.total()
 
+    def counts(self) -> Counter[int]:
+        """References held, per block; a copy."""
+        return Counter(self._held)
+
     def take(self, block_ids: Iterable[int]) -> None:
         """Note references taken."""
         self._held.update(block_ids)
@@ -125,9 +129,18 @@ class ConnectorGuard(KVConnectorScheduler):
         self.broken: ContractError | None = None
 
     @property
+    def inner(self) -> KVConnectorScheduler:
+        """The connector."""
+        return self._inner
+
+    @property
     def num_held_references(self) -> int:
         """References on blocks that the connector holds, through ``touch`` or locks."""
         return len(self._touched) + len(self._locked)
+
+    def held_references(self) -> Counter[int]:
+        """The same, per block."""
+        return self._touched.counts() + self._locked.counts()
 
     def break_off(self, rule: str, cause: Exception | None = None) -> None:
         """Turn the connector off because it broke ``rule``. Only the first time counts."""

@@ -22,12 +22,15 @@ class LazyOffloadConfig:
         lookahead_blocks: blocks ahead of eviction that are kept safe. By default twice what one step can allocate.
         max_inflight_fraction: part of the device pool that stores in flight may hold at most.
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
+        job_timeout_s: if a transfer has not ended on all workers after this time, something is broken, and the connector
+            turns itself off.
     """
 
     host_bytes: int | str
     lookahead_blocks: int | None = None
     max_inflight_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
+    job_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         self.common()
@@ -40,6 +43,7 @@ class LazyOffloadConfig:
             host_bytes=self.host_bytes,
             max_inflight_fraction=self.max_inflight_fraction,
             transfer_timeout_s=self.transfer_timeout_s,
+            job_timeout_s=self.job_timeout_s,
         )
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:

@@ -21,6 +21,8 @@ class OffloadConfig:
         store_generated: whether KV of generated tokens is kept too, or the prompts' alone.
         max_inflight_fraction: part of the device pool that stores in flight may hold at most; above it new chunks wait.
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
+        job_timeout_s: if a transfer has not ended on all workers after this time, something is broken, and the connector
+            turns itself off.
     """
 
     host_bytes: int | str
@@ -29,6 +31,7 @@ class OffloadConfig:
     store_generated: bool = True
     max_inflight_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
+    job_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         limit = memory_limit_bytes()
@@ -42,6 +45,11 @@ class OffloadConfig:
         )
         self._require("max_inflight_fraction", 0 < self.max_inflight_fraction <= 1, "a number above 0 and at most 1")
         self._require("transfer_timeout_s", self.transfer_timeout_s > 0, "a number of seconds above 0")
+        self._require(
+            "job_timeout_s",
+            self.job_timeout_s > self.transfer_timeout_s,
+            "a number of seconds above transfer_timeout_s",
+        )
 
     @property
     def num_host_bytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cargohold.offload.manager.base import LoadHandle, OffloadKey, StoreHandle
+from cargohold.protocol import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,19 @@ class Store:
 class JobTable:
     """The jobs in flight. Ids are never used again.
 
+    Args:
+        clock: monotonic time in seconds.
+
     Attributes:
         num_store_blocks: device blocks that stores in flight hold.
         version: changes whenever the answer of ``is_loading_any`` may have changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._next_id = 0
+        # When each job began; oldest first.
+        self._since: dict[int, float] = {}
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
         self._loading: dict[OffloadKey, int] = {}
@@ -70,6 +77,11 @@ class JobTable:
     def __len__(self) -> int:
         return len(self._loads) + len(self._stores)
 
+    @property
+    def num_loads(self) -> int:
+        """Loads in flight."""
+        return len(self._loads)
+
     def new_id(self) -> int:
         """An id for a new job."""
         self._next_id += 1
@@ -78,6 +90,7 @@ class JobTable:
     def add_load(self, load: Load) -> None:
         """A load begins."""
         self._loads[load.job_id] = load
+        self._since[load.job_id] = self._clock()
         self.version += 1
         for key in load.handle.keys:
             self._loading[key] = self._loading.get(key, 0) + 1
@@ -85,10 +98,12 @@ class JobTable:
     def add_store(self, store: Store) -> None:
         """A store begins."""
         self._stores[store.job_id] = store
+        self._since[store.job_id] = self._clock()
         self.num_store_blocks += len(store.block_ids)
 
     def end(self, job_id: int) -> Load | Store | None:
         """Take out a job that has ended; ``None`` if it is not in flight."""
+        self._since.pop(job_id, None)
         if (load := self._loads.pop(job_id, None)) is not None:
             self._forget_loading(load.handle.keys)
             return load
@@ -96,6 +111,11 @@ class JobTable:
             self.num_store_blocks -= len(store.block_ids)
             return store
         return None
+
+    def find_lost(self, after_s: float) -> int | None:
+        """A job that has not ended ``after_s`` seconds after it began."""
+        oldest = next(iter(self._since.items()), None)
+        return oldest[0] if oldest is not None and self._clock() - oldest[1] > after_s else None
 
     def is_loading_any(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether one of these chunks is being loaded."""

@@ -17,9 +17,11 @@ from cargohold.connector.offloading.messages import OffloadingMetadata
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, StorePlanner
+from cargohold.errors import ContractError
 from cargohold.offload.manager.base import OffloadManager
 from cargohold.protocol import (
     MEDIUM_HOST,
+    AttentionKind,
     BlockIds,
     CacheReport,
     ConnectorMetadata,
@@ -62,7 +64,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         holder = LockHolder() if environment.applies_locks else RequestHolder()
         chunk_tokens = [group.block_tokens * config.blocks_per_chunk for group in environment.layout.groups]
         events = TierEvents(manager, MEDIUM_HOST, chunk_tokens) if environment.emits_events else None
-        self._shared = Shared(config, environment.layout, manager, tier, holder, events)
+        jobs = JobTable(environment.clock)
+        self._shared = Shared(config, environment.layout, manager, tier, holder, jobs, events)
         self._requests: dict[str, RequestState] = {}
         self._lookup = TierLookup(
             manager, self._shared.jobs, shares_loads=environment.prefix_caching, full_hits=environment.full_hits
@@ -86,6 +89,16 @@ class OffloadingScheduler(KVConnectorScheduler):
     def num_requests(self) -> int:
         """Requests that the connector knows: for inspection."""
         return len(self._requests)
+
+    @property
+    def max_store_blocks(self) -> int:
+        """Device blocks that stores in flight may hold at most."""
+        return self._shared.max_store_blocks
+
+    @property
+    def holds_outlive_requests(self) -> bool:
+        """Whether blocks being copied are held for the copy itself, or by their request alone."""
+        return self._shared.holder.outlives_requests
 
     # --- requests come and go -----------------------------------------------------------------------------------------
 
@@ -146,7 +159,15 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._note_lookup(state, lookup.num_computed_tokens, num_external_tokens)
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        """This step's loads, and stores of the chunks that its tokens complete."""
+        """This step's loads, and stores of the chunks that its tokens complete.
+
+        Raises ``ContractError`` if the workers have lost a job: what it holds can be released only once they have stopped.
+        """
+        lost = self._shared.jobs.find_lost(self._shared.config.job_timeout_s)
+        if lost is not None:
+            raise ContractError(
+                self.name, f"its workers did not end job {lost} within {self._shared.config.job_timeout_s:g} s"
+            )
         finish_stores = self._must_finish_stores(step)
         return OffloadingMetadata(
             loads=self._loads.take_planned(),
@@ -212,11 +233,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         return not self._shared.holder.outlives_requests and any(self._shared.jobs.stores_of(request_id))
 
     def _must_finish_stores(self, step: StepView) -> bool:
-        """Whether this step may overwrite blocks that stores read: those of preempted requests, or behind a window."""
+        """Whether this step may overwrite blocks that stores read: those of preempted requests, or not seen any more."""
         if self._shared.holder.outlives_requests or not self._shared.jobs.num_store_blocks:
             return False
-        has_windows = any(group.window_tokens is not None for group in self._shared.layout.groups)
-        return has_windows or any(self._needs_request(request_id) for request_id in step.preempted_req_ids)
+        gives_blocks_back = any(group.kind is not AttentionKind.FULL for group in self._shared.layout.groups)
+        return gives_blocks_back or any(self._needs_request(request_id) for request_id in step.preempted_req_ids)
 
     def _take_released(self) -> tuple[str, ...]:
         """Ended requests whose stores have ended since the last step."""

@@ -25,9 +25,9 @@ class Shared:
         manager: what the tier holds.
         tier: its name in reports.
         holder: keeps blocks from being reused while they are copied.
+        jobs: transfers in flight.
         events: what is announced of the tier; ``None`` if nobody listens.
         context: the engine's block pool, where the engine gives one.
-        jobs: transfers in flight.
         stats: counters since they were last taken.
     """
 
@@ -36,15 +36,19 @@ class Shared:
     manager: OffloadManager
     tier: str
     holder: BlockHolder
+    jobs: JobTable
     events: TierEvents | None = None
     context: SchedulerContext | None = None
-    jobs: JobTable = field(default_factory=JobTable)
     stats: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def max_store_blocks(self) -> int:
+        """Device blocks that stores in flight may hold at most."""
+        return max(1, int(self.layout.num_blocks * self.config.max_inflight_fraction))
 
     def num_storable_blocks(self) -> int:
         """Device blocks that further stores may hold now."""
-        limit = max(1, int(self.layout.num_blocks * self.config.max_inflight_fraction))
-        return max(0, limit - self.jobs.num_store_blocks)
+        return max(0, self.max_store_blocks - self.jobs.num_store_blocks)
 
     def places(self, chunks: Sequence[ChunkBlocks], slots: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Device blocks of chunks, and the tier's rows for them, in parallel."""

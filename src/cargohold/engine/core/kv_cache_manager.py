@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -169,6 +170,16 @@ class KVCacheManager:
             for request_id, tables in self._tables.items()
             if any(not block_ids.isdisjoint(table.ids) for table in tables)
         ]
+
+    def reference_counts(self) -> Counter[int]:
+        """References that requests hold, per block."""
+        return Counter(
+            block.block_id
+            for tables in self._tables.values()
+            for table in tables
+            for block in table.blocks
+            if not block.is_null
+        )
 
     def take_events(self) -> list[KVEvent]:
         """KV events of the device pool since the last call, in order."""

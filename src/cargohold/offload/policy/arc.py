@@ -11,7 +11,7 @@ from cargohold.offload.policy.arc_balance import Balance
 from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots, joined
 from cargohold.offload.policy.ghosts import Ghosts
 from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst, Stamps
-from cargohold.offload.policy.stamps import StampClock, new_stamps, stamps_below
+from cargohold.offload.policy.stamps import REFRESHED_AFTER_PART, StampClock, new_stamps, stamps_below
 
 _OFTEN: Final = 1 << 62
 """Added to the stamps of chunks in the second list."""
@@ -142,17 +142,19 @@ class ARCPolicy(ReplacementPolicy):
         return self._lists[0].has_idle(busy, since) or self._lists[1].has_idle(busy, since + _OFTEN)
 
     def _recency_of_parent(self, offer: Offer) -> int | None:
-        """Recency of the chunk before an offer, whichever list it is in. Refreshes that prefix if it is about to go."""
+        """Recency of the chunk before an offer, whichever list it is in. May use the prefix, as in LRU."""
         if offer.parent == NO_SLOT:
             return None
-        if self._stamps[offer.parent] < self._lists[int(self._stamps[offer.parent] >= _OFTEN)].cutoff:
-            # The prefix grows, so it is in use. That is the same use, so its chunks stay in their lists.
+        recency = int(self._stamps[offer.parent]) & (_OFTEN - 1)
+        if self._clock.uses_since(recency) > self._capacity // REFRESHED_AFTER_PART:
+            # As in LRU. It is the same use that goes on, so the chunks stay in their lists.
             slots = offer.ancestors()
             stamps = self._clock.next_stamps(len(slots))
             is_often = self._stamps[slots] >= _OFTEN
             self._stamp(slots[~is_often], stamps[~is_often], 0)
             self._stamp(slots[is_often], stamps[is_often], 1)
-        return int(self._stamps[offer.parent]) & (_OFTEN - 1)
+            recency = int(self._stamps[offer.parent]) & (_OFTEN - 1)
+        return recency
 
     def _stamp(self, slots: Slots, stamps: Stamps, which: int) -> None:
         """Put chunks into a list, at the recency that descending ``stamps`` say."""

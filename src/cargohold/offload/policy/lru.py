@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
 from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst, Stamps
-from cargohold.offload.policy.stamps import StampClock, new_stamps, stamps_below
+from cargohold.offload.policy.stamps import REFRESHED_AFTER_PART, StampClock, new_stamps, stamps_below
 
 
 class LRUPolicy(ReplacementPolicy):
@@ -14,7 +14,8 @@ class LRUPolicy(ReplacementPolicy):
 
     Stored chunks count as used together with the chunk before them, and just before it. So along every prefix recency only
     falls, evicting in its order never leaves a hole, and no chunk makes room for its own descendants: they would be the next
-    victims themselves.
+    victims themselves. A prefix that grows is in use: if so many other chunks were used since it was touched that they fill
+    an eighth of the tier, it counts as used again.
 
     Args:
         capacity: slots of the tier.
@@ -23,6 +24,7 @@ class LRUPolicy(ReplacementPolicy):
     name: ClassVar[str] = "lru"
 
     def __init__(self, capacity: int) -> None:
+        self._patience = capacity // REFRESHED_AFTER_PART
         self._stamps = new_stamps(capacity)
         self._clock = StampClock()
         self._oldest = OldestFirst(self._stamps, 0, ABSENT)
@@ -38,10 +40,9 @@ class LRUPolicy(ReplacementPolicy):
         return Room(victims, refused=is_short and before is not None and self._oldest.has_idle(busy, before))
 
     def add(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
-        if offer.parent == NO_SLOT:
-            self._stamp(slots, self._clock.next_stamps(len(slots)))
-        else:
-            self._stamp(slots, stamps_below(int(self._stamps[offer.parent]), len(slots)))
+        before = self._stamp_of_parent(offer)
+        stamps = self._clock.next_stamps(len(slots)) if before is None else stamps_below(before, len(slots))
+        self._stamp(slots, stamps)
 
     def drop(self, slots: Slots) -> None:  # noqa: D102
         self._stamps[slots] = ABSENT
@@ -58,10 +59,9 @@ class LRUPolicy(ReplacementPolicy):
         self._oldest.note(slots, stamps)
 
     def _stamp_of_parent(self, offer: Offer) -> int | None:
-        """What victims must be older than, so that no chunk makes room for its own child. Mutates stamps."""
+        """What victims must be older than, so that no chunk makes room for its own child. May use the prefix: see above."""
         if offer.parent == NO_SLOT:
             return None
-        if self._stamps[offer.parent] < self._oldest.cutoff:
-            # The prefix grows, so it is in use, and was not touched for so long that it would be evicted soon.
+        if self._clock.uses_since(int(self._stamps[offer.parent])) > self._patience:
             self.touch(offer.ancestors(), is_whole=False)
         return int(self._stamps[offer.parent])

@@ -35,7 +35,7 @@ _NO_STAMPS: Final[Stamps] = np.empty(0, dtype=np.int64)
 
 
 class OldestFirst:
-    """The slots whose stamps are in a range, oldest first.
+    """The slots whose stamps are in a range, oldest first; among equals, the lowest slot first.
 
     Args:
         stamps: one per slot, ``ABSENT`` where there is none. Written by the owner, who tells of it; never by this class.
@@ -57,18 +57,13 @@ class OldestFirst:
         self._recent: list[Slots] | None = []
         self._num_recent = 0
 
-    @property
-    def cutoff(self) -> int:
-        """Stamps below this belong to the oldest, which will be evicted soon."""
-        return self._cutoff
-
     def note(self, slots: Slots, stamps: Stamps) -> None:
         """Slots got stamps in the range, descending. Mutates what is put aside, and the list of recent ones."""
         if not len(slots):
             return
         if stamps[-1] < self._cutoff:
             late = stamps < self._cutoff
-            self._put_aside(slots[late], stamps[late])
+            self._sort_in(slots[late], stamps[late])
             slots = slots[~late]
         if self._recent is not None:
             self._recent.append(slots)
@@ -128,10 +123,22 @@ class OldestFirst:
         taken: Slots = slots[chosen]
         return taken
 
+    def _sort_in(self, slots: Slots, stamps: Stamps) -> None:
+        """Slots that belong to the oldest are known only now. Mutates the queue and what is put aside."""
+        is_next = self._at < len(self._queue)
+        passed = stamps < (self._queue_stamps[self._at] if is_next else self._cutoff)
+        if passed.any():
+            self._put_aside(slots[passed], stamps[passed])
+        if not passed.all():
+            slots = np.concatenate((self._queue[self._at :], slots[~passed]))
+            stamps = np.concatenate((self._queue_stamps[self._at :], stamps[~passed]))
+            order = np.lexsort((slots, stamps))
+            self._queue, self._queue_stamps, self._at = slots[order], stamps[order], 0
+
     def _put_aside(self, slots: Slots, stamps: Stamps) -> None:
         slots = np.concatenate((self._aside, slots))
         stamps = np.concatenate((self._aside_stamps, stamps))
-        order = np.argsort(stamps, kind="stable")
+        order = np.lexsort((slots, stamps))
         self._aside, self._aside_stamps = slots[order], stamps[order]
 
     def _pick(self) -> bool:

@@ -9,19 +9,26 @@ import numpy as np
 from cargohold.offload.policy.oldest_first import ABSENT, Stamps
 
 _SPACING: Final = 1 << 20
-"""Between operations, so that chunks stored later fit in behind those of the same prefix. No prefix has more chunks."""
+"""Between uses, so that chunks stored later fit in behind those of the same prefix. No prefix has more chunks."""
+
+REFRESHED_AFTER_PART: Final = 8
+"""A growing prefix counts as used again when so many uses were counted since that they fill this part of the tier."""
 
 
 class StampClock:
-    """Gives stamps. Later operations give larger ones; within one, the further behind a chunk is, the smaller its stamp."""
+    """Gives stamps, and counts uses of chunks. Later operations give larger stamps."""
 
     def __init__(self) -> None:
         self._now = 0
 
     def next_stamps(self, num_chunks: int) -> Stamps:
-        """Stamps for chunks used now, in prefix order: descending, and newer than all before. Mutates the clock."""
-        self._now += _SPACING * (1 + num_chunks // _SPACING)
+        """Stamps for chunks used now, in prefix order: the further behind, the smaller. Mutates the clock."""
+        self._now += _SPACING * num_chunks
         return stamps_below(self._now, num_chunks)
+
+    def uses_since(self, stamp: int) -> int:
+        """How many chunks were used since a stamp was given."""
+        return (self._now - stamp) // _SPACING
 
 
 def stamps_below(stamp: int, num_chunks: int) -> Stamps:
