@@ -1,62 +1,62 @@
-"""The real scheduler and worker around a fingerprint model, in virtual time."""
+"""The real scheduler and workers around a fingerprint model, in virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cargohold.engine.core.config import SchedulerConfig
 from cargohold.engine.core.request import FinishReason, Request, RequestTimes
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep, StepOutput
-from cargohold.engine.executor import InlineExecutor, Worker
+from cargohold.engine.executor import Worker
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.protocol import (
     NULL_CONNECTOR,
-    AttentionKind,
-    KVCacheGroup,
+    Clock,
     KVCacheLayout,
     KVConnectorFactory,
     SchedulerEnvironment,
     WorkerEnvironment,
 )
 from cargohold.simulation.clock import VirtualClock
-from cargohold.simulation.fingerprints import FINGERPRINT_BYTES, WRONG_TOKEN, FingerprintRunner, PrefixChains
+from cargohold.simulation.copies import CopiesInFlight
+from cargohold.simulation.executor import SimulatedExecutor
+from cargohold.simulation.fingerprints import WRONG_TOKEN, FingerprintRunner, PrefixChains
 
 VOCAB_SIZE = 1000
 STEP_S = 0.01
 
+DEFAULTS: Mapping[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 10**6,
+    "load_timeout_s": 60.0,
+}
 
-def simulated_layout(
-    num_blocks: int, block_tokens: int = 4, windows: Sequence[int | None] = (None,), world_size: int = 1
-) -> KVCacheLayout:
-    """A paged KV cache for fingerprints.
 
-    Args:
-        windows: one KV-cache group each: ``None`` for full attention, else the window in tokens.
-    """
-    groups = tuple(
-        KVCacheGroup(
-            index,
-            AttentionKind.FULL if window is None else AttentionKind.SLIDING_WINDOW,
-            block_tokens,
-            (f"layers.{index}",),
-            window,
-        )
-        for index, window in enumerate(windows)
-    )
-    return KVCacheLayout(groups, num_blocks, block_tokens * FINGERPRINT_BYTES, block_tokens, world_size)
+def root_of_salt(salt: str | None) -> int:
+    """Where the chain of fingerprints of a request with that salt starts: nobody may read another tenant's KV."""
+    return 1 if salt is None else 1 + int.from_bytes(salt.encode()[:7], "little")
 
 
 class SimulatedEngine:
-    """An engine replica with one worker, whose every step is checked for wrong tokens.
+    """An engine replica whose every step is checked for wrong tokens.
 
     Args:
-        layout: the paged KV cache; see ``simulated_layout``.
+        layout: the paged KV cache; see ``layout_of``. It has ``world_size`` workers.
         factory: the connector.
-        clock: virtual time; advances by ``STEP_S`` per step.
+        clock: time; virtual time advances by ``STEP_S`` per step.
         with_context: whether the connector gets a scheduler context.
+        applies_locks: whether the connector is told that its locks are applied.
+        copies: per rank, where the connector's transfers note what they copy; empty ones if nobody does.
+        as_tensors: whether connectors get the paged KV as PyTorch tensors.
         config: fields of ``SchedulerConfig`` that differ from small defaults.
+
+    Attributes:
+        requests: all requests so far, by id.
+        outputs: the last update of each request that has ended.
+        runners, worker_sides: by rank.
     """
 
     def __init__(
@@ -64,14 +64,16 @@ class SimulatedEngine:
         layout: KVCacheLayout,
         factory: KVConnectorFactory = NULL_CONNECTOR,
         *,
-        clock: VirtualClock | None = None,
+        clock: Clock | None = None,
         with_context: bool = True,
         applies_locks: bool = True,
+        copies: Sequence[CopiesInFlight] | None = None,
+        as_tensors: bool = False,
         **config: Any,
     ) -> None:
         self.clock = clock or VirtualClock()
-        defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 10**6, "load_timeout_s": 60.0}
-        self.config = SchedulerConfig(**{**defaults, **config})
+        self.layout = layout
+        self.config = SchedulerConfig(**{**DEFAULTS, **config})
         environment = SchedulerEnvironment(
             layout,
             self.clock,
@@ -82,14 +84,30 @@ class SimulatedEngine:
         )
         self.connector = factory.make_scheduler_side(environment)
         self.scheduler = Scheduler(self.config, layout, self.connector, self.clock, with_context=with_context)
-        self.chains = PrefixChains(lambda request_id: self.requests[request_id].all_token_ids)
-        self.runner = FingerprintRunner(layout, self.chains, VOCAB_SIZE)
-        self.worker_side = factory.make_worker_side(WorkerEnvironment(layout, 0, self.clock))
-        self.executor = InlineExecutor(Worker(self.runner, self.worker_side))
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, RequestUpdate] = {}
+        self.chains = PrefixChains(
+            lambda request_id: self.requests[request_id].all_token_ids,
+            lambda request_id: root_of_salt(self.requests[request_id].salt),
+        )
+        ranks = range(layout.world_size)
+        self.copies = [CopiesInFlight(rank) for rank in ranks] if copies is None else copies
+        self.runners = [
+            FingerprintRunner(layout, self.chains, VOCAB_SIZE, rank, copies=self.copies[rank], as_tensors=as_tensors)
+            for rank in ranks
+        ]
+        self.worker_sides = [factory.make_worker_side(WorkerEnvironment(layout, rank, self.clock)) for rank in ranks]
+        self.executor = SimulatedExecutor(
+            [Worker(runner, side) for runner, side in zip(self.runners, self.worker_sides, strict=True)],
+            self.scheduler.connector.get_finished_count(),
+        )
         self.num_steps = 0
-        self._layout = layout
+        self.on_update: Callable[[RequestUpdate], None] = lambda _: None
+
+    @property
+    def runner(self) -> FingerprintRunner:
+        """The first worker's model."""
+        return self.runners[0]
 
     def add(
         self,
@@ -100,8 +118,9 @@ class SimulatedEngine:
         priority: int = 0,
         salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        stop_token_ids: Sequence[int] = (),
     ) -> Request:
-        """Queue a request."""
+        """Queue a request. Raises ``RequestError`` if the connector refuses it."""
         request = Request(
             request_id=request_id,
             all_token_ids=list(token_ids),
@@ -109,10 +128,11 @@ class SimulatedEngine:
             sampling=SamplingParams(max_tokens=max_tokens),
             seed=0,
             times=RequestTimes(arrived=self.clock()),
-            hash_block_tokens=self._layout.hash_block_tokens,
+            hash_block_tokens=self.layout.hash_block_tokens,
             priority=priority,
             salt=salt,
             kv_transfer_params=kv_transfer_params,
+            stop_token_ids=frozenset(stop_token_ids),
         )
         self.requests[request_id] = request
         self.chains.forget(request_id)
@@ -124,27 +144,22 @@ class SimulatedEngine:
         update = self.scheduler.finish_request(request_id, FinishReason.ABORT)
         if update is not None:
             self.outputs[request_id] = update
+            self.on_update(update)
 
     def step(self) -> tuple[SchedulerStep, StepOutput]:
         """One step; raises ``WrongTokenError`` if it reads KV that is not what it should be, and its result is used."""
         step = self.scheduler.schedule()
         output = self.executor.execute(step)
-        wrong = dict(self.runner.wrong)
-        for update in self.scheduler.update_from_output(output):
+        updates = self.scheduler.update_from_output(output)
+        self._check_tokens(step)
+        for update in updates:
             if update.request.is_finished:
                 self.outputs[update.request.request_id] = update
-        for share in step.scheduled:
-            if share.request_id in wrong and self._was_used(share):
-                raise wrong[share.request_id]
+            self.on_update(update)
         self.num_steps += 1
-        self.clock.advance(STEP_S)
+        if isinstance(self.clock, VirtualClock):
+            self.clock.advance(STEP_S)
         return step, output
-
-    def _was_used(self, share: ScheduledTokens) -> bool:
-        """Whether the request moved on with what this step computed for it, instead of starting over."""
-        request = self.requests[share.request_id]
-        end = share.num_computed_tokens + share.num_scheduled_tokens
-        return request.num_computed_tokens >= end or WRONG_TOKEN in request.output_token_ids
 
     def run(self, max_steps: int = 10_000) -> None:
         """Step until nothing is pending. Raises ``AssertionError`` if that takes more than ``max_steps``."""
@@ -157,3 +172,21 @@ class SimulatedEngine:
     def tokens(self, request_id: str) -> list[int]:
         """Tokens generated for a request."""
         return list(self.requests[request_id].output_token_ids)
+
+    def shutdown(self) -> None:
+        """Stop the workers, then the connector."""
+        self.executor.shutdown()
+        self.scheduler.connector.shutdown()
+
+    def _check_tokens(self, step: SchedulerStep) -> None:
+        for runner in self.runners:
+            if runner.wrong:
+                for share in step.scheduled:
+                    if share.request_id in runner.wrong and self._was_used(share):
+                        raise runner.wrong[share.request_id]
+
+    def _was_used(self, share: ScheduledTokens) -> bool:
+        """Whether the request moved on with what this step computed for it, instead of starting over."""
+        request = self.requests[share.request_id]
+        end = share.num_computed_tokens + share.num_scheduled_tokens
+        return request.num_computed_tokens >= end or WRONG_TOKEN in request.output_token_ids

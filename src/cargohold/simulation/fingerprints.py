@@ -1,13 +1,18 @@
 """A model whose KV says what it is.
 
-In place of keys and values, every token's slot in every block holds a *fingerprint*: a number derived from exactly the prefix
-that ends with that token, and from the KV-cache group. A forward pass writes the fingerprints of its tokens and checks those of
-every token that its queries would read. A block that was overwritten, copied from the wrong place, or never filled is found at
-the very step that reads it: it would have been a wrong token, unless that step's result is thrown away.
+In place of keys and values, every token's place in every block holds a *fingerprint*: a number derived from exactly the prefix
+that ends with that token, from the KV-cache group, and from the worker's rank. A forward pass checks the fingerprints of every
+token that its queries would read, and writes those of its own tokens. A block that was overwritten, copied from the wrong
+place, or never filled is found at the very step that reads it: it would have been a wrong token, unless that step's result is
+thrown away. What a request writes after reading something wrong is garbage too, as it would be in a real model.
+
+Fingerprints live in a byte buffer that connectors see as two-dimensional tensors, as the contract says; Python compares slices
+of it, because for a handful of tokens that is ten times faster than arrays.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +21,15 @@ import numpy.typing as npt
 
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep
 from cargohold.engine.executor.runner import LayerHooks
-from cargohold.protocol import KVCacheGroup, KVCacheLayout
+from cargohold.protocol import NULL_BLOCK_ID, KVCacheGroup, KVCacheLayout
+from cargohold.simulation.copies import CopiesInFlight
 
 Fingerprints = npt.NDArray[np.uint64]
 
 FINGERPRINT_BYTES = 8
 WRONG_TOKEN = 2**31
 _MASK = 2**64 - 1
+_GARBAGE = b"\xa5" * FINGERPRINT_BYTES
 
 
 class WrongTokenError(AssertionError):
@@ -34,27 +41,59 @@ class PrefixChains:
 
     Args:
         tokens_of: the tokens of a request, by id.
+        root_of: what a request's chain starts from: requests of different roots must not share KV.
     """
 
-    def __init__(self, tokens_of: Callable[[str], Sequence[int]]) -> None:
+    def __init__(self, tokens_of: Callable[[str], Sequence[int]], root_of: Callable[[str], int] = lambda _: 1) -> None:
         self._tokens_of = tokens_of
+        self._root_of = root_of
         self._chains: dict[str, list[int]] = {}
+        self._coded: dict[tuple[str, int], bytearray] = {}
 
     def chain(self, request_id: str, num_tokens: int) -> list[int]:
         """One number per token, for the prefix that ends with it; at least ``num_tokens`` of them."""
         chain = self._chains.setdefault(request_id, [])
         if len(chain) < num_tokens:
-            tokens = self._tokens_of(request_id)
-            previous = chain[-1] if chain else 1
-            for token in tokens[len(chain) : num_tokens]:
-                # hash() of a tuple of integers mixes well and is the same in every process.
-                previous = hash((previous, token)) & _MASK
+            previous = chain[-1] if chain else self._root_of(request_id)
+            for token in self._tokens_of(request_id)[len(chain) : num_tokens]:
+                previous = next_fingerprint(previous, token)
                 chain.append(previous)
         return chain
+
+    def coded(self, request_id: str, num_tokens: int, salt: int) -> bytearray:
+        """The same as bytes, ``FINGERPRINT_BYTES`` per token, different for each ``salt``."""
+        coded = self._coded.get((request_id, salt))
+        if coded is None:
+            coded = self._coded[request_id, salt] = bytearray()
+        num_coded = len(coded) // FINGERPRINT_BYTES
+        if num_coded < num_tokens:
+            chain = self.chain(request_id, num_tokens)
+            coded += array("Q", [link ^ salt for link in chain[num_coded:num_tokens]]).tobytes()
+        return coded
 
     def forget(self, request_id: str) -> None:
         """The request is gone."""
         self._chains.pop(request_id, None)
+        for key in [key for key in self._coded if key[0] == request_id]:
+            del self._coded[key]
+
+
+def next_fingerprint(previous: int, token: int) -> int:
+    """The fingerprint of a prefix from that of the prefix one token shorter."""
+    # hash() of a tuple of integers mixes well and is the same in every process.
+    return hash((previous, token)) & _MASK
+
+
+def tokens_alone(prompt: Sequence[int], max_tokens: int, vocab_size: int, root: int = 1) -> list[int]:
+    """What the model generates for a prompt, whatever it is served with."""
+    last = root
+    for token in prompt:
+        last = next_fingerprint(last, token)
+    tokens = []
+    for _ in range(max_tokens):
+        tokens.append(last % vocab_size)
+        last = next_fingerprint(last, tokens[-1])
+    return tokens
 
 
 class FingerprintRunner:
@@ -63,82 +102,147 @@ class FingerprintRunner:
     A request that reads something else than its prefix gets ``WRONG_TOKEN``, and ``wrong`` says what it read.
 
     Args:
-        layout: the paged KV cache; its blocks are ``block_tokens * FINGERPRINT_BYTES`` long.
+        layout: the paged KV cache; its blocks hold as many fingerprints as the widest group has tokens per block.
         chains: fingerprints of the requests' prefixes.
         vocab_size: tokens are below it.
         rank: workers of different rank hold different fingerprints.
+        copies: the worker's copies in flight, with whose blocks a forward pass must not meddle.
+        as_tensors: whether connectors get the memory as PyTorch tensors, as from a real engine, or as numpy arrays.
 
     Attributes:
-        memory: fingerprints, shape ``(num_blocks, block_tokens)``.
+        memory: fingerprints, shape ``(num_blocks, tokens of a block)``.
         wrong: what went wrong in the last step, by request.
+        before_forward: called before each forward pass, while which copies go on.
     """
 
-    def __init__(self, layout: KVCacheLayout, chains: PrefixChains, vocab_size: int, rank: int = 0) -> None:
-        block_tokens = layout.groups[0].block_tokens
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        chains: PrefixChains,
+        vocab_size: int,
+        rank: int = 0,
+        *,
+        copies: CopiesInFlight | None = None,
+        as_tensors: bool = False,
+    ) -> None:
+        block_tokens = max(group.block_tokens for group in layout.groups)
         assert layout.block_bytes == block_tokens * FINGERPRINT_BYTES
-        self._layout = layout
+        self._groups = layout.groups
+        self._block_bytes = layout.block_bytes
         self._chains = chains
         self._vocab_size = vocab_size
-        self._salt = (rank + 1) * 0x9E3779B97F4A7C15 & _MASK
+        salt = (rank + 1) * 0x9E3779B97F4A7C15 & _MASK
+        self._salts = [salt ^ group.index for group in layout.groups]
+        self._copies = copies
+        self._as_tensors = as_tensors
+        self._bytes = bytearray(layout.num_blocks * layout.block_bytes)
+        self.memory: Fingerprints = np.frombuffer(self._bytes, dtype=np.uint64).reshape(layout.num_blocks, block_tokens)
         self.wrong: dict[str, WrongTokenError] = {}
-        self.memory: Fingerprints = np.zeros((layout.num_blocks, block_tokens), dtype=np.uint64)
+        self.before_forward: Callable[[], None] = lambda: None
 
     def kv_regions(self) -> Sequence[Sequence[Any]]:
         """One region for all groups, as bytes."""
-        region = self.memory.view(np.uint8)
-        return [[region] for _ in self._layout.groups]
+        region: Any = self.memory.view(np.uint8)
+        if self._as_tensors:
+            import torch  # noqa: PLC0415  # most simulations do without it
+
+            region = torch.from_numpy(region)
+        return [[region] for _ in self._groups]
 
     def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
-        """Write the step's fingerprints and check those it reads."""
-        sampled = {}
+        """Check the fingerprints that the step reads, and write its own."""
         self.wrong.clear()
-        for group in self._layout.groups:
-            for name in group.layer_names:
-                if hooks is not None:
-                    hooks.wait_for_layer_load(name)
-                for share in step.scheduled:
+        self.before_forward()
+        if hooks is None:
+            # All reads first: garbage in one group spoils what the others write.
+            for share in step.scheduled:
+                for group in self._groups:
+                    self._read(share, group)
+            for share in step.scheduled:
+                for group in self._groups:
                     self._write(share, group)
-                if hooks is not None:
-                    hooks.save_kv_layer(name)
+        else:
+            self._run_layers(step, hooks)
         for share in step.scheduled:
-            for group in self._layout.groups:
-                self._check(share, group)
-            if share.sample is not None:
-                sampled[share.request_id] = self._next_token(share)
-        return sampled
+            for group in self._groups:
+                self._compare(share, group, share.write_from, _end(share))
+        return {share.request_id: self._next_token(share) for share in step.scheduled if share.sample is not None}
+
+    def _run_layers(self, step: SchedulerStep, hooks: LayerHooks) -> None:
+        for group in self._groups:
+            for name in group.layer_names:
+                hooks.wait_for_layer_load(name)
+                for share in step.scheduled:
+                    self._read(share, group)
+                    self._write(share, group)
+                hooks.save_kv_layer(name)
 
     def _next_token(self, share: ScheduledTokens) -> int:
         if share.request_id in self.wrong:
             return WRONG_TOKEN
-        end = share.num_computed_tokens + share.num_scheduled_tokens
+        end = _end(share)
         return self._chains.chain(share.request_id, end)[end - 1] % self._vocab_size
 
-    def _expected(self, share: ScheduledTokens, group: KVCacheGroup, start: int, end: int) -> Fingerprints:
-        chain = self._chains.chain(share.request_id, end)
-        salt = np.uint64(self._salt ^ group.index)
-        return np.array(chain[start:end], dtype=np.uint64) ^ salt
-
-    def _places(self, share: ScheduledTokens, group: KVCacheGroup, positions: Any) -> tuple[Any, Any]:
-        table = np.asarray(share.block_ids[group.index])
-        return table[positions // group.block_tokens], positions % group.block_tokens
+    def _read(self, share: ScheduledTokens, group: KVCacheGroup) -> None:
+        start = group.num_skipped_tokens(share.num_computed_tokens)
+        if start < share.write_from:
+            self._compare(share, group, start, share.write_from)
+            if self._copies:
+                blocks = share.block_ids[group.index][start // group.block_tokens :]
+                self._copies.check_read(blocks, share.request_id)
 
     def _write(self, share: ScheduledTokens, group: KVCacheGroup) -> None:
-        end = share.num_computed_tokens + share.num_scheduled_tokens
-        positions = np.arange(share.write_from, end)
-        blocks, offsets = self._places(share, group, positions)
-        if not blocks.all():
+        """Write the fingerprints of the step's tokens, or garbage if the request has read some."""
+        table, end = share.block_ids[group.index], _end(share)
+        first = share.write_from // group.block_tokens
+        if NULL_BLOCK_ID in table[first:]:
             raise WrongTokenError(f"request {share.request_id} writes KV of group {group.index} to the null block")
-        self.memory[blocks, offsets] = self._expected(share, group, share.write_from, end)
+        if self._copies:
+            self._copies.check_write(table[first:], share.request_id)
+        if share.request_id in self.wrong:
+            coded = bytearray(_GARBAGE * end)
+        else:
+            coded = self._chains.coded(share.request_id, end, self._salts[group.index])
+        memory, block_tokens = self._bytes, group.block_tokens
+        at = share.write_from
+        while at < end:
+            index, offset = divmod(at, block_tokens)
+            stop = min(end, at + block_tokens - offset)
+            place = table[index] * self._block_bytes + offset * FINGERPRINT_BYTES
+            size = (stop - at) * FINGERPRINT_BYTES
+            memory[place : place + size] = coded[at * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES]
+            at = stop
 
-    def _check(self, share: ScheduledTokens, group: KVCacheGroup) -> None:
-        end = share.num_computed_tokens + share.num_scheduled_tokens
-        start = group.num_skipped_tokens(share.num_computed_tokens)
-        positions = np.arange(start, end)
-        blocks, offsets = self._places(share, group, positions)
-        wrong = np.flatnonzero(self.memory[blocks, offsets] != self._expected(share, group, start, end))
-        if len(wrong):
-            at = int(positions[wrong[0]])
-            self.wrong[share.request_id] = WrongTokenError(
-                f"request {share.request_id}, group {group.index}: block {int(blocks[wrong[0]])} does not hold the KV of "
-                f"token {at} ({len(wrong)} of {len(positions)} tokens are wrong)"
-            )
+    def _compare(self, share: ScheduledTokens, group: KVCacheGroup, start: int, end: int) -> None:
+        """Compare the memory of tokens ``[start, end)`` with what it should hold."""
+        table = share.block_ids[group.index]
+        coded = self._chains.coded(share.request_id, end, self._salts[group.index])
+        memory, block_tokens, block_bytes = self._bytes, group.block_tokens, self._block_bytes
+        at = start
+        while at < end:
+            index, offset = divmod(at, block_tokens)
+            stop = min(end, at + block_tokens - offset)
+            place = table[index] * block_bytes + offset * FINGERPRINT_BYTES
+            size = (stop - at) * FINGERPRINT_BYTES
+            if memory[place : place + size] != coded[at * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES]:
+                self._note_wrong(share, group, range(at, stop))
+                return
+            at = stop
+
+    def _note_wrong(self, share: ScheduledTokens, group: KVCacheGroup, positions: range) -> None:
+        coded = self._chains.coded(share.request_id, positions.stop, self._salts[group.index])
+        expected = np.frombuffer(bytes(coded), dtype=np.uint64)
+        block = share.block_ids[group.index][positions.start // group.block_tokens]
+        found = self.memory[block]
+        at = next(at for at in positions if found[at % group.block_tokens] != expected[at])
+        self.wrong.setdefault(
+            share.request_id,
+            WrongTokenError(
+                f"request {share.request_id}, group {group.index}: block {block} does not hold the KV of token {at} "
+                f"(of {_end(share)})"
+            ),
+        )
+
+
+def _end(share: ScheduledTokens) -> int:
+    return share.num_computed_tokens + len(share.token_ids)

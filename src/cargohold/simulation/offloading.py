@@ -1,14 +1,15 @@
-"""The offloading connector over simulated copies."""
+"""The offloading connector over simulated copies and a tier that outlives engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from cargohold.connector.lazy.stores import LazyStores
+from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
@@ -16,18 +17,24 @@ from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.offload.manager import OffloadManager, make_manager
 from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.transfer import TransferWorker
-from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
+from cargohold.protocol import ConnectorGuard, KVConnectorScheduler, SchedulerEnvironment, WorkerEnvironment
+from cargohold.simulation.faulty_connector import FaultyScheduler
 from cargohold.simulation.transfers import ByteRows, HeldTransfers
+
+MakeTransfers: TypeAlias = Callable[[ByteRows, ByteRows, WorkerEnvironment], Any]
+"""Makes a worker's transfers from its paged KV, its shard of the tier, and where it lives."""
 
 
 class SimulatedOffloading:
     """Makes offloading connectors whose copies a test controls. Satisfies ``KVConnectorFactory``.
 
-    Engines made with the same object share one tier, as several engines share a store.
+    Engines made with the same object share one tier, as several engines share a store; it outlives them.
 
     Args:
         num_slots: chunks that the tier holds.
         lookahead: blocks ahead of eviction that a lazy connector keeps safe; ``None`` for an eager one.
+        make_transfers: how bytes move; by default when a test says so.
+        wrap_manager: puts something around the manager.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
@@ -35,33 +42,85 @@ class SimulatedOffloading:
         transfers: the copies of each worker made so far, in order.
     """
 
-    def __init__(self, num_slots: int, *, lookahead: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        lookahead: int | None = None,
+        make_transfers: MakeTransfers | None = None,
+        wrap_manager: Callable[[OffloadManager], OffloadManager] = lambda manager: manager,
+        **options: Any,
+    ) -> None:
         self.config = OffloadConfig(host_bytes=1, **options)
         self.num_slots = num_slots
-        self.manager: OffloadManager
+        self.lookahead = lookahead
         self._make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
+        manager: OffloadManager
         if lookahead is None:
-            self.manager = make_manager(self.config.policy, num_slots, record_events=True)
+            manager = make_manager(self.config.policy, num_slots, record_events=True)
             self._make_stores = EagerStores
         else:
-            self.manager = BlockPoolManager(num_slots, record_events=True)
+            manager = BlockPoolManager(num_slots, record_events=True)
             self._make_stores = partial(LazyStores, lookahead=lookahead)
-        self.transfers: list[HeldTransfers] = []
-        self._rows: ByteRows | None = None
+        self.manager = wrap_manager(manager)
+        self.transfers: list[Any] = []
+        self._make_transfers = make_transfers or held_transfers
+        self._rows: dict[int, ByteRows] = {}
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side over the shared manager."""
-        return OffloadingScheduler(self.config, environment, self.manager, make_stores=self._make_stores)
+        side = OffloadingScheduler(self.config, environment, self.manager, make_stores=self._make_stores)
+        if self.lookahead is not None:
+            side.name = "lazy"
+        return side
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side over the shared memory."""
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
-            if self._rows is None:
-                num_rows = self.num_slots * self.config.blocks_per_chunk
-                self._rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
-            transfers = HeldTransfers(regions[0], self._rows, environment.clock)
+            rows = self.rows(environment.rank, environment.layout.block_bytes)
+            transfers: TransferWorker = self._make_transfers(regions[0], rows, environment)
             self.transfers.append(transfers)
             return transfers
 
         return OffloadingWorker(make_transfers)
+
+    def rows(self, rank: int, row_bytes: int) -> ByteRows:
+        """One worker's shard of the tier."""
+        if rank not in self._rows:
+            self._rows[rank] = np.zeros((self.num_slots * self.config.blocks_per_chunk, row_bytes), dtype=np.uint8)
+        return self._rows[rank]
+
+
+def held_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> HeldTransfers:
+    """Copies that happen when a test says so."""
+    return HeldTransfers(region, rows, environment.clock)
+
+
+def offloading_sides(connector: KVConnectorScheduler) -> Iterator[tuple[OffloadingScheduler, list[ConnectorGuard]]]:
+    """Every offloading connector inside ``connector``, with the guards around it, outermost first."""
+    yield from _sides(connector, [])
+
+
+def _sides(
+    connector: KVConnectorScheduler, guards: list[ConnectorGuard]
+) -> Iterator[tuple[OffloadingScheduler, list[ConnectorGuard]]]:
+    match connector:
+        case OffloadingScheduler():
+            yield connector, guards
+        case FaultyScheduler():
+            yield from _sides(connector.inner, guards)
+        case ConnectorGuard():
+            yield from _sides(connector.inner, [*guards, connector])
+        case MultiConnectorScheduler():
+            for child in connector.children:
+                yield from _sides(child, guards)
+
+
+def forget_engine(connector: KVConnectorScheduler) -> None:
+    """The process of this connector has died: its tiers let go of whatever it was reading and writing."""
+    for side, _ in offloading_sides(connector):
+        for load in list(side.jobs.loads()):
+            load.handle.release()
+        for store in list(side.jobs.stores()):
+            store.handle.forfeit()

@@ -1,0 +1,147 @@
+"""Connectors to simulate, by name: single, composed, nested, over tiers of their own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from types import MappingProxyType
+from typing import Any, Final
+
+from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.errors import ConfigError
+from cargohold.offload.policy import POLICIES
+from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """An offloading connector and its tier.
+
+    Attributes:
+        num_slots: chunks that the tier holds.
+        lookahead: of a lazy connector; ``None`` for an eager one.
+        options: fields of ``OffloadConfig``.
+    """
+
+    num_slots: int
+    lookahead: int | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorPlan:
+    """A connector to be.
+
+    Attributes:
+        name: as on the command line.
+        tiers: its offloading connectors, most preferred first.
+        nesting: how they are composed: each number composes that many of what is there, from the right; empty for one alone.
+        with_context: whether the engine gives a view of its pool.
+        applies_locks: whether it applies locks.
+    """
+
+    name: str
+    tiers: tuple[TierPlan, ...]
+    nesting: tuple[int, ...] = ()
+    with_context: bool = True
+    applies_locks: bool = True
+
+    @property
+    def holds_copies(self) -> bool:
+        """Whether blocks being copied can be held."""
+        return self.with_context or self.applies_locks
+
+    def build(self, make_tier: Callable[[TierPlan], KVConnectorFactory]) -> KVConnectorFactory:
+        """The factory, with tiers from ``make_tier``, which is called in their order."""
+        if ":" in self.name:
+            return custom_factory(self.name)
+        factories: list[KVConnectorFactory] = [make_tier(tier) for tier in self.tiers]
+        for count in self.nesting:
+            factories[-count:] = [MultiConnectorFactory(tuple(factories[-count:]))]
+        return factories[0] if factories else NULL_CONNECTOR
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What the tiers of a named connector are, and how they are put together."""
+
+    is_lazy: Sequence[bool]
+    nesting: tuple[int, ...] = ()
+    with_context: bool = True
+    applies_locks: bool = True
+
+
+CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
+    {
+        "none": _Kind(()),
+        "eager": _Kind((False,)),
+        "eager-locks": _Kind((False,), with_context=False),
+        "eager-requests": _Kind((False,), with_context=False, applies_locks=False),
+        "lazy": _Kind((True,)),
+        "multi": _Kind((False, True), (2,)),
+        "multi-locks": _Kind((False, False), (2,), with_context=False),
+        "multi-requests": _Kind((False, False), (2,), with_context=False, applies_locks=False),
+        "nested": _Kind((False, False, True), (2, 2)),
+    }
+)
+"""By the name on the command line."""
+
+
+def needs_prefix_cache(name: str) -> bool:
+    """Whether a named connector keeps what the prefix cache evicts."""
+    return name in CONNECTORS and any(CONNECTORS[name].is_lazy)
+
+
+def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix_caching: bool) -> ConnectorPlan:
+    """A plan for the connector of that name, or for any.
+
+    Args:
+        random: where chance comes from.
+        name: a key of ``CONNECTORS``, ``MODULE:FACTORY``, or ``any``.
+        options: what is not to be drawn: ``tier_slots``, ``blocks_per_chunk``.
+        prefix_caching: without it, lazy connectors are left out of ``any``: they keep what the prefix cache evicts.
+    """
+    if ":" in name:
+        return ConnectorPlan(name, (), with_context=random.random() < 0.7)
+    if name not in CONNECTORS:
+        usable = [name for name in CONNECTORS if prefix_caching or not needs_prefix_cache(name)]
+        name = random.choice(usable)
+    kind = CONNECTORS[name]
+    tiers = tuple(_draw_tier(random, is_lazy, options) for is_lazy in kind.is_lazy)
+    return ConnectorPlan(name, tiers, kind.nesting, kind.with_context, kind.applies_locks)
+
+
+def custom_factory(name: str) -> KVConnectorFactory:
+    """The connector that ``MODULE:FACTORY`` names: a callable without arguments that gives a ``KVConnectorFactory``.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("connector", name, f"MODULE:FACTORY, importable from here ({error})") from error
+    factory: KVConnectorFactory = make()
+    if not (callable(getattr(factory, "make_scheduler_side", None)) and hasattr(factory, "make_worker_side")):
+        raise ConfigError("connector", name, "a callable without arguments that gives a KVConnectorFactory")
+    return factory
+
+
+def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> TierPlan:
+    slots = options.get("tier_slots", random.choice((random.randint(1, 10), random.randint(4, 60), 200)))
+    common = {
+        "max_inflight_fraction": random.choice((0.1, 0.5, 0.5, 1.0)),
+        "transfer_timeout_s": random.choice((0.5, 3.0, 30.0)),
+        "job_timeout_s": 60.0,
+    }
+    if is_lazy:
+        return TierPlan(slots, random.choice((1, 4, 12, 40)), common)
+    eager = {
+        "policy": random.choice(sorted(POLICIES)),
+        "blocks_per_chunk": options.get("blocks_per_chunk", random.choice((1, 1, 2, 3))),
+        "store_generated": random.random() < 0.8,
+    }
+    return TierPlan(slots, None, {**common, **eager})

@@ -1,0 +1,120 @@
+"""Which blocks of one worker's paged KV are being copied right now, and by whom: nobody else may meddle with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cargohold.offload.transfer import CopyJob, CopyResult, Direction, TransferWorker
+
+
+class CopyConflictError(AssertionError):
+    """A block was written while a copy read it, or read or reused while a copy wrote it."""
+
+
+class CopiesInFlight:
+    """The copies of one worker that have begun and were not reported as ended.
+
+    False where there are none, so that asking costs nothing.
+
+    Args:
+        rank: the worker, for messages.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._read: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+        self._num_jobs = 0
+
+    def __bool__(self) -> bool:
+        return self._num_jobs > 0
+
+    def begin(self, job: CopyJob) -> None:
+        """A copy begins. Raises ``CopyConflictError`` if another one is in its way."""
+        is_load = job.direction is Direction.LOAD
+        what = f"a {job.direction.value} (job {job.job_id})"
+        self._check(job.block_ids, self._written, f"{what} touches", "a load is writing")
+        if is_load:
+            self._check(job.block_ids, self._read, f"{what} overwrites", "a store is reading")
+        counts = self._written if is_load else self._read
+        for block_id in job.block_ids:
+            counts[block_id] = counts.get(block_id, 0) + 1
+        self._num_jobs += 1
+
+    def end(self, job: CopyJob) -> None:
+        """A copy has ended, and whoever started it has been told."""
+        counts = self._written if job.direction is Direction.LOAD else self._read
+        for block_id in job.block_ids:
+            if counts[block_id] == 1:
+                del counts[block_id]
+            else:
+                counts[block_id] -= 1
+        self._num_jobs -= 1
+
+    def check_read(self, block_ids: Iterable[int], request_id: str) -> None:
+        """A forward pass reads these blocks."""
+        self._check(block_ids, self._written, f"request {request_id} reads", "a load is writing")
+
+    def check_write(self, block_ids: Iterable[int], request_id: str) -> None:
+        """A forward pass writes these blocks."""
+        self._check(block_ids, self._written, f"request {request_id} writes", "a load is writing")
+        self._check(block_ids, self._read, f"request {request_id} overwrites", "a store is reading")
+
+    def check_free(self, block_ids: Iterable[int], what: str) -> None:
+        """These blocks are free, or were given to somebody."""
+        self._check(block_ids, self._written, what, "a load is writing")
+        self._check(block_ids, self._read, what, "a store is reading")
+
+    def block_ids(self) -> set[int]:
+        """All blocks being copied."""
+        return {*self._read, *self._written}
+
+    def _check(self, block_ids: Iterable[int], counts: dict[int, int], who: str, by: str) -> None:
+        if counts:
+            for block_id in block_ids:
+                if block_id in counts:
+                    raise CopyConflictError(f"worker {self._rank}: {who} block {block_id}, which {by}")
+
+
+class WatchedTransfers(TransferWorker):
+    """Notes which copies of another transfer worker are in flight.
+
+    Args:
+        inner: the transfer worker.
+        copies: where to note it.
+    """
+
+    def __init__(self, inner: TransferWorker, copies: CopiesInFlight) -> None:
+        self._inner = inner
+        self._copies = copies
+        self._jobs: dict[int, CopyJob] = {}
+
+    def submit(self, job: CopyJob) -> None:
+        """Pass on."""
+        self._copies.begin(job)
+        self._jobs[job.job_id] = job
+        self._inner.submit(job)
+
+    def poll(self) -> list[CopyResult]:
+        """Pass on."""
+        results = self._inner.poll()
+        for result in results:
+            self._end(result.job)
+        return results
+
+    def finish_stores(self) -> None:
+        """Pass on. Stores read nothing any more, even if they are reported later."""
+        self._inner.finish_stores()
+        for job in [job for job in self._jobs.values() if job.direction is Direction.STORE]:
+            self._end(job)
+
+    def shutdown(self) -> None:
+        """Pass on. Nothing is copied any more."""
+        self._inner.shutdown()
+        for job in list(self._jobs.values()):
+            self._end(job)
+
+    def _end(self, job: CopyJob) -> None:
+        # Some end twice: by being waited for and by being reported.
+        if self._jobs.pop(job.job_id, None) is not None:
+            self._copies.end(job)

@@ -1,0 +1,35 @@
+"""Several workers in one thread, merged by the engine's own aggregator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.executor import Worker
+from cargohold.engine.executor.merge import merge_outputs
+from cargohold.protocol import OutputAggregator
+
+
+class SimulatedExecutor:
+    """Satisfies ``Executor``: runs each step on one worker after the other.
+
+    Args:
+        workers: by rank.
+        expected_finished_count: what the connector says of it; see ``KVConnectorScheduler.get_finished_count``.
+
+    Attributes:
+        aggregator: what merges their reports.
+    """
+
+    def __init__(self, workers: Sequence[Worker], expected_finished_count: int | None = None) -> None:
+        self._workers = workers
+        self.aggregator = OutputAggregator(len(workers), expected_finished_count)
+
+    def execute(self, step: SchedulerStep) -> StepOutput:
+        """Run one step."""
+        return merge_outputs(self.aggregator, [worker.execute(step) for worker in self._workers])
+
+    def shutdown(self) -> None:
+        """Stop all workers."""
+        for worker in self._workers:
+            worker.shutdown()

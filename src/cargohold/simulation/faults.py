@@ -1,0 +1,144 @@
+"""What can go wrong, when, and how often. The wrappers that make it happen are beside the ports they wrap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from random import Random
+
+from cargohold.errors import ConfigError
+from cargohold.protocol import Clock
+
+
+class Fault(Enum):
+    """One kind of mishap; its value is its name on the command line."""
+
+    FAILED = "failed"
+    """A copy fails, and leaves garbage behind: in all of its blocks, or in those that it names."""
+    TORN = "torn"
+    """A store writes only part of its bytes and says that all is well; checksums notice when it is read."""
+    CORRUPT = "corrupt"
+    """Bytes in the tier change; checksums notice when they are read."""
+    LATE = "late"
+    """A completion is reported some time after the copy has ended."""
+    LOST = "lost"
+    """A completion is never reported. The transfer port forbids it: the connector must be turned off."""
+    DUPLICATED = "duplicated"
+    """A completion is reported twice. The transfer port forbids it."""
+    SLOW = "slow"
+    """For a while everything takes far longer, so that deadlines pass."""
+    GONE = "gone"
+    """For a while the tier is away: nothing is found, nothing can be stored, what is in flight fails."""
+    FULL = "full"
+    """The tier cannot take anything at the moment."""
+    UNDECIDED = "undecided"
+    """A look-up does not know yet."""
+    LATE_WORKER = "late-worker"
+    """One worker reports what has ended some steps after the others."""
+    RAISES = "raises"
+    """The connector raises: on a worker or in the scheduler. It must be turned off."""
+    RESTART = "restart"
+    """The process dies and comes back; the tier outlives it."""
+
+
+BREAKING = frozenset({Fault.LOST, Fault.DUPLICATED, Fault.RAISES})
+"""Faults that end with the connector turned off, for it (or what it stands on) has broken a rule."""
+
+RATES: Mapping[Fault, tuple[float, float]] = {
+    Fault.FAILED: (0.01, 0.3),
+    Fault.TORN: (0.01, 0.2),
+    Fault.CORRUPT: (0.01, 0.2),
+    Fault.LATE: (0.05, 0.5),
+    Fault.LOST: (0.003, 0.05),
+    Fault.DUPLICATED: (0.003, 0.05),
+    Fault.SLOW: (0.05, 0.3),
+    Fault.GONE: (0.05, 0.3),
+    Fault.FULL: (0.02, 0.5),
+    Fault.UNDECIDED: (0.05, 0.6),
+    Fault.LATE_WORKER: (0.05, 0.5),
+    Fault.RAISES: (0.001, 0.01),
+    Fault.RESTART: (0.1, 0.6),
+}
+"""How likely each strikes where it could: per copy, per question, per spell of time. Drawn anew for every seed."""
+
+
+def parse_faults(text: str) -> frozenset[Fault]:
+    """``all``, ``none``, or names separated by commas. Raises ``ConfigError`` naming what is not known."""
+    if text == "all":
+        return frozenset(Fault)
+    if text == "none":
+        return frozenset()
+    by_name = {fault.value: fault for fault in Fault}
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise ConfigError("faults", text, f"all, none, or some of {', '.join(sorted(by_name))}, separated by commas")
+    return frozenset(by_name[name] for name in names)
+
+
+def draw_rates(allowed: Collection[Fault], random: Random) -> dict[Fault, float]:
+    """Some of the allowed faults, each with a rate: runs that have few kinds of faults find more than runs that have all."""
+    chosen = [fault for fault in Fault if fault in allowed and random.random() < 0.4]
+    # What turns the connector off also ends what else could be found, so it is rarer.
+    kept = [fault for fault in chosen if fault not in BREAKING or random.random() < 0.4]
+    return {fault: random.uniform(*RATES[fault]) for fault in kept}
+
+
+@dataclass(slots=True)
+class FaultSource:
+    """Decides when a fault strikes.
+
+    Attributes:
+        rates: how likely each fault is.
+        random: where chance comes from.
+        clock: virtual time.
+        until: no fault strikes from then on, so that everything must settle.
+        struck: how often each has struck.
+    """
+
+    rates: Mapping[Fault, float]
+    random: Random
+    clock: Clock
+    until: float
+    struck: Counter[Fault] = field(default_factory=Counter)
+
+    def strikes(self, fault: Fault) -> bool:
+        """Whether ``fault`` strikes now."""
+        rate = self.rates.get(fault)
+        if rate is None or self.clock() >= self.until or self.random.random() >= rate:
+            return False
+        self.struck[fault] += 1
+        return True
+
+    def is_possible(self, faults: Iterable[Fault]) -> bool:
+        """Whether one of ``faults`` may strike in this run."""
+        return any(fault in self.rates for fault in faults)
+
+
+class Spells:
+    """A fault that comes and goes: alternating stretches of virtual time, each with its own toss of a coin.
+
+    Args:
+        source: decides.
+        fault: which.
+        length_s: how long a stretch is.
+    """
+
+    def __init__(self, source: FaultSource, fault: Fault, length_s: float = 0.5) -> None:
+        self._source = source
+        self._fault = fault
+        self._length_s = length_s
+        self._stretch = -1
+        self._is_on = False
+
+    def __call__(self) -> bool:
+        """Whether it is on now."""
+        if self._fault not in self._source.rates:
+            return False
+        stretch = int(self._source.clock() / self._length_s)
+        if stretch != self._stretch:
+            self._stretch = stretch
+            self._is_on = self._source.strikes(self._fault)
+        return self._is_on

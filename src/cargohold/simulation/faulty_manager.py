@@ -1,0 +1,137 @@
+"""Faults of a tier's bookkeeping: a wrapper around the manager port."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from cargohold.blocks import ABSENT, NOT_YET
+from cargohold.offload.manager import (
+    CannotStore,
+    LoadHandle,
+    ManagerEvent,
+    OffloadKey,
+    OffloadManager,
+    StoreHandle,
+)
+from cargohold.simulation.faults import Fault, FaultSource
+
+_ABSENT = bytes([ABSENT])
+MAX_WAIT_S = 0.5
+"""How long a look-up may take to be decided. Shorter than a connector's patience."""
+
+
+class FaultyManager(OffloadManager):
+    """A manager that is full, away, or slow to answer now and then.
+
+    Args:
+        inner: the manager.
+        source: decides when a fault strikes.
+        is_gone: whether the tier is away.
+    """
+
+    def __init__(self, inner: OffloadManager, source: FaultSource, is_gone: Callable[[], bool]) -> None:
+        self.inner = inner
+        self.capacity = inner.capacity
+        self._source = source
+        self._is_gone = is_gone
+        # When the answer for a key is known. Entries of the past stay: their answers are known.
+        self._known_at: dict[OffloadKey, float] = {}
+        self._next_known = float("inf")
+        self._was_gone = False
+        self._num_changes = 0
+
+    @property
+    def generation(self) -> int:
+        """The inner one's, and one more for every change of mind here."""
+        self._notice_time()
+        return self.inner.generation + self._num_changes
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Pass on; some keys are not known yet, and nothing is there while the tier is away."""
+        if self._is_gone():
+            return _ABSENT * len(keys)
+        return self._undecided(keys, self.inner.lookup(keys))
+
+    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Like ``lookup``, up to the first absent key."""
+        if self._is_gone():
+            return b""
+        if Fault.UNDECIDED not in self._source.rates:
+            return self.inner.lookup_run(keys)
+        states = self.lookup(keys)
+        absent_at = states.find(_ABSENT)
+        return states if absent_at < 0 else states[:absent_at]
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Pass on."""
+        self.inner.touch(keys)
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
+        """Pass on."""
+        return self.inner.prepare_load(keys)
+
+    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
+        """Pass on, or be busy."""
+        if keys and (self._is_gone() or self._source.strikes(Fault.FULL)):
+            return CannotStore.BUSY
+        return self.inner.prepare_store(keys, parent)
+
+    def remove(self, keys: Iterable[OffloadKey]) -> None:
+        """Pass on."""
+        self.inner.remove(keys)
+
+    def reset(self) -> bool:
+        """Pass on."""
+        return self.inner.reset()
+
+    def take_events(self) -> list[ManagerEvent]:
+        """Pass on."""
+        return self.inner.take_events()
+
+    @property
+    def num_ready(self) -> int:
+        """The inner one's."""
+        return self.inner.num_ready
+
+    @property
+    def num_writing(self) -> int:
+        """The inner one's."""
+        return self.inner.num_writing
+
+    @property
+    def num_leaving(self) -> int:
+        """The inner one's."""
+        return self.inner.num_leaving
+
+    @property
+    def num_pins(self) -> int:
+        """The inner one's."""
+        return self.inner.num_pins
+
+    def check(self) -> None:
+        """Pass on."""
+        self.inner.check()
+
+    def _undecided(self, keys: Sequence[OffloadKey], states: bytes) -> bytes:
+        """The states, with "not yet" for keys that are asked for the first time and take their time."""
+        if Fault.UNDECIDED not in self._source.rates:
+            return states
+        now, answers = self._source.clock(), bytearray(states)
+        for at, key in enumerate(keys):
+            known_at = self._known_at.get(key)
+            if known_at is None:
+                wait_s = self._source.random.random() * MAX_WAIT_S if self._source.strikes(Fault.UNDECIDED) else 0.0
+                known_at = self._known_at[key] = now + wait_s
+            if known_at > now:
+                answers[at] = NOT_YET
+                self._next_known = min(self._next_known, known_at)
+        return bytes(answers)
+
+    def _notice_time(self) -> None:
+        """Count what time alone has changed."""
+        is_gone = self._is_gone()
+        now = self._source.clock()
+        if is_gone is not self._was_gone or self._next_known <= now:
+            self._was_gone = is_gone
+            self._next_known = min((at for at in self._known_at.values() if at > now), default=float("inf"))
+            self._num_changes += 1

@@ -1,0 +1,153 @@
+"""Copies that take time: a link between one worker's paged KV and its shard of a tier, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from random import Random
+
+from cargohold.offload.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.protocol import Clock, TransferOutcome
+from cargohold.simulation.transfers import ByteRows
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """How fast a link is.
+
+    Attributes:
+        latency_s: from submission to start, at least; drawn anew for each job up to twice as much.
+        block_s: per block.
+        lanes: jobs carried out side by side, per direction. With more than one, or uneven latencies, jobs overtake each other.
+    """
+
+    latency_s: float = 0.0
+    block_s: float = 0.0
+    lanes: int = 1
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A job on its way.
+
+    Attributes:
+        job: the job.
+        submitted, starts, ends: when, in virtual time.
+        num_moved: leading blocks that have been copied.
+    """
+
+    job: CopyJob
+    submitted: float
+    starts: float
+    ends: float
+    num_moved: int = 0
+
+
+class LinkTransfers(TransferWorker):
+    """Satisfies the transfer port in virtual time.
+
+    Blocks of one job move at different moments between its start and its end, so that whoever changes a block meanwhile
+    spoils some of them.
+
+    Args:
+        region: the paged KV, as bytes.
+        rows: the tier's memory, a row per block.
+        clock: virtual time.
+        profile: how fast.
+        random: makes every run of the same seed the same.
+
+    Attributes:
+        slowness: by how much everything takes longer at the moment.
+    """
+
+    def __init__(self, region: ByteRows, rows: ByteRows, clock: Clock, profile: LinkProfile, random: Random) -> None:
+        self._region = region
+        self._rows = rows
+        self._clock = clock
+        self._profile = profile
+        self._random = random
+        self._lanes = {direction: [0.0] * profile.lanes for direction in Direction}
+        self._copies: list[_Copy] = []
+        self._results: list[CopyResult] = []
+        self.slowness: Callable[[], float] = lambda: 1.0
+
+    def submit(self, job: CopyJob) -> None:
+        """Give the job a place in the queue of its direction."""
+        now = self._clock()
+        lanes = self._lanes[job.direction]
+        lane = min(range(len(lanes)), key=lanes.__getitem__)
+        slowness = self.slowness()
+        latency_s = self._profile.latency_s * (1 + self._random.random()) * slowness
+        starts = max(now, lanes[lane]) + latency_s
+        if starts - now > job.timeout_s:
+            self._copies.append(_Copy(job, now, float("inf"), now + job.timeout_s))
+            return
+        ends = starts + self._profile.block_s * len(job.block_ids) * slowness
+        lanes[lane] = ends
+        self._copies.append(_Copy(job, now, starts, ends))
+
+    def advance(self) -> None:
+        """Let time do its work. Mutates paged KV and tier."""
+        now = self._clock()
+        ended = []
+        for copy in self._copies:
+            if copy.ends <= now:
+                ended.append(copy)
+            elif copy.starts <= now and not copy.num_moved:
+                self._move(copy, self._random.randrange(len(copy.job.block_ids) + 1))
+        if ended:
+            self._copies = [copy for copy in self._copies if copy.ends > now]
+            for copy in sorted(ended, key=attrgetter("ends")):
+                self._end(copy)
+
+    def next_event(self) -> float:
+        """When something will start or end; infinity if there is nothing in flight."""
+        times = [copy.ends if copy.num_moved else min(copy.starts, copy.ends) for copy in self._copies]
+        return min(times, default=float("inf"))
+
+    def poll(self) -> list[CopyResult]:
+        """What has ended."""
+        if self._copies:
+            self.advance()
+        results, self._results = self._results, []
+        return results
+
+    def finish_stores(self) -> None:
+        """Carry out all stores now."""
+        stores = [copy for copy in self._copies if copy.job.direction is Direction.STORE]
+        self._copies = [copy for copy in self._copies if copy.job.direction is not Direction.STORE]
+        for copy in stores:
+            self._end(copy)
+
+    def shutdown(self) -> None:
+        """Let running jobs end and abandon the others."""
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            if not copy.num_moved:
+                copy.starts = float("inf")
+            self._end(copy)
+
+    def _end(self, copy: _Copy) -> None:
+        outcome = TransferOutcome.DONE if copy.starts < float("inf") else TransferOutcome.ABANDONED
+        if outcome is TransferOutcome.DONE:
+            self._move(copy, len(copy.job.block_ids))
+        self._results.append(CopyResult(copy.job, outcome, frozenset(), self._clock() - copy.submitted))
+
+    def _move(self, copy: _Copy, up_to: int) -> None:
+        if copy.num_moved < up_to:
+            part = slice(copy.num_moved, up_to)
+            move(copy.job.direction, self._region, copy.job.block_ids[part], self._rows, copy.job.rows[part])
+            copy.num_moved = up_to
+
+
+def move(
+    direction: Direction, region: ByteRows, block_ids: Sequence[int], rows: ByteRows, row_ids: Sequence[int]
+) -> None:
+    """Copy blocks to rows, or rows to blocks, in parallel."""
+    if direction is Direction.LOAD:
+        for block_id, row in zip(block_ids, row_ids, strict=True):
+            region[block_id] = rows[row]
+    else:
+        for block_id, row in zip(block_ids, row_ids, strict=True):
+            rows[row] = region[block_id]

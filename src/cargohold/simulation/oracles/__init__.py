@@ -1,0 +1,22 @@
+"""What must hold after every step, whatever happens."""
+
+from cargohold.simulation.oracles.base import Oracle, OracleError
+from cargohold.simulation.oracles.blocks import CopyOracle, PoolOracle
+from cargohold.simulation.oracles.containment import ContainmentOracle
+from cargohold.simulation.oracles.events import EventOracle, Index
+from cargohold.simulation.oracles.requests import Expectation, RequestOracle
+from cargohold.simulation.oracles.tiers import LimitOracle, TierOracle
+
+__all__ = [
+    "ContainmentOracle",
+    "CopyOracle",
+    "EventOracle",
+    "Expectation",
+    "Index",
+    "LimitOracle",
+    "Oracle",
+    "OracleError",
+    "PoolOracle",
+    "RequestOracle",
+    "TierOracle",
+]

@@ -1,0 +1,101 @@
+"""Blocks of the device pool: none lost, none counted twice, none reused under a copy."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cargohold.blocks import KVCacheBlock
+from cargohold.connector.offloading.jobs import Load, Store
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.simulation.engine import SimulatedEngine
+from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.oracles.base import Oracle
+
+
+class PoolOracle(Oracle):
+    """References on blocks are exactly those that requests and connectors hold.
+
+    Args:
+        engine: the replica.
+    """
+
+    name = "pool"
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+
+    def inspect(self) -> None:
+        """Count all references."""
+        scheduler = self._engine.scheduler
+        scheduler.kv.check()
+        held = scheduler.connector.held_references()
+        expected = scheduler.kv.reference_counts() + held
+        pool = scheduler.kv.pool
+        for block_id in range(1, pool.num_blocks):
+            count = pool.get_block(block_id).ref_cnt
+            self.require(
+                count == expected[block_id],
+                f"block {block_id} has {count} reference(s); requests and connectors hold {expected[block_id]}",
+            )
+        if scheduler.connector.broken is None:
+            self._check_held(held)
+
+    def at_end(self) -> None:
+        """Every block is free."""
+        self._engine.scheduler.check_settled()
+
+    def _check_held(self, held: Counter[int]) -> None:
+        """What an offloading connector holds is what its jobs in flight copy."""
+        for side, guards in offloading_sides(self._engine.scheduler.connector):
+            if any(guard.broken is not None for guard in guards):
+                continue
+            jobs: list[Load | Store] = [*side.jobs.loads(), *side.jobs.stores()]
+            copied = Counter(block_id for job in jobs for block_id in job.block_ids)
+            own = guards[-1].held_references()
+            self.require(
+                own == (copied if side.holds_outlive_requests else Counter()),
+                f"connector {side.name} holds {dict(own)}; its jobs copy {dict(copied)}",
+            )
+            self.require(own <= held, f"connector {side.name} holds references that the engine knows nothing of")
+
+
+class CopyOracle(Oracle):
+    """No block that a copy reads or writes is free, or given to somebody else.
+
+    Forward passes and copies that meet are noticed by the workers' memory itself.
+
+    Args:
+        engine: the replica; what its pool gives out is looked at from now on.
+        holds: whether copies hold their blocks. Where they cannot, workers end them before a step overwrites a block.
+    """
+
+    name = "copies"
+
+    def __init__(self, engine: SimulatedEngine, *, holds: bool) -> None:
+        self._copies = engine.copies
+        self._pool = engine.scheduler.kv.pool
+        self._holds = holds
+        if holds:
+            self._allocate = self._pool.allocate
+            vars(self._pool)["allocate"] = self._allocate_watched
+
+    def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
+        """Blocks being copied are not free."""
+        if self._holds:
+            for copies in self._copies:
+                if copies:
+                    pool = self._pool
+                    free = [block_id for block_id in copies.block_ids() if not pool.get_block(block_id).ref_cnt]
+                    copies.check_free(free, "there is in the free queue")
+
+    def at_end(self) -> None:
+        """Nothing is copied any more."""
+        for copies in self._copies:
+            self.require(not copies, f"blocks {sorted(copies.block_ids())} are still being copied")
+
+    def _allocate_watched(self, num_blocks: int) -> list[KVCacheBlock]:
+        blocks = self._allocate(num_blocks)
+        for copies in self._copies:
+            if copies:
+                copies.check_free([block.block_id for block in blocks], "somebody was given")
+        return blocks

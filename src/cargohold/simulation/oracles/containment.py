@@ -1,0 +1,35 @@
+"""A connector is turned off only for a cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.protocol import ConnectorGuard
+from cargohold.simulation.engine import SimulatedEngine
+from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.oracles.base import Oracle
+
+
+class ContainmentOracle(Oracle):
+    """No connector breaks a rule, unless a fault broke it for them.
+
+    Args:
+        engine: the replica.
+        is_excused: whether a fault has struck that breaks a rule.
+    """
+
+    name = "containment"
+
+    def __init__(self, engine: SimulatedEngine, is_excused: Callable[[], bool]) -> None:
+        guards: list[ConnectorGuard] = [engine.scheduler.connector]
+        for _, around in offloading_sides(engine.scheduler.connector):
+            guards += around
+        self._guards = list({id(guard): guard for guard in guards}.values())
+        self._is_excused = is_excused
+
+    def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
+        """Nobody was turned off."""
+        for guard in self._guards:
+            if guard.broken is not None and not self._is_excused():
+                self.require(False, f"connector {guard.name} was turned off: {guard.broken.rule}")

@@ -1,0 +1,91 @@
+"""An index that follows the KV events equals what the media hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cargohold.blocks import READY, extend_hashes
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.offload.keys import offload_key
+from cargohold.protocol import MEDIUM_DEVICE, MEDIUM_HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from cargohold.simulation.engine import SimulatedEngine
+from cargohold.simulation.faulty_manager import FaultyManager
+from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.oracles.base import Oracle
+
+Index = dict[str, Counter[tuple[bytes, int]]]
+"""How often each prefix of a group is held, per medium. Several tiers may share a medium's name."""
+
+
+class EventOracle(Oracle):
+    """Follows the events after every step.
+
+    Args:
+        engine: the replica; it must emit events.
+        index: what the media held before; changed.
+    """
+
+    name = "events"
+
+    def __init__(self, engine: SimulatedEngine, index: Index) -> None:
+        self._engine = engine
+        self._index = index
+        index[MEDIUM_DEVICE] = Counter()
+        index.setdefault(MEDIUM_HOST, Counter())
+
+    def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
+        """Follow."""
+        for event in self._engine.scheduler.take_events():
+            self._follow(event)
+
+    def inspect(self) -> None:
+        """Compare with the device pool, and with the tiers unless one was turned off."""
+        for event in self._engine.scheduler.take_events():
+            self._follow(event)
+        pool = self._engine.scheduler.kv.pool
+        blocks = [pool.get_block(block_id) for block_id in range(1, pool.num_blocks)]
+        cached = {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
+        self.require(self._index[MEDIUM_DEVICE].keys() == cached, "the events of the device pool do not add up to it")
+        sides = list(offloading_sides(self._engine.scheduler.connector))
+        if all(guard.broken is None for _, guards in sides for guard in guards):
+            managers = [side.manager for side, _ in sides]
+            inner = [manager.inner if isinstance(manager, FaultyManager) else manager for manager in managers]
+            announced = self._index[MEDIUM_HOST]
+            for (block_hash, group), count in announced.items():
+                key = offload_key(block_hash, group)
+                num_holders = sum(manager.lookup([key])[0] == READY for manager in inner)
+                self.require(num_holders == count, f"{count} tier(s) announced {key.hex()[:8]}, {num_holders} hold it")
+            num_ready = sum(manager.num_ready for manager in inner)
+            self.require(announced.total() == num_ready, f"{announced.total()} chunks announced, {num_ready} held")
+
+    def at_end(self) -> None:
+        """Compare."""
+        self.inspect()
+
+    def _follow(self, event: KVEvent) -> None:
+        held = self._index.setdefault(event.medium, Counter())
+        match event:
+            case AllBlocksCleared():
+                held.clear()
+            case BlockRemoved():
+                for block_hash in event.block_hashes:
+                    prefix = (block_hash, event.group)
+                    self.require(held[prefix] > 0, f"{block_hash.hex()[:8]} was removed, and never stored")
+                    held[prefix] -= 1
+                    if not held[prefix]:
+                        del held[prefix]
+            case BlockStored():
+                held.update((block_hash, event.group) for block_hash in event.block_hashes)
+                if event.medium == MEDIUM_DEVICE:
+                    self.require(
+                        max(held[h, event.group] for h in event.block_hashes) == 1, "stored twice on the device"
+                    )
+                self._check_hash(event)
+
+    def _check_hash(self, event: BlockStored) -> None:
+        """Tokens and parent, where they are known, give the hash."""
+        if event.parent_block_hash is not None and event.token_ids:
+            hashes: list[bytes] = []
+            size = self._engine.layout.hash_block_tokens
+            extend_hashes(hashes, event.token_ids, size, event.parent_block_hash)
+            self.require(hashes[-1:] == list(event.block_hashes), "tokens and parent do not give the hash")

@@ -1,0 +1,103 @@
+"""Tiers: pins and slots belong to jobs, limits are kept, nothing is loaded twice at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from cargohold.connector.offloading import OffloadingScheduler
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.simulation.engine import SimulatedEngine
+from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.oracles.base import Oracle
+
+
+class TierOracle(Oracle):
+    """Watches the offloading connectors that are not turned off, and their managers.
+
+    Args:
+        engine: the replica.
+        is_excused: whether a fault has struck that breaks a rule.
+    """
+
+    name = "tiers"
+
+    def __init__(self, engine: SimulatedEngine, is_excused: Callable[[], bool]) -> None:
+        self._engine = engine
+        self._is_excused = is_excused
+        self._dedupes = engine.config.prefix_caching
+        self._sides = list(offloading_sides(engine.scheduler.connector))
+
+    def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
+        """Pins, slots and limits."""
+        for side in self._live_sides():
+            self._check_counts(side)
+            if self._dedupes and side.jobs.num_loads > 1:
+                self._check_loads(side)
+
+    def inspect(self) -> None:
+        """Every invariant of the managers."""
+        for side in self._live_sides():
+            side.manager.check()
+
+    def at_end(self) -> None:
+        """No job, no pin, no reserved slot, no request is left."""
+        self.inspect()
+        for side in self._live_sides():
+            manager = side.manager
+            self.require(not side.jobs, f"connector {side.name} has {len(side.jobs)} jobs left")
+            self.require(side.num_requests == 0, f"connector {side.name} still knows {side.num_requests} requests")
+            counts = (manager.num_pins, manager.num_writing, manager.num_leaving)
+            self.require(counts == (0, 0, 0), f"pinned, writing, leaving: {counts}")
+        if not self._is_excused():
+            num_incomplete = self._engine.executor.aggregator.num_incomplete
+            self.require(num_incomplete == 0, f"{num_incomplete} transfers were not reported by all workers")
+
+    def _live_sides(self) -> list[OffloadingScheduler]:
+        return [side for side, guards in self._sides if all(guard.broken is None for guard in guards)]
+
+    def _check_counts(self, side: OffloadingScheduler) -> None:
+        manager, jobs = side.manager, side.jobs
+        num_pins = sum(len(load.handle.keys) for load in jobs.loads())
+        self.require(manager.num_pins == num_pins, f"{manager.num_pins} chunks pinned, {num_pins} being loaded")
+        num_writing = sum(len(store.handle.keys) for store in jobs.stores())
+        self.require(
+            manager.num_writing == num_writing, f"{manager.num_writing} slots reserved, {num_writing} being written"
+        )
+        used = manager.num_ready + manager.num_writing + manager.num_leaving
+        self.require(
+            0 <= used <= manager.capacity and used + manager.num_free == manager.capacity,
+            f"{used} slots used and {manager.num_free} free of {manager.capacity}",
+        )
+        limit = side.max_store_blocks
+        self.require(
+            jobs.num_store_blocks <= limit, f"stores in flight hold {jobs.num_store_blocks} blocks; {limit} are allowed"
+        )
+
+    def _check_loads(self, side: OffloadingScheduler) -> None:
+        loading = Counter(key for load in side.jobs.loads() for key in load.handle.keys)
+        twice = [key.hex()[:8] for key, count in loading.items() if count > 1]
+        self.require(not twice, f"chunks {twice} are being loaded more than once at a time")
+
+
+class LimitOracle(Oracle):
+    """The engine keeps to its own limits.
+
+    Args:
+        engine: the replica.
+    """
+
+    name = "limits"
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+
+    def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
+        """Batches are no larger than allowed, and nobody is in one twice."""
+        scheduled, config = step.scheduled, self._engine.config
+        if scheduled:
+            self.require(len(scheduled) <= config.max_num_seqs, f"{len(scheduled)} requests run at a time")
+            num_tokens = step.num_tokens
+            self.require(num_tokens <= config.max_num_batched_tokens, f"{num_tokens} tokens in one step")
+            ids = {share.request_id for share in scheduled}
+            self.require(len(ids) == len(scheduled), "a request is in a step twice")

@@ -1,0 +1,267 @@
+"""One run: a scenario played to its end, with every oracle watching."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cargohold.engine.core.request import FinishReason
+from cargohold.engine.core.scheduler import RequestUpdate
+from cargohold.errors import RequestError
+from cargohold.simulation.clock import VirtualClock
+from cargohold.simulation.engine import STEP_S, SimulatedEngine
+from cargohold.simulation.faults import BREAKING, Fault
+from cargohold.simulation.offloading import forget_engine
+from cargohold.simulation.oracles import (
+    ContainmentOracle,
+    CopyOracle,
+    EventOracle,
+    Expectation,
+    Index,
+    LimitOracle,
+    Oracle,
+    OracleError,
+    PoolOracle,
+    RequestOracle,
+    TierOracle,
+)
+from cargohold.simulation.scenario import Scenario
+from cargohold.simulation.timeline import NO_TIMELINE, Timeline
+from cargohold.simulation.traffic import Abort, Action, Ask, Reset, Restart
+from cargohold.simulation.world import World
+
+INSPECT_EVERY = 16
+"""Steps between thorough checks; the cheap ones come after every step."""
+
+LONGEST_NAP_S = 1.0
+"""Virtual time that passes at most in one go while nothing happens."""
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What came of a run.
+
+    Attributes:
+        num_steps: scheduler steps.
+        seconds: virtual time at the end.
+        error: what failed; ``None`` if nothing did.
+        struck: how often each fault has struck.
+        tallies: what else is worth counting: requests, preemptions, loads, ...
+    """
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+    struck: Counter[Fault] = field(default_factory=Counter)
+    tallies: Counter[str] = field(default_factory=Counter)
+
+
+class Run:
+    """Plays one scenario.
+
+    Args:
+        scenario: what to play.
+        timeline: where to note what happens, for people.
+        inspect_every: steps between thorough checks.
+        checksums: whether tiers notice corruption.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        timeline: Timeline = NO_TIMELINE,
+        inspect_every: int = INSPECT_EVERY,
+        checksums: bool = True,
+    ) -> None:
+        self._scenario = scenario
+        self._timeline = timeline
+        self._inspect_every = inspect_every
+        self._world = World(scenario, checksums=checksums)
+        self._clock: VirtualClock = self._world.clock
+        self._expected: dict[str, Expectation] = {}
+        self._asks: dict[str, Ask] = {}
+        self._index: Index = {}
+        self._result = RunResult()
+        self._deadline = self._latest_end()
+        self._engine: SimulatedEngine
+        self._oracles: list[Oracle]
+        self._each_step: list[Oracle]
+
+    def play(self) -> RunResult:
+        """Play to the end, or to the first failure. Never raises what the simulated code raises."""
+        result = self._result
+        with quiet_logging():
+            try:
+                self._start_engine()
+                self._play_actions()
+                self._finish()
+            except Exception as error:  # noqa: BLE001  # whatever the code under test raises is what we are looking for
+                result.error = error
+        result.seconds = self._clock.now
+        result.struck = self._world.source.struck
+        return result
+
+    # --- the course of events -----------------------------------------------------------------------------------------
+
+    def _play_actions(self) -> None:
+        actions = self._scenario.actions
+        at = 0
+        while at < len(actions) or self._engine.scheduler.has_work():
+            while at < len(actions) and actions[at].at <= self._clock.now:
+                self._apply(actions[at])
+                at += 1
+            next_action = actions[at].at if at < len(actions) else float("inf")
+            if self._engine.scheduler.has_work():
+                self._step(next_action)
+            elif next_action < float("inf"):
+                self._clock.advance(next_action - self._clock.now)
+
+    def _apply(self, action: Action) -> None:
+        self._timeline.note(self._clock.now, str(action))
+        match action:
+            case Ask():
+                self._asks[action.request_id] = action
+                reason = FinishReason.LENGTH
+                answer = action.answer()
+                if action.stop is not None and answer[-1] == action.stop:
+                    reason = FinishReason.STOP
+                self._expected[action.request_id] = Expectation(answer, reason)
+                self._add(action)
+            case Abort():
+                expected = self._expected.get(action.request_id)
+                if expected is not None:
+                    expected.is_aborted = True
+                    self._engine.abort(action.request_id)
+            case Reset():
+                self._reset()
+            case Restart():
+                self._restart()
+
+    def _add(self, ask: Ask) -> None:
+        try:
+            self._engine.add(
+                ask.request_id,
+                ask.prompt,
+                ask.max_tokens,
+                priority=ask.priority,
+                salt=ask.salt,
+                kv_transfer_params=ask.params,
+                stop_token_ids=() if ask.stop is None else (ask.stop,),
+            )
+            self._result.tallies["requests"] += 1
+        except RequestError:
+            # Refused for its wishes; it never was.
+            self._result.tallies["refused"] += 1
+            del self._expected[ask.request_id]
+
+    def _reset(self) -> None:
+        was_done = self._engine.scheduler.reset_cache()
+        self._timeline.note(self._clock.now, f"caches {'were' if was_done else 'could not be'} reset")
+        self._result.tallies["resets"] += was_done
+        pool = self._engine.scheduler.kv.pool
+        if was_done and pool.num_cached_prefixes:
+            raise OracleError("reset", f"{pool.num_cached_prefixes} prefixes are cached after a reset")
+
+    def _restart(self) -> None:
+        self._count_engine()
+        forget_engine(self._engine.connector)
+        self._start_engine()
+        self._result.tallies["restarts"] += 1
+        for request_id, expected in self._expected.items():
+            if not expected.has_ended:
+                self._add(self._asks[request_id])
+
+    def _step(self, next_action: float) -> None:
+        engine = self._engine
+        step, output = engine.step()
+        self._result.num_steps += 1
+        for oracle in self._each_step:
+            oracle.after_step(step, output)
+        self._timeline.step(self._clock.now, engine, step, output)
+        if engine.num_steps % self._inspect_every == 0:
+            self._inspect()
+        if not step.scheduled and output.connector.is_empty():
+            self._sleep(next_action)
+        if self._clock.now > self._deadline:
+            raise OracleError("liveness", self._complaint())
+
+    def _sleep(self, next_action: float) -> None:
+        """Nothing happened: let time pass until something may. Faults strike by time too, so naps are short."""
+        wake_at = min(next_action, self._world.next_event(), self._clock.now + LONGEST_NAP_S)
+        if wake_at > self._clock.now:
+            self._clock.advance(wake_at - self._clock.now)
+
+    def _finish(self) -> None:
+        for oracle in self._oracles:
+            oracle.at_end()
+        self._count_engine()
+        self._engine.shutdown()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _start_engine(self) -> None:
+        scenario, world = self._scenario, self._world
+        engine = self._engine = world.new_engine()
+        may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"
+        self._oracles = [
+            RequestOracle(self._expected, may_fail=may_fail),
+            CopyOracle(engine, holds=scenario.connector.holds_copies),
+            TierOracle(engine, self._is_excused),
+            LimitOracle(engine),
+            ContainmentOracle(engine, self._is_excused),
+        ]
+        if engine.config.emit_events:
+            self._oracles.append(EventOracle(engine, self._index))
+        self._oracles.append(PoolOracle(engine))
+        self._each_step = [oracle for oracle in self._oracles if type(oracle).after_step is not Oracle.after_step]
+        engine.on_update = self._on_update
+
+    def _is_excused(self) -> bool:
+        """Whether a fault has struck that breaks a rule of the contract."""
+        return any(self._world.source.struck[fault] for fault in BREAKING)
+
+    def _on_update(self, update: RequestUpdate) -> None:
+        for oracle in self._oracles:
+            oracle.on_update(update)
+        if update.request.is_finished and not update.new_token_ids:
+            restored = sum(update.cache_report.restored_tokens.values())
+            self._result.tallies["restored tokens"] += restored
+            self._result.tallies["device tokens"] += update.request.num_first_device_tokens
+            self._result.tallies["preemptions"] += update.request.num_preemptions
+
+    def _inspect(self) -> None:
+        for oracle in self._oracles:
+            oracle.inspect()
+
+    def _count_engine(self) -> None:
+        self._result.tallies["turned off"] += self._engine.scheduler.connector.broken is not None
+
+    def _latest_end(self) -> float:
+        """Virtual time by which all must be over, however unlucky."""
+        asks = [action for action in self._scenario.actions if isinstance(action, Ask)]
+        # Each token may be computed several times, one at a time, when requests preempt each other.
+        compute_s = 20 * STEP_S * sum(len(ask.prompt) + ask.max_tokens for ask in asks)
+        last = self._scenario.actions[-1].at if self._scenario.actions else 0.0
+        patience_s = 4 * 60.0
+        return max(last, self._scenario.quiet_from) + compute_s + patience_s
+
+    def _complaint(self) -> str:
+        unended = [request_id for request_id, expected in self._expected.items() if not expected.has_ended]
+        what = f"requests {unended} have not ended" if unended else "nobody waits, and yet there is work to do"
+        return f"after {self._clock.now:.0f} s, long after the last fault, {what}"
+
+
+@contextmanager
+def quiet_logging() -> Iterator[None]:
+    """Keep log lines about faults that we caused ourselves off the screen; they cost more than a step."""
+    logger = logging.getLogger("cargohold")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

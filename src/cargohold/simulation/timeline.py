@@ -1,0 +1,105 @@
+"""What happened, step by step, for people who look for a cause."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from cargohold.engine.core.request import RequestStatus
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.protocol import KVConnectorOutput
+from cargohold.simulation.engine import SimulatedEngine
+from cargohold.simulation.offloading import offloading_sides
+
+
+class Timeline:
+    """Remembers nothing. What runs use that nobody looks at."""
+
+    def note(self, now: float, what: str) -> None:
+        """Something happened between steps."""
+
+    def step(self, now: float, engine: SimulatedEngine, step: SchedulerStep, output: StepOutput) -> None:
+        """A step was made."""
+
+
+NO_TIMELINE = Timeline()
+
+
+class RecentTimeline(Timeline):
+    """Remembers the last lines.
+
+    Args:
+        num_lines: how many.
+    """
+
+    def __init__(self, num_lines: int = 60) -> None:
+        self._lines: deque[str] = deque(maxlen=num_lines)
+
+    def lines(self) -> list[str]:
+        """Oldest first."""
+        return list(self._lines)
+
+    def note(self, now: float, what: str) -> None:
+        """Something happened between steps."""
+        self._lines.append(f"{now:8.3f} s            {what}")
+
+    def step(self, now: float, engine: SimulatedEngine, step: SchedulerStep, output: StepOutput) -> None:
+        """A step was made: who computed what, who waits, what is in flight, what was reported."""
+        parts = [*_batch(step), *_waiting(engine), *_jobs(engine), *_report(output.connector)]
+        if step.drop_connector:
+            parts.append("connector is dropped")
+        if output.connector_error:
+            parts.append(f"error: {output.connector_error}")
+        pool = engine.scheduler.kv.pool
+        parts.append(f"{pool.num_free_blocks} of {pool.num_usable_blocks} free")
+        self._lines.append(f"{now:8.3f} s step {engine.num_steps:4d}  {'; '.join(parts)}")
+
+
+def _batch(step: SchedulerStep) -> Iterator[str]:
+    for share in step.scheduled:
+        end = share.num_computed_tokens + share.num_scheduled_tokens
+        sample = "" if share.sample is None else "+1"
+        yield f"{share.request_id} computes [{share.num_computed_tokens}, {end}){sample}"
+    if step.preempted_req_ids:
+        yield f"preempted {_ids(step.preempted_req_ids)}"
+    if step.finished_req_ids:
+        yield f"ended {_ids(step.finished_req_ids)}"
+
+
+def _waiting(engine: SimulatedEngine) -> Iterator[str]:
+    waiting = [request.request_id for request in engine.scheduler.waiting_requests()]
+    loading = [name for name, request in engine.requests.items() if request.status is RequestStatus.LOADING]
+    if waiting:
+        yield f"waiting {' '.join(waiting)}"
+    if loading:
+        yield f"loading {' '.join(loading)}"
+
+
+def _jobs(engine: SimulatedEngine) -> Iterator[str]:
+    for side, _ in offloading_sides(engine.scheduler.connector):
+        for load in side.jobs.loads():
+            yield f"{side.name} load {load.job_id} into {_ids(load.block_ids)}"
+        for store in side.jobs.stores():
+            yield f"{side.name} store {store.job_id} of {_ids(store.block_ids)}"
+
+
+def _report(report: KVConnectorOutput) -> Iterator[str]:
+    finished = report.finished
+    if finished.jobs:
+        ended = " ".join(f"{job_id}:{outcome.name.lower()}" for job_id, outcome in finished.jobs.items())
+        yield f"jobs ended {ended}"
+    if finished.finished_recving:
+        yield f"received {_ids(finished.finished_recving)}"
+    if finished.failed_recving:
+        yield f"load failed of {_ids(finished.failed_recving)}"
+    if finished.finished_sending:
+        yield f"sent {_ids(finished.finished_sending)}"
+    if report.invalid_block_ids:
+        yield f"invalid blocks {_ids(report.invalid_block_ids)}"
+    if finished.step_failed:
+        yield "the step is not to be trusted"
+
+
+def _ids(ids: object) -> str:
+    assert isinstance(ids, frozenset | tuple)
+    return " ".join(str(ident) for ident in (sorted(ids) if isinstance(ids, frozenset) else ids))

@@ -1,0 +1,129 @@
+"""What happens to an engine: requests arrive, are aborted, caches are reset. Prompts are made here too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, TypeAlias
+
+from cargohold.simulation.engine import VOCAB_SIZE, root_of_salt
+from cargohold.simulation.fingerprints import tokens_alone
+
+Tokens: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request arrives.
+
+    Attributes:
+        at: when, in virtual seconds.
+        request_id: unique in a run.
+        prompt: its tokens.
+        max_tokens: how many it generates at most.
+        priority, salt, params: see ``Request``; ``params`` are its ``kv_transfer_params``.
+        stop: a token that ends it.
+    """
+
+    at: float
+    request_id: str
+    prompt: Tokens
+    max_tokens: int
+    priority: int = 0
+    salt: str | None = None
+    params: Mapping[str, Any] | None = None
+    stop: int | None = None
+
+    def answer(self) -> list[int]:
+        """What it generates when it has an engine to itself."""
+        tokens = tokens_alone(self.prompt, self.max_tokens, VOCAB_SIZE, root_of_salt(self.salt))
+        return tokens[: tokens.index(self.stop) + 1] if self.stop in tokens else tokens
+
+    def __str__(self) -> str:
+        wishes = "".join(
+            f", {name}={value!r}"
+            for name, value in (("priority", self.priority), ("salt", self.salt), ("params", self.params))
+            if value
+        )
+        return f"{self.request_id} arrives: {len(self.prompt)} tokens, {self.max_tokens} to generate{wishes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A client gives up."""
+
+    at: float
+    request_id: str
+
+    def __str__(self) -> str:
+        return f"{self.request_id} is aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Somebody asks to forget all caches."""
+
+    at: float
+
+    def __str__(self) -> str:
+        return "caches are to be reset"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The process dies and comes back; requests that have not ended are sent again."""
+
+    at: float
+
+    def __str__(self) -> str:
+        return "the process dies and comes back"
+
+
+Action: TypeAlias = Ask | Abort | Reset | Restart
+
+
+@dataclass(slots=True)
+class Writer:
+    """Writes traffic.
+
+    Attributes:
+        random: where chance comes from.
+        actions: what was written so far.
+        now: virtual time of the next action.
+    """
+
+    random: Random
+    actions: list[Action] = field(default_factory=list)
+    now: float = 0.0
+    _num_requests: int = 0
+
+    def text(self, low: int, high: int) -> Tokens:
+        """New tokens, so many at least and at most."""
+        # Four at a time from one draw: prompts need not be good random numbers, only different ones.
+        bits, length = self.random.getrandbits, self.random.randint(low, high)
+        return tuple(bits(30) % VOCAB_SIZE for _ in range(length))
+
+    def pause(self, longest_s: float) -> None:
+        """Let some time pass; often none, so that requests come in bursts."""
+        if self.random.random() < 0.6:
+            self.now += self.random.random() * longest_s
+
+    def ask(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Ask:
+        """A request arrives now."""
+        self._num_requests += 1
+        ask = Ask(self.now, f"r{self._num_requests}", tuple(prompt), max_tokens, **options)
+        self.actions.append(ask)
+        return ask
+
+    def abort(self, ask: Ask, within_s: float) -> None:
+        """A request is aborted some time later."""
+        self.actions.append(Abort(ask.at + self.random.random() * within_s, ask.request_id))
+
+    def reset(self) -> None:
+        """Caches are to be reset now."""
+        self.actions.append(Reset(self.now))
+
+    def sorted_actions(self) -> tuple[Action, ...]:
+        """What was written, in order of time."""
+        return tuple(sorted(self.actions, key=lambda action: action.at))

@@ -1,0 +1,127 @@
+"""What surrounds the engine in a run: time, links, tiers, faults. It outlives the engine's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from cargohold.offload.manager import OffloadManager
+from cargohold.offload.transfer import TransferWorker
+from cargohold.protocol import KVConnectorFactory, WorkerEnvironment
+from cargohold.simulation.clock import VirtualClock
+from cargohold.simulation.connectors import TierPlan
+from cargohold.simulation.copies import CopiesInFlight, WatchedTransfers
+from cargohold.simulation.engine import SimulatedEngine
+from cargohold.simulation.faults import Fault, FaultSource, Spells
+from cargohold.simulation.faulty_connector import FaultyFactory
+from cargohold.simulation.faulty_manager import FaultyManager
+from cargohold.simulation.faulty_transfers import ChecksummedTransfers, FaultyTransfers
+from cargohold.simulation.layouts import layout_of
+from cargohold.simulation.links import LinkTransfers
+from cargohold.simulation.offloading import SimulatedOffloading
+from cargohold.simulation.scenario import Scenario
+from cargohold.simulation.transfers import ByteRows
+
+SLOWNESS = 100.0
+"""By how much a slow link is slower."""
+
+
+class World:
+    """Builds engines of one scenario, one after the other, over the same tiers.
+
+    Args:
+        scenario: what to build.
+        checksums: whether tiers notice corruption; without, the oracles must.
+
+    Attributes:
+        clock: virtual time.
+        source: when faults strike.
+        tiers: in the order of the plan.
+    """
+
+    def __init__(self, scenario: Scenario, *, checksums: bool = True) -> None:
+        self._scenario = scenario
+        self._checksums = checksums
+        self.clock = VirtualClock()
+        random = Random(f"{scenario.seed}/chance")  # noqa: S311  # repeatable, on purpose
+        self.source = FaultSource(scenario.rates, random, self.clock, scenario.quiet_from)
+        self._is_gone = Spells(self.source, Fault.GONE)
+        self._is_slow = Spells(self.source, Fault.SLOW)
+        self.copies: list[CopiesInFlight] = []
+        self._links: list[LinkTransfers] = []
+        self._faulty: list[FaultyTransfers] = []
+        self.tiers: list[SimulatedOffloading] = []
+        self._factory = scenario.connector.build(self._make_tier)
+
+    def new_engine(self) -> SimulatedEngine:
+        """An engine as after a start of its process."""
+        shape, connector = self._scenario.shape, self._scenario.connector
+        self._links, self._faulty = [], []
+        self.copies = [CopiesInFlight(rank) for rank in range(shape.world_size)]
+        engine = SimulatedEngine(
+            layout_of(shape.groups, shape.num_blocks, shape.world_size),
+            self._factory,
+            clock=self.clock,
+            with_context=connector.with_context,
+            applies_locks=connector.applies_locks,
+            copies=self.copies,
+            as_tensors=not connector.tiers,
+            **shape.scheduler,
+        )
+        engine.runner.before_forward = self._advance_links
+        return engine
+
+    def next_event(self) -> float:
+        """When something will happen by itself; infinity if nothing is in flight."""
+        return min(
+            (thing.next_event() for things in (self._links, self._faulty) for thing in things), default=float("inf")
+        )
+
+    def _make_tier(self, plan: TierPlan) -> KVConnectorFactory:
+        # Checksums live as long as the tier: per worker, by row.
+        sums: dict[int, dict[int, int]] = {}
+
+        def make_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
+            return self._make_transfers(region, rows, environment.rank, sums.setdefault(environment.rank, {}))
+
+        may_change = self.source.is_possible((Fault.GONE, Fault.FULL, Fault.UNDECIDED))
+        tier = SimulatedOffloading(
+            plan.num_slots,
+            lookahead=plan.lookahead,
+            make_transfers=make_transfers,
+            wrap_manager=self._faulty_manager if may_change else _unchanged,
+            **plan.options,
+        )
+        self.tiers.append(tier)
+        return FaultyFactory(tier, self.source)
+
+    def _make_transfers(self, region: ByteRows, rows: ByteRows, rank: int, sums: dict[int, int]) -> TransferWorker:
+        random = Random(f"{self._scenario.seed}/link {rank}/{len(self._links)}")  # noqa: S311  # repeatable, on purpose
+        link = LinkTransfers(region, rows, self.clock, self._scenario.shape.link, random)
+        link.slowness = self._slowness
+        self._links.append(link)
+        transfers: TransferWorker = link
+        if self._checksums and self.source.is_possible((Fault.TORN, Fault.CORRUPT)):
+            transfers = ChecksummedTransfers(link, region, rows, sums)
+        if self.source.rates:
+            faulty = FaultyTransfers(transfers, region, rows, self.source, self._is_gone)
+            self._faulty.append(faulty)
+            transfers = faulty
+        return WatchedTransfers(transfers, self.copies[rank])
+
+    def _faulty_manager(self, manager: OffloadManager) -> OffloadManager:
+        return FaultyManager(manager, self.source, self._is_gone)
+
+    def _slowness(self) -> float:
+        return SLOWNESS if self._is_slow() else 1.0
+
+    def _advance_links(self) -> None:
+        for link in self._links:
+            link.advance()
+
+
+def _unchanged(manager: OffloadManager) -> OffloadManager:
+    return manager
+
+
+MakeWorld = Callable[[Scenario], World]
