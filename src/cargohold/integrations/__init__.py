@@ -1,0 +1,1 @@
+"""Adapters that carry the connectors into other engines, one package per engine."""

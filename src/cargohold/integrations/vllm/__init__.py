@@ -1,0 +1,27 @@
+"""The same connectors inside vLLM.
+
+::
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "CargoholdConnector", "kv_role": "kv_both",
+                                            "kv_connector_extra_config": {"host_bytes": "8GiB"}}'
+
+Nothing here decides what is kept or loaded: the adapter translates between vLLM's V1 connector interface and the contract in
+``cargohold.protocol``. Only the modules of this package import vLLM, and nothing outside imports them: vLLM does, through the
+entry point in ``plugin``.
+
+    plugin      registers the connector's short name
+    compat      the one place that imports names from vLLM, and notes what a version lacks
+    probe       the tested versions, and what else this adapter relies on in vLLM
+    settings    options
+    layout      vLLM's KV-cache configuration as our layout, or why it cannot be served
+    regions     the paged KV's tensors as plain bytes
+    blocks      vLLM's block pool as a scheduler context
+    step        vLLM's scheduler output as a step
+    messages    what travels between scheduler and workers
+    scheduler   scheduler side
+    worker      worker side
+    events      KV events
+    metrics     counters for vLLM's log and its Prometheus endpoint
+    report      what is said at start
+    connector   the class that vLLM instantiates
+"""

@@ -1,0 +1,73 @@
+"""Names from vLLM, in whatever version it is installed.
+
+What cannot be imported is replaced by something inert and noted in ``MISSING``: the connector then turns itself off with one
+clear line, where an ``ImportError`` would take the server down. Two names have no substitute: the connector's base class and
+its roles.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from vllm import __version__ as VLLM_VERSION  # noqa: N812  # a constant, whatever its author calls it
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+_EVENTS = "vllm.distributed.kv_events"
+
+MISSING: list[str] = []
+"""What this version of vLLM lacks, as sentences."""
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _need(module: str, name: str) -> Any:
+    found = _find(module, name)
+    if found is None:
+        MISSING.append(f"vLLM has no {module}.{name}")
+        return type(name, (), {})
+    return found
+
+
+SupportsHMA = _need(_BASE, "SupportsHMA")
+KVConnectorMetadata = _need(_BASE, "KVConnectorMetadata")
+KVConnectorWorkerMetadata = _need(_BASE, "KVConnectorWorkerMetadata")
+KVConnectorStats = _need(_METRICS, "KVConnectorStats")
+KVConnectorPromMetrics = _need(_METRICS, "KVConnectorPromMetrics")
+BlockStored = _need(_EVENTS, "BlockStored")
+BlockRemoved = _need(_EVENTS, "BlockRemoved")
+AllBlocksCleared = _need(_EVENTS, "AllBlocksCleared")
+
+TransferResults: Any = _find(_BASE, "KVConnectorTransferResults")
+"""Since 0.30: with it, failed loads are reported by request. Before, by block, which vLLM cannot place with several groups."""
+
+CacheHitSource: Any = _find("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
+"""Since 0.32: where an external hit came from, for vLLM's own statistics."""
+
+convert_block_hash: Any = _find("vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash") or (lambda digest: digest)
+"""Block hashes as vLLM's events name them."""
+
+__all__ = [
+    "MISSING",
+    "VLLM_VERSION",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "TransferResults",
+    "convert_block_hash",
+]

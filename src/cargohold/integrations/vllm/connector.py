@@ -1,0 +1,298 @@
+"""The class that vLLM instantiates, once in the scheduler's process and once per worker."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cargohold.connector.factory import connector_factory
+from cargohold.errors import ConfigError
+from cargohold.integrations.vllm import compat, probe
+from cargohold.integrations.vllm.blocks import BlockTables, ManagerTables, NotedTables
+from cargohold.integrations.vllm.events import translate_events
+from cargohold.integrations.vllm.layout import Translation, make_layout, smallest_block_tokens, translate
+from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
+from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats, for_vllm
+from cargohold.integrations.vllm.report import start_report
+from cargohold.integrations.vllm.scheduler import SchedulerSide
+from cargohold.integrations.vllm.settings import REFUSE, Settings
+from cargohold.integrations.vllm.worker import Ended, WorkerSide
+from cargohold.protocol import AttentionKind, KVCacheLayout, SchedulerEnvironment
+
+logger = logging.getLogger(__name__)
+
+_NEEDS = {
+    "cache_config": ("enable_prefix_caching",),
+    "kv_transfer_config": ("kv_connector_extra_config", "kv_load_failure_policy"),
+    "parallel_config": ("rank", "world_size"),
+    "scheduler_config": ("max_num_batched_tokens",),
+}
+
+
+class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]  # vLLM ships no types
+    """vLLM's V1 interface over Cargohold's connectors. Only translates: what happens is decided on the two sides.
+
+    Where model, configuration or version cannot be served, it stays in place and keeps nothing, or refuses to start; see
+    ``AdapterSettings.if_unsupported``.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: which of the two sides.
+        kv_cache_config: what vLLM made of the model's layers.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        # vLLM sets handlers up for its own loggers alone; ours follow them.
+        _follow_vllm_log()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._ended = Ended()
+        self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._is_scheduler = role is compat.KVConnectorRole.SCHEDULER
+        self._obstacles: list[str] = []
+        translation = self._translate()
+        self._groups = translation.groups
+        if self._turn_off(translation.obstacles):
+            return
+        if self._is_scheduler:
+            # Read by vLLM's scheduler right behind this.
+            vllm_config.kv_transfer_config.kv_load_failure_policy = self._settings.adapter.load_failure_policy
+        else:
+            factory = connector_factory(self._settings.offload)
+            rank = int(vllm_config.parallel_config.rank)
+            self._worker = WorkerSide(factory, self._layout(smallest_block_tokens(self._groups)), rank, time.monotonic)
+
+    # --- what vLLM asks of the class ----------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not stored is computed again."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: nothing happens between layers. Bad options are refused here already, before the model is loaded."""
+        Settings.parse(extra_config)
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        """Counters that crossed a process boundary as a plain dict."""
+        return TransferStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """The time series in vLLM's metrics endpoint."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- worker side --------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take the paged KV."""
+        if self._worker is not None:
+            self._worker.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """First call of a step."""
+        if self._worker is not None and kv_connector_metadata is not None:
+            self._worker.begin(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Take this step's message."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the loads."""
+        if self._worker is not None:
+            self._worker.start_load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All loads are asynchronous: what a step computes with is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores start when the whole step is computed."""
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over: start the stores."""
+        if self._worker is not None:
+            self._worker.save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose transfers ended."""
+        if self._worker is None:
+            return None, None
+        self._ended = self._worker.collect(finished_req_ids)
+        return set(self._ended.sent), set(self._ended.received)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same, with those that failed (since vLLM 0.30)."""
+        sent, received = self.get_finished(finished_req_ids)
+        return compat.TransferResults(sent or set(), received or set(), set(self._ended.failed))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of failed loads, for versions that cannot be told the request."""
+        ended, self._ended = self._ended, Ended()
+        return set() if compat.TransferResults is not None else set(ended.invalid_block_ids)
+
+    def build_connector_worker_meta(self) -> WorkerMessage | None:
+        """This rank's report."""
+        return None if self._worker is None else self._worker.build_meta()
+
+    def clear_connector_metadata(self) -> None:
+        """Last call of a step."""
+        super().clear_connector_metadata()
+        if self._worker is not None:
+            self._worker.end()
+
+    # --- scheduler side -----------------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """The block pool and the requests' tables (since vLLM 0.30)."""
+        self._bind(kv_cache_manager.block_pool, ManagerTables(kv_cache_manager))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The block pool alone, before vLLM 0.30."""
+        self._bind(gpu_block_pool, NotedTables(len(self._groups)))
+
+    def on_new_request(self, request: Any) -> None:
+        """A request arrived."""
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those computed."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks were allocated."""
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Where hits come from, for vLLM's own statistics: all from host memory."""
+        return {compat.CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMessage:
+        """This step's message to the workers."""
+        return StepMessage() if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers reported."""
+        if self._scheduler is not None:
+            self._scheduler.update_connector_output(connector_output.kv_connector_worker_meta)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended, in a model with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended."""
+        return (False, None) if self._scheduler is None else self._scheduler.request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must go on stepping for transfers."""
+        return self._scheduler is not None and self._scheduler.has_pending_work()
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting frees blocks, so that nobody need be preempted."""
+        return self._scheduler is not None and self._scheduler.has_pending_block_frees()
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[Any]:
+        """KV events since the last call."""
+        return () if self._scheduler is None else list(translate_events(self._scheduler.take_events()))
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        """Counters of both sides, from the scheduler's."""
+        if self._scheduler is None:
+            return None
+        stats = for_vllm(self._scheduler.take_stats(), self._scheduler.layout.block_bytes)
+        return TransferStats(data=stats) if stats else None
+
+    def reset_cache(self) -> bool | None:
+        """Drop everything kept; ``False`` while transfers are in flight."""
+        return None if self._scheduler is None else self._scheduler.reset_cache()
+
+    def shutdown(self) -> None:
+        """Let transfers in flight end, and release everything."""
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.shutdown()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _translate(self) -> Translation:
+        missing = probe.missing_from_vllm() + probe.missing_from_config(self._vllm_config, _NEEDS)
+        if missing:
+            return Translation((), tuple(missing))
+        warning = probe.version_warning()
+        if warning is not None and self._is_scheduler:
+            logger.warning("%s", warning)
+        return translate(self._vllm_config, self._kv_cache_config, reports_requests=compat.TransferResults is not None)
+
+    def _layout(self, hash_block_tokens: int) -> KVCacheLayout:
+        world_size = int(self._vllm_config.parallel_config.world_size)
+        return make_layout(self._groups, self._kv_cache_config, hash_block_tokens, world_size)
+
+    def _bind(self, pool: Any, tables: BlockTables) -> None:
+        """The pool is known: make the scheduler side."""
+        if self._obstacles or self._turn_off(probe.missing_from_pool(pool)):
+            return
+        layout = self._layout(int(pool.hash_block_size))
+        events = getattr(self._vllm_config, "kv_events_config", None)
+        environment = SchedulerEnvironment(
+            layout=layout,
+            clock=time.monotonic,
+            max_step_tokens=int(self._vllm_config.scheduler_config.max_num_batched_tokens),
+            prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
+            emits_events=bool(events is not None and events.enable_kv_cache_events),
+            # vLLM computes the last token of a full hit again and writes its KV; a recurrent state would take it in twice.
+            full_hits=all(group.kind is not AttentionKind.RECURRENT for group in layout.groups),
+        )
+        try:
+            inner = connector_factory(self._settings.offload).make_scheduler_side(environment)
+        except ConfigError as error:
+            raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
+        timeout_s = self._settings.adapter.load_timeout_s
+        self._scheduler = SchedulerSide(inner, layout, pool, tables, clock=time.monotonic, load_timeout_s=timeout_s)
+        for line in start_report(layout, self._settings.offload):
+            logger.info("%s", line)
+
+    def _turn_off(self, obstacles: Iterable[str]) -> bool:
+        """Note why nothing can be kept; whether there is a reason. Raises instead if the user wants that."""
+        self._obstacles = list(obstacles)
+        if not self._obstacles:
+            return False
+        reasons = "; ".join(self._obstacles)
+        if self._settings.adapter.if_unsupported == REFUSE:
+            raise ConfigError(
+                "kv_connector_extra_config.if_unsupported", REFUSE, f"nothing can be offloaded: {reasons}"
+            )
+        if self._is_scheduler:
+            logger.error("offloading is off, requests are served without it: %s", reasons)
+        return True
+
+
+def _follow_vllm_log() -> None:
+    ours, theirs = logging.getLogger("cargohold"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        if ours.level == logging.NOTSET:
+            ours.setLevel(theirs.level)

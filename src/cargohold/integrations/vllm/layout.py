@@ -1,0 +1,136 @@
+"""vLLM's KV-cache configuration as our layout, or the reasons why it cannot be served.
+
+vLLM's blocks come from one pool whatever their group, so a block id stands for the same bytes in every group; what they mean
+depends on the group that owns the block at the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
+
+# By name: subclasses keep other things in their blocks, and one that is not known is not served.
+_KINDS: Mapping[str, AttentionKind] = {
+    "FullAttentionSpec": AttentionKind.FULL,
+    "MLAAttentionSpec": AttentionKind.FULL,
+    "SlidingWindowSpec": AttentionKind.SLIDING_WINDOW,
+    "ChunkedLocalAttentionSpec": AttentionKind.CHUNKED_LOCAL,
+    "MambaSpec": AttentionKind.RECURRENT,
+}
+_WINDOW_FIELDS = {
+    AttentionKind.SLIDING_WINDOW: "sliding_window",
+    AttentionKind.CHUNKED_LOCAL: "attention_chunk_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What came of a configuration.
+
+    Attributes:
+        groups: the groups; empty if there are ``obstacles``.
+        obstacles: why it cannot be served, as sentences.
+    """
+
+    groups: tuple[KVCacheGroup, ...]
+    obstacles: tuple[str, ...]
+
+
+def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool) -> Translation:
+    """The KV-cache groups of a model as vLLM lays them out.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: what it made of the model's layers.
+        reports_requests: whether this version lets a failed load be reported by request.
+    """
+    obstacles = _parallel_obstacles(vllm_config.parallel_config)
+    groups: list[KVCacheGroup] = []
+    for index, spec in enumerate(kv_cache_config.kv_cache_groups):
+        group = _group(index, spec)
+        if isinstance(group, str):
+            obstacles.append(f"group {index} {group}")
+        else:
+            groups.append(group)
+    if not kv_cache_config.kv_cache_groups:
+        obstacles.append("the model keeps no KV")
+    caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
+    if not caches_prefixes and any(group.kind is AttentionKind.RECURRENT for group in groups):
+        obstacles.append(
+            "recurrent state is kept at block boundaries only with prefix caching: --enable-prefix-caching"
+        )
+    if len(groups) > 1 and not reports_requests:
+        obstacles.append("with several KV-cache groups this vLLM cannot be told that a load failed; 0.30 and later can")
+    return Translation(() if obstacles else tuple(groups), tuple(obstacles))
+
+
+def make_layout(
+    groups: Sequence[KVCacheGroup], kv_cache_config: Any, hash_block_tokens: int, world_size: int
+) -> KVCacheLayout:
+    """The layout that scheduler and workers agree on; raises ``ValueError`` if it contradicts itself."""
+    return KVCacheLayout(
+        groups=tuple(groups),
+        num_blocks=int(kv_cache_config.num_blocks),
+        block_bytes=block_bytes(kv_cache_config),
+        hash_block_tokens=hash_block_tokens,
+        world_size=world_size,
+    )
+
+
+def block_bytes(kv_cache_config: Any) -> int:
+    """Bytes that one block takes on one worker, padding included: what its row in a tier has at most."""
+    tensors = kv_cache_config.kv_cache_tensors
+    num_blocks = int(kv_cache_config.num_blocks)
+    # All tensors lie in one allocation of their common size (since 0.29, and before where layers were packed), or else each
+    # has one of its own.
+    shares_allocation = any(hasattr(tensor, "layers") or getattr(tensor, "block_stride", 0) for tensor in tensors)
+    total = max(tensor.size for tensor in tensors) if shares_allocation else sum(tensor.size for tensor in tensors)
+    return int(-(-total // num_blocks))
+
+
+def smallest_block_tokens(groups: Sequence[KVCacheGroup]) -> int:
+    """A number of tokens that divides the blocks of all groups."""
+    return math.gcd(*(group.block_tokens for group in groups))
+
+
+def _parallel_obstacles(parallel_config: Any) -> list[str]:
+    names = {
+        "pipeline_parallel_size": "pipeline parallelism",
+        "decode_context_parallel_size": "decode context parallelism",
+        "prefill_context_parallel_size": "prefill context parallelism",
+    }
+    return [f"{what} is not served" for name, what in names.items() if getattr(parallel_config, name, 1) > 1]
+
+
+def _group(index: int, spec: Any) -> KVCacheGroup | str:
+    """One group, or why it cannot be served."""
+    if getattr(spec, "host_resident", False) or not getattr(spec, "enable_kv_transfer", True):
+        return "lives outside the block pool"
+    layers = _layer_specs(spec.kv_cache_spec)
+    descriptions = {_describe(layer) for layer in layers}
+    if len(descriptions) > 1:
+        return f"mixes layers of different kinds: {', '.join(sorted(kind for kind, *_ in descriptions))}"
+    name, block_tokens, window = descriptions.pop()
+    kind = _KINDS.get(name)
+    if kind is None:
+        return f"has layers of kind {name}, which is not served"
+    if kind is AttentionKind.RECURRENT and getattr(layers[0], "mamba_cache_mode", "none") == "none":
+        return "keeps one recurrent state per request and none at block boundaries; vLLM's --mamba-cache-mode says when"
+    if kind is AttentionKind.FULL:
+        window = None  # blocks behind a window are kept, with the hybrid cache manager off
+    return KVCacheGroup(index, kind, block_tokens, tuple(spec.layer_names), window)
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return list(per_layer.values()) if isinstance(per_layer, dict) else [spec]
+
+
+def _describe(spec: Any) -> tuple[str, int, int | None]:
+    name = type(spec).__name__
+    field = _WINDOW_FIELDS.get(_KINDS.get(name, AttentionKind.FULL))
+    return name, int(spec.block_size), None if field is None else getattr(spec, field)

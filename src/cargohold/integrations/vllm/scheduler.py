@@ -1,0 +1,248 @@
+"""Scheduler side: vLLM's calls as those of the contract, and the connector contained."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from cargohold.errors import ContractError, RequestError
+from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
+from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
+from cargohold.integrations.vllm.step import Step
+from cargohold.protocol import (
+    NULL_BLOCK_ID,
+    BlockIds,
+    CacheReport,
+    ConnectorGuard,
+    KVCacheLayout,
+    KVConnectorScheduler,
+    KVEvent,
+    OutputAggregator,
+    Stats,
+)
+
+logger = logging.getLogger(__name__)
+
+EXPLAIN: Final = "cargohold_explain"
+"""Key in a request's ``kv_transfer_params`` that asks for an explanation, and in the response that gives it."""
+
+
+class SchedulerSide:
+    """The connector of one engine replica.
+
+    Args:
+        inner: the connector.
+        layout: the paged KV.
+        pool: vLLM's block pool.
+        tables: the requests' block tables.
+        clock: monotonic time in seconds.
+        load_timeout_s: a connector that keeps a request waiting for longer is turned off.
+    """
+
+    def __init__(
+        self,
+        inner: KVConnectorScheduler,
+        layout: KVCacheLayout,
+        pool: Any,
+        tables: BlockTables,
+        *,
+        clock: Callable[[], float],
+        load_timeout_s: float,
+    ) -> None:
+        self.guard = ConnectorGuard(inner, layout.num_blocks)
+        self.layout = layout
+        self._tables = tables
+        self._clock = clock
+        self._timeout_s = load_timeout_s
+        self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
+        self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
+        self._requests: dict[str, Any] = {}
+        # Loads in flight, and requests told to ask again, with the time since when; the oldest first.
+        self._loading: dict[str, float] = {}
+        self._deferred: dict[str, float] = {}
+        # Requests whose load failed: asking again might fail again, for ever.
+        self._failed: set[str] = set()
+        # Tokens on the device when the connector was last asked, for those it has something for.
+        self._num_computed: dict[str, int] = {}
+        self._new_loads: dict[str, tuple[int, ...]] = {}
+        self._new_sends: list[str] = []
+        self._stopped_ranks: set[int] = set()
+        self._is_released = False
+        self._stats: Counter[str] = Counter()
+        self.guard.bind_scheduler_context(self._context)
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """A request arrived. One that the connector refuses, or that may change its own past, is served without it."""
+        if getattr(request, "resumable", False):
+            return
+        try:
+            self.guard.on_new_request(request)
+        except RequestError as error:
+            logger.warning("%s; it is served without offloading", error)
+        else:
+            self._requests[request.request_id] = request
+
+    def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; see ``KVConnectorScheduler.request_finished``."""
+        request_id = request.request_id
+        if isinstance(self._tables, NotedTables):
+            self._tables.forget(request_id)
+        self._failed.discard(request_id)
+        self._deferred.pop(request_id, None)
+        self._num_computed.pop(request_id, None)
+        if self._requests.pop(request_id, None) is None:
+            return False, None
+        keeps_blocks, params = self.guard.request_finished(request, tables)
+        report = self.guard.explain(request_id)
+        if keeps_blocks:
+            self._new_sends.append(request_id)
+        answer = dict(params or {})
+        if (request.kv_transfer_params or {}).get(EXPLAIN):
+            answer[EXPLAIN] = _explanation(report)
+        return keeps_blocks, answer or None
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded, always asynchronously."""
+        request_id = request.request_id
+        if request_id not in self._requests or request_id in self._failed:
+            return 0, False
+        num_tokens, is_async = self.guard.get_num_new_matched_tokens(request, num_computed_tokens)
+        if num_tokens is None:
+            self._stats["deferred_lookups"] += request_id not in self._deferred
+            self._deferred.setdefault(request_id, self._clock())
+            return None, False
+        self._deferred.pop(request_id, None)
+        self._num_computed[request_id] = num_computed_tokens
+        if num_tokens and not is_async:
+            self.guard.break_off("wants to load within a step, which the adapter for vLLM does not carry")
+            return 0, False
+        return num_tokens, is_async
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks were allocated for a request, and for what is to be loaded."""
+        request_id = request.request_id
+        if isinstance(self._tables, NotedTables):
+            self._tables.note(request_id, blocks.blocks)
+        if request_id not in self._requests:
+            return
+        tables = block_ids(blocks.blocks)
+        if num_external_tokens:
+            self._loading[request_id] = self._clock()
+            self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
+        self.guard.update_state_after_alloc(request, tables, num_external_tokens)
+
+    def build_connector_meta(self, output: Any) -> StepMessage:
+        """This step's message to the workers."""
+        self._check_deadlines()
+        self._apply_report()
+        inner = self.guard.build_connector_meta(Step(output, self._requests, self.layout, self._tables))
+        new_loads, self._new_loads = self._new_loads, {}
+        new_sends, self._new_sends = tuple(self._new_sends), []
+        return StepMessage(inner, new_loads, new_sends, stop=self.guard.broken is not None and not self._is_released)
+
+    def update_connector_output(self, message: WorkerMessage | None) -> None:
+        """What the ranks reported after a step."""
+        if message is None:
+            return
+        ranks = range(self.layout.world_size)
+        for rank, report in sorted(message.reports.items()):
+            self._failed |= report.failed_loads & self._requests.keys()
+            if report.error is not None:
+                self.guard.break_off(report.error)
+            if report.stopped:
+                self._stopped_ranks.add(rank)
+        try:
+            reports = [message.reports.get(rank) for rank in ranks]
+            output = self._aggregator.aggregate([None if report is None else report.output for report in reports])
+        except ContractError as error:
+            self.guard.break_off(error.rule, error)
+            return
+        self._stats.update(dict(output.stats))
+        for request_id in output.finished.finished_recving:
+            self._loading.pop(request_id, None)
+        if not output.is_empty():
+            self.guard.update_connector_output(output)
+        self._apply_report()
+        if self._stopped_ranks.issuperset(ranks):
+            self._release()
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed even if there is nothing to compute."""
+        return bool(self._loading) or self._must_stop_workers or self.guard.has_pending_work()
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks will become free soon without anybody being preempted."""
+        return self._context.holds_alone
+
+    # --- on demand ----------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[KVEvent]:
+        """KV events since the last call."""
+        return self.guard.take_events()
+
+    def reset_cache(self) -> bool:
+        """Drop everything kept; see ``KVConnectorScheduler.reset_cache``."""
+        return self.guard.broken is not None or self.guard.reset_cache()
+
+    def take_stats(self) -> Stats:
+        """Counters of both sides since the last call."""
+        stats, self._stats = self._stats, Counter()
+        stats.update(dict(self.guard.get_stats()))
+        return stats
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
+        self.guard.shutdown()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _must_stop_workers(self) -> bool:
+        return self.guard.broken is not None and not self._is_released
+
+    def _destinations(self, request_id: str, tables: BlockIds, num_external_tokens: int) -> tuple[int, ...]:
+        """The blocks that a load fills."""
+        first = self._num_computed[request_id]
+        end = first + num_external_tokens
+        return tuple(
+            block_id
+            for group, table in zip(self.layout.groups, tables, strict=True)
+            for block_id in table[first // group.block_tokens : -(-end // group.block_tokens)]
+            if block_id != NULL_BLOCK_ID
+        )
+
+    def _waiting_requests(self) -> Iterable[Any]:
+        """A guess, for vLLM hides its queue: those preempted come first, then the others as they came."""
+        waiting = [request for request in self._requests.values() if not request.status.name.startswith("RUNNING")]
+        return sorted(waiting, key=lambda request: request.status.name != "PREEMPTED")
+
+    def _check_deadlines(self) -> None:
+        for what, since in (("end the load of", self._loading), ("decide on", self._deferred)):
+            oldest = next(iter(since.items()), None)
+            if oldest is not None and self._clock() - oldest[1] > self._timeout_s:
+                self.guard.break_off(f"did not {what} request {oldest[0]} within {self._timeout_s:g} s")
+
+    def _apply_report(self) -> None:
+        report = self.guard.report_to_scheduler()
+        if report is not None:
+            get = self._context.get_block
+            self._context.touch([get(block_id) for block_id in report.lock_block_ids])
+            self._context.free_blocks([get(block_id) for block_id in report.unlock_block_ids])
+
+    def _release(self) -> None:
+        """All workers have stopped: nothing reads or writes the blocks any more."""
+        unlocks = self.guard.release().unlock_block_ids
+        self._context.free_blocks([self._context.get_block(block_id) for block_id in unlocks])
+        self._loading.clear()
+        self._deferred.clear()
+        self._is_released = True
+
+
+def _explanation(report: CacheReport) -> Mapping[str, Any]:
+    return {"restored_tokens": dict(report.restored_tokens), "notes": list(report.notes)}

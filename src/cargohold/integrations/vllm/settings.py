@@ -1,0 +1,65 @@
+"""The adapter's options, from ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
+
+from cargohold.connector.factory import Offload
+from cargohold.connector.options import parse_dataclass, parse_offload
+from cargohold.errors import ConfigError
+
+DISABLE: Final = "disable"
+REFUSE: Final = "refuse"
+RECOMPUTE: Final = "recompute"
+FAIL: Final = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """Options of the adapter itself; all others belong to the connectors.
+
+    Attributes:
+        if_unsupported: what to do where the model, vLLM's configuration or its version cannot be served: ``disable`` says so in
+            one line and serves without offloading; ``refuse`` does not start.
+        load_failure_policy: what vLLM does with a request whose load failed: ``recompute`` its tokens, or ``fail`` it. vLLM's
+            own option of that kind is set to this value.
+        load_timeout_s: a connector that has not ended a load after this time, or has kept a request waiting for it, is turned
+            off. Connectors have deadlines of their own; this one is for connectors that forget.
+    """
+
+    if_unsupported: str = DISABLE
+    load_failure_policy: str = RECOMPUTE
+    load_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for key, choices in (("if_unsupported", (DISABLE, REFUSE)), ("load_failure_policy", (RECOMPUTE, FAIL))):
+            if getattr(self, key) not in choices:
+                raise ConfigError(key, getattr(self, key), f"it must be one of {', '.join(choices)}")
+        if not self.load_timeout_s > 0:
+            raise ConfigError("load_timeout_s", self.load_timeout_s, "it must be a number of seconds above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that the user wrote.
+
+    Attributes:
+        adapter: how to live in vLLM.
+        offload: which connectors.
+    """
+
+    adapter: AdapterSettings
+    offload: Offload | Sequence[Offload]
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any]) -> Self:
+        """Read ``kv_connector_extra_config``. Raises ``ConfigError`` naming the key that cannot be."""
+        own = {field.name for field in fields(AdapterSettings)}
+        try:
+            adapter = parse_dataclass(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
+            offload = parse_offload({key: value for key, value in extra_config.items() if key not in own})
+        except ConfigError as error:
+            raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
+        return cls(adapter, offload)

@@ -1,0 +1,150 @@
+"""Worker side: the contract's calls in the contract's order, whatever vLLM's order is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cargohold.errors import ConfigError
+from cargohold.integrations.vllm.messages import RankReport, StepMessage, WorkerMessage
+from cargohold.integrations.vllm.regions import regions_of
+from cargohold.protocol import (
+    KVCacheLayout,
+    KVConnectorFactory,
+    NullConnectorWorker,
+    WorkerConnectorGuard,
+    WorkerEnvironment,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Requests whose transfers ended on this rank.
+
+    Attributes:
+        sent: the connector no longer reads their blocks.
+        received: their loads have ended, failed ones included.
+        failed: those of them whose load failed.
+        invalid_block_ids: the blocks that failed loads were to fill.
+    """
+
+    sent: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+
+
+class WorkerSide:
+    """One rank's part of the connector, contained.
+
+    Args:
+        factory: makes the connector.
+        layout: the paged KV, as the scheduler side knows it.
+        rank: which worker this is, from 0.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(
+        self, factory: KVConnectorFactory, layout: KVCacheLayout, rank: int, clock: Callable[[], float]
+    ) -> None:
+        self._factory = factory
+        self._layout = layout
+        self._rank = rank
+        self._clock = clock
+        self._guard = WorkerConnectorGuard(NullConnectorWorker())
+        self._message: StepMessage | None = None
+        self._has_saved = False
+        self._report = RankReport()
+        # What has not ended on this rank: loads with the blocks they fill, and requests whose blocks are kept.
+        self._loading: dict[str, tuple[int, ...]] = {}
+        self._sending: set[str] = set()
+        self._failed: set[str] = set()
+        self._registration_error: str | None = None
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take the paged KV; the connector is made now that its size is known."""
+        try:
+            regions = regions_of(kv_caches, self._layout.num_blocks)
+            # Padding between regions is left out, so a row may be shorter here than the scheduler side assumes: then there
+            # are more of them than it will use.
+            layout = replace(self._layout, block_bytes=self._checked(sum(region.shape[1] for region in regions)))
+            environment = WorkerEnvironment(layout, self._rank, self._clock)
+            self._guard = WorkerConnectorGuard(self._factory.make_worker_side(environment))
+        except ConfigError as error:
+            raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
+        except Exception as error:  # whatever it is, vLLM can serve without
+            logger.exception("rank %d cannot offload", self._rank)
+            self._registration_error = f"rank {self._rank} could not take the paged KV: {error!r}"
+            return
+        # A block id belongs to one group at a time, so all groups share the same bytes.
+        self._guard.register_kv_caches([regions] * len(self._layout.groups))
+
+    def begin(self, message: StepMessage) -> None:
+        """Take this step's message. May be called twice in a step; only the first time counts."""
+        if self._message is not None:
+            return
+        self._message = message
+        self._has_saved = False
+        self._loading |= message.new_loads
+        self._sending |= set(message.new_sends)
+        if message.stop:
+            self._guard.stop()
+        self._guard.bind_connector_metadata(message.inner)
+        self._guard.handle_preemptions()
+
+    def start_load(self) -> None:
+        """Start the loads. Their blocks are not part of this step's forward pass, so they need not wait for it."""
+        self._guard.start_load_kv()
+
+    def save(self) -> None:
+        """The forward pass is over: start the stores."""
+        self._has_saved = True
+        self._guard.wait_for_save()
+
+    def collect(self, finished_req_ids: AbstractSet[str]) -> Ended:
+        """What ended since the last call."""
+        output = self._guard.collect(finished_req_ids)
+        error = self._guard.take_error() or self._registration_error
+        self._registration_error = None
+        stopped = self._message is not None and self._message.stop
+        for request_id, block_ids in self._loading.items():
+            if not output.invalid_block_ids.isdisjoint(block_ids):
+                self._failed.add(request_id)
+        # vLLM takes its own life if it hears of a request that it does not know.
+        received = frozenset(self._loading if stopped else output.finished.finished_recving & self._loading.keys())
+        sent = frozenset(self._sending if stopped else output.finished.finished_sending & self._sending)
+        failed = received if stopped else received & (output.finished.failed_recving | self._failed)
+        invalid = frozenset(block_id for request_id in failed for block_id in self._loading.get(request_id, ()))
+        self._failed -= received
+        self._sending -= sent
+        for request_id in received:
+            del self._loading[request_id]
+        self._report = RankReport(output, failed, error, stopped)
+        return Ended(sent, received, failed, invalid)
+
+    def build_meta(self) -> WorkerMessage | None:
+        """This rank's report; nothing if it has nothing to say."""
+        report, self._report = self._report, RankReport()
+        is_silent = report.output.is_empty() and not (report.failed_loads or report.error or report.stopped)
+        return None if is_silent else WorkerMessage({self._rank: report})
+
+    def end(self) -> None:
+        """The step is over, whatever happened in it."""
+        if self._message is not None and not self._has_saved:
+            self._guard.wait_for_save()  # vLLM 0.28 leaves it out in steps without tokens
+        self._message = None
+        self._guard.clear_connector_metadata()
+
+    def shutdown(self) -> None:
+        """Let what is in flight end."""
+        self._guard.stop()
+
+    def _checked(self, block_bytes: int) -> int:
+        if block_bytes > self._layout.block_bytes:
+            raise ValueError(f"a block takes {block_bytes} bytes here, and {self._layout.block_bytes} in the layout")
+        return block_bytes
