@@ -38,6 +38,8 @@ clean: ## Remove environments and caches
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	# The pip that comes with Python 3.11 knows no dependency groups.
+	$(PIP) install --constraint constraints.txt --upgrade pip
 	$(PIP) install --constraint constraints.txt --editable '.[gguf]'
 	@touch $@
 
