@@ -16,6 +16,8 @@
     ├── ContractError            a connector broke a rule of the contract
     ├── LifecycleError           a chunk or job was asked for a move that its state does not allow
     ├── MissingChunkError        a load was planned for a chunk that is not there
+    ├── TierError                the medium below host memory fails, or cannot be reached
+    ├── TraceError               a file of recorded traffic cannot be read: names the file and the line
     └── EngineDeadError          the engine stopped and cannot go on; carries the cause
 
 Facts are fields, so that a program can act on them; the message says what is wrong and what would work. ``ConfigError`` and
@@ -173,6 +175,37 @@ class MissingChunkError(CargoholdError):
     def __init__(self, key: bytes) -> None:
         super().__init__(f"chunk {key.hex()} is not ready to be loaded")
         self.key = key
+
+
+class TraceError(CargoholdError):
+    """A file of recorded traffic cannot be read.
+
+    Attributes:
+        file: as the user wrote it.
+        line: number of the line, from 1; ``None`` if it is not about a line.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, file: str, line: int | None, reason: str) -> None:
+        where = file if line is None else f"{file}, line {line}"
+        super().__init__(f"{where}: {reason}")
+        self.file = file
+        self.line = line
+        self.reason = reason
+
+
+class TierError(CargoholdError):
+    """A medium below host memory failed, or cannot be reached; what was asked of it is a miss. It may come back.
+
+    Attributes:
+        tier: what users call the tier.
+        reason: what went wrong.
+    """
+
+    def __init__(self, tier: str, reason: str) -> None:
+        super().__init__(f"tier {tier}: {reason}")
+        self.tier = tier
+        self.reason = reason
 
 
 class EngineDeadError(CargoholdError):

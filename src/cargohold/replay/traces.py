@@ -1,0 +1,106 @@
+"""Block traces: which blocks of which prompts were asked for, and when.
+
+The format is Mooncake's, as JSON lines::
+
+    {"timestamp_ms": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48], "session_id": 7}
+
+``hash_ids`` are the prompt's blocks in order. An id stands for a block *and its whole prefix*, so an id seen before is a block
+that can be reused. Only ``hash_ids`` must be there.
+
+Our own engines record a few things more: the blocks that the answer filled, and how many leading blocks the engine reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from cargohold.errors import TraceError, one_line
+from cargohold.replay.lines import Line, read_lines
+
+
+class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """One request of a trace.
+
+    Attributes:
+        hash_ids: the prompt's blocks, in order.
+        timestamp_ms: when it arrived; ``None`` if the trace does not say.
+        timestamp: the same, as Mooncake's own files name it.
+        input_length: tokens of the prompt.
+        output_length: tokens generated.
+        session_id: requests of one conversation have the same.
+        output_hash_ids: blocks behind the prompt's that the answer completed. The first may hold the end of the prompt.
+        block_tokens: tokens per block.
+        reused_blocks: leading blocks that the engine reused when this request ran.
+    """
+
+    hash_ids: list[int]
+    timestamp_ms: int | float | None = None
+    timestamp: int | float | None = None
+    input_length: int | None = None
+    output_length: int | None = None
+    session_id: int | str | None = None
+    output_hash_ids: list[int] = []
+    block_tokens: int | None = None
+    reused_blocks: int | None = None
+
+    @property
+    def arrival_ms(self) -> float | None:
+        """When it arrived, whichever name the trace has for it."""
+        return self.timestamp if self.timestamp_ms is None else self.timestamp_ms
+
+
+OnBadLine: TypeAlias = Callable[[TraceError], None]
+"""What to do about a broken line: raise its error to stop, return to skip it."""
+
+_DECODER = msgspec.json.Decoder(TraceRequest)
+
+
+def stop(error: TraceError) -> None:
+    """Stop at a broken line."""
+    raise error
+
+
+def read_trace(
+    files: Iterable[str | Path],
+    *,
+    on_bad_line: OnBadLine = stop,
+    on_progress: Callable[[int], None] | None = None,
+    decode: Callable[[Line], TraceRequest] | None = None,
+) -> Iterator[TraceRequest]:
+    """The requests of a trace, read lazily.
+
+    Args:
+        files: paths of its parts, in order; plain, gzip or Zstandard; ``-`` is standard input.
+        on_bad_line: stops at, or skips, a line that is not a request.
+        on_progress: told how many bytes, as they are in the files, were read since the last call.
+        decode: makes a request of a line; by default it must be in the format above.
+
+    Raises:
+        TraceError: a file cannot be read; or a line is broken, and ``on_bad_line`` raised it.
+    """
+    decode = decode or decode_request
+    for file in files:
+        for line in read_lines(file, on_progress):
+            try:
+                request = decode(line)
+            except TraceError as error:
+                on_bad_line(error)
+            else:
+                yield request
+
+
+def decode_request(line: Line) -> TraceRequest:
+    """The request that a line describes. Raises ``TraceError``, naming the line."""
+    try:
+        request = _DECODER.decode(line.text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(line.file, line.number, one_line(error)) from error
+    for name in ("input_length", "output_length", "block_tokens", "reused_blocks"):
+        value = getattr(request, name)
+        if value is not None and value < 0:
+            raise TraceError(line.file, line.number, f"{name} is {value}, and cannot be negative")
+    return request

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from cargohold.errors import TraceError
+from cargohold.replay.traces import TraceRequest, read_trace
+
+REQUESTS = [{"timestamp_ms": 10 * at, "hash_ids": list(range(at)), "session_id": at % 3} for at in range(1, 400)]
+TEXT = "".join(f"{json.dumps(request)}\n" for request in REQUESTS).encode()
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "plain": lambda data: data,
+    "gzip": gzip.compress,
+    "zstd": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+
+
+def ids(requests: list[TraceRequest]) -> list[list[int]]:
+    return [request.hash_ids for request in requests]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[bytes], Path]:
+    def write(data: bytes) -> Path:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.trace"
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("compression", COMPRESSORS)
+def test_compression_is_recognised_by_content(compression: str, write: Callable[[bytes], Path]) -> None:
+    compress = COMPRESSORS[compression]
+    whole = list(read_trace([write(compress(TEXT))]))
+    assert ids(whole) == [request["hash_ids"] for request in REQUESTS]
+    assert [request.arrival_ms for request in whole] == [request["timestamp_ms"] for request in REQUESTS]
+    in_parts = write(compress(TEXT[:1000]) + compress(TEXT[1000:]))
+    assert list(read_trace([in_parts])) == whole
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+def test_a_cut_off_file_is_noticed(compression: str, write: Callable[[bytes], Path]) -> None:
+    data = COMPRESSORS[compression](TEXT)
+    with pytest.raises(TraceError, match="cut off"):
+        list(read_trace([write(data[: len(data) // 2])]))
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+def test_a_damaged_file_is_an_error_of_ours(compression: str, write: Callable[[bytes], Path]) -> None:
+    data = bytearray(COMPRESSORS[compression](TEXT))
+    data[20:60] = bytes(40)
+    with pytest.raises(TraceError):
+        list(read_trace([write(bytes(data))]))
+
+
+def test_several_files_are_read_in_order_and_lazily(write: Callable[[bytes], Path]) -> None:
+    first, second = write(TEXT), write(b'{"hash_ids": [-1]}')
+    requests = read_trace([first, second, "/nonexistent"])
+    assert ids([next(requests) for _ in range(len(REQUESTS) + 1)])[-1] == [-1]
+    with pytest.raises(TraceError, match="No such file"):
+        next(requests)
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(TEXT))))
+    assert len(list(read_trace(["-"]))) == len(REQUESTS)
+
+
+def test_blank_lines_and_a_missing_last_newline_do_not_matter(write: Callable[[bytes], Path]) -> None:
+    assert ids(list(read_trace([write(b'\n \r\n{"hash_ids": [1]}\r\n\n{"hash_ids": [2]}')]))) == [[1], [2]]
+    assert list(read_trace([write(b"")])) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"not json",
+        b"[1, 2]",
+        b"{}",
+        b'{"hash_ids": 3}',
+        b'{"hash_ids": ["a"]}',
+        b'{"hash_ids": [1.5]}',
+        b'{"hash_ids": [1], "input_length": -1}',
+        b'{"hash_ids": [1], "timestamp_ms": "noon"}',
+        b'{"hash_ids": [1',
+        b'\xff{"hash_ids": [1]}',
+    ],
+)
+def test_a_broken_line_is_named_and_may_be_skipped(line: bytes, write: Callable[[bytes], Path]) -> None:
+    path = write(b'{"hash_ids": [1]}\n\n' + line + b'\n{"hash_ids": [2]}\n')
+    with pytest.raises(TraceError) as caught:
+        list(read_trace([path]))
+    assert (caught.value.file, caught.value.line) == (str(path), 3)
+    assert "\n" not in str(caught.value)
+
+    skipped: list[TraceError] = []
+    assert ids(list(read_trace([path], on_bad_line=skipped.append))) == [[1], [2]]
+    assert [error.line for error in skipped] == [3]
+
+
+def test_a_file_without_lines_is_not_read_for_ever(
+    write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cargohold.replay.lines._MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("cargohold.replay.lines._PIECE_BYTES", 100)
+    with pytest.raises(TraceError, match="not a trace"):
+        list(read_trace([write(bytes(5000))]))
+
+
+def test_progress_adds_up_to_the_size_of_the_files(write: Callable[[bytes], Path]) -> None:
+    files = [write(compress(TEXT)) for compress in COMPRESSORS.values()]
+    read: list[int] = []
+    list(read_trace(files, on_progress=read.append))
+    assert sum(read) == sum(file.stat().st_size for file in files)
+
+
+def test_mooncakes_own_files_are_understood(write: Callable[[bytes], Path]) -> None:
+    path = write(b'{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47], "other": 1}')
+    (request,) = read_trace([path])
+    assert (request.arrival_ms, request.input_length, request.output_length) == (27482, 6955, 52)
