@@ -3,47 +3,99 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from cargohold.errors import CargoholdError
+from cargohold import __version__
+from cargohold.errors import CargoholdError, ConfigError, ModelError, RequestError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+# Typer keeps the parent of this class, which is raised for all that is wrong with a command line, to itself.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class _Commands(TyperGroup):
+    """Ends every subcommand the way a shell expects: errors that we raise on purpose are one line, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand."""
+        try:
+            return super().invoke(ctx)
+        except CargoholdError as error:
+            typer.echo(f"cargohold: {error}", err=True)
+            is_usage = isinstance(error, ConfigError | ModelError | RequestError)
+            raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILED) from error
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(_interrupted()) from interrupt
+        except BrokenPipeError as error:
+            # The reader has seen enough. What is left in the buffer must go somewhere when the interpreter exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit from error
+
 
 app = typer.Typer(
     name="cargohold",
+    cls=_Commands,
     help="Keeps the KV cache that an LLM engine has no room for, and puts it back when the prefix returns.",
-    no_args_is_help=True,
+    no_args_is_help=False,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
-
-def main() -> None:
-    """Run the command line. Errors that we raise on purpose are one line, without a traceback."""
-    from cargohold.cli import chat, demo, run  # noqa: F401, PLC0415  # they add themselves to the app
-
+def main() -> int:
+    """Run the command line; the exit status: 0, 1 if something failed, 2 if what was asked is impossible, 130 after Ctrl-C."""
     try:
-        app(standalone_mode=False)
-    except CargoholdError as error:
-        typer.echo(f"cargohold: {error}", err=True)
-        sys.exit(EXIT_USAGE)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted", err=True)
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        sys.exit(0)  # the reader has seen enough
+        from cargohold.cli import chat, demo, run  # noqa: F401, PLC0415  # they add themselves to the app
+
+        return int(app(standalone_mode=False) or 0)
+    except _UsageError as error:
+        typer.echo(_describe(error), err=True)
+        return EXIT_USAGE
+    except (KeyboardInterrupt, typer.Abort):  # before a subcommand has begun
+        return _interrupted()
 
 
-@app.callback()
+def _interrupted() -> int:
+    typer.echo("interrupted", err=True)
+    return EXIT_INTERRUPTED
+
+
+def _describe(error: Any) -> str:
+    """One line for an error in the command line."""
+    command = "cargohold" if error.ctx is None else error.ctx.command_path
+    message = " ".join(error.format_message().split())
+    return f"{command}: {message.rstrip('.')}; see {command} --help"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cargohold {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
 def configure(
+    context: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine and its connector do.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
 ) -> None:
-    """Set up logging; the docstring of the app is its help."""
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    """Set up logging; the help of the app is its own."""
+    del version
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("cargohold")
+    logger.handlers = [handler]  # of an earlier call in the same process nothing is left
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(EXIT_USAGE)

@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 
 import typer
 
 from cargohold.cli.app import app
-from cargohold.cli.common import (
-    Device,
-    DeviceBlocks,
-    Dtype,
-    HostBytes,
-    MaxTokens,
-    ModelArgument,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    describe_reuse,
-    errors,
-    loaded,
-)
+from cargohold.cli.common import describe_reuse, loaded, remark
+from cargohold.cli.options import EngineOptions, ModelArgument, SamplingOptions, takes_groups
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import RequestError
 from cargohold.llm import LLM
 
 HELP = "/new starts over, /why explains the last answer's cache hits, /quit leaves"
+ASK = "you> "
 
 
 @app.command()
-def chat(  # noqa: PLR0913, PLR0917  # each argument is an option of the command
+@takes_groups
+def chat(
     model: ModelArgument,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = None,
-    host_bytes: HostBytes = "1GiB",
-    num_device_blocks: DeviceBlocks = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
+    sampling: SamplingOptions = SamplingOptions(max_tokens=256),  # noqa: B008  # frozen
+    engine: EngineOptions = EngineOptions(host_bytes="1GiB"),  # noqa: B008  # frozen
 ) -> None:
-    """Talk to a model. Ctrl-C ends an answer, Ctrl-D the conversation."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    with loaded(model, host_bytes=host_bytes, num_device_blocks=num_device_blocks, dtype=dtype, device=device) as llm:
-        errors.print(HELP, style="dim")
-        Conversation(llm, sampling).run()
+    """Talk to a model.
+
+    /new starts over, /why explains the last answer's cache hits. Ctrl-C ends an answer; /quit or Ctrl-D ends the conversation.
+    """
+    params = sampling.params()
+    with loaded(model, **engine.llm_options()) as llm:
+        llm.chat_prompt([{"role": "user", "content": "Hello"}])  # whoever cannot chat says so before the first question
+        remark(HELP)
+        Conversation(llm, params).run()
 
 
 @dataclass(slots=True)
@@ -70,39 +57,55 @@ class Conversation:
                     return
                 case "/new":
                     self.messages.clear()
+                    remark("a new conversation")
                 case "/why":
                     self._explain()
                 case command if command.startswith("/"):
-                    errors.print(f"there is no {command}; {HELP}", style="dim")
+                    remark(f"there is no {command}; {HELP}")
                 case question:
                     self._answer(question)
 
     def _answer(self, question: str) -> None:
         self.messages.append({"role": "user", "content": question})
-        text = ""
         try:
-            for output in self.llm.stream(self.llm.chat_prompt(self.messages), self.sampling):
-                sys.stdout.write(output.new_text)
-                sys.stdout.flush()
-                text, self.last = output.text, output
-        except KeyboardInterrupt:
-            errors.print("\n(interrupted)", style="dim")
+            answer = self._stream_answer()
         except RequestError as error:
             self.messages.pop()
-            errors.print(str(error), style="red")
-            return
-        sys.stdout.write("\n")
-        self.messages.append({"role": "assistant", "content": text})
-        if self.last is not None and self.last.finished:
-            errors.print(describe_reuse(self.last.metrics), style="dim")
+            remark(f"{error.reason}; /new starts over", style="red")
+        else:
+            self.messages.append({"role": "assistant", "content": answer})
+
+    def _stream_answer(self) -> str:
+        """Print the answer as it comes; what there is of it if it is interrupted."""
+        text = ""
+        with contextlib.closing(self.llm.stream(self.llm.chat_prompt(self.messages), self.sampling)) as outputs:
+            try:
+                for output in outputs:
+                    typer.echo(output.new_text, nl=output.finished)
+                    text = output.text
+                    if output.finished:
+                        self.last = output
+                        remark(output.error or describe_reuse(output.metrics))
+            except KeyboardInterrupt:
+                typer.echo()
+                remark("(interrupted)")
+        return text
 
     def _explain(self) -> None:
-        notes = () if self.last is None else self.last.cache_notes
-        errors.print("\n".join(notes) or "nothing to explain yet", style="dim")
+        if self.last is None:
+            remark("nothing to explain yet: no answer has ended")
+        else:
+            remark("\n".join(self.last.cache_notes) or "the last answer's prompt found nothing in a cache")
 
 
 def _ask() -> str | None:
+    """The next line of input; ``None`` when there is no more."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return sys.stdin.readline() or None
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, PLC0415  # lets input() edit lines, where there is one
     try:
-        return str(typer.prompt("you", prompt_suffix="> ", default="", show_default=False, err=True))
-    except (typer.Abort, EOFError):
+        return input(ASK)
+    except EOFError:
+        typer.echo()
         return None

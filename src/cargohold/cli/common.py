@@ -1,49 +1,34 @@
-"""What subcommands share: options, loading with a spinner, and numbers for people."""
+"""What subcommands share: standard error, loading with a spinner, and numbers for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
+from rich.markup import escape
 
-from cargohold.connector.offloading import OffloadConfig
+from cargohold.engine.model.source import is_kept_converted
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.llm import LLM
 
-ModelArgument = Annotated[
-    str, typer.Argument(help="A directory, a GGUF file, a Hugging Face hub id, or smollm2.", metavar="MODEL")
-]
-HostBytes = Annotated[
-    str | None, typer.Option("--host-bytes", help="Host memory for KV, such as 2GiB. Without it nothing is offloaded.")
-]
-DeviceBlocks = Annotated[
-    int | None, typer.Option("--num-device-blocks", help="Blocks of the device pool; by default 2 GiB worth of them.")
-]
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto for the type it was saved in.")
-]
-Device = Annotated[str, typer.Option("--device", help="cpu or a CUDA device.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Generate at most so many tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Sample among the likeliest tokens of this total probability.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Sample among so many likeliest tokens; 0 for all.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
-
 errors = Console(stderr=True)
-"""Where progress goes, so that standard output stays clean."""
+"""Where progress and remarks go, so that standard output has the answers and nothing else."""
+
+
+def remark(text: str, style: str = "dim") -> None:
+    """Tell the user something that is no part of the answer. Printed as it is: brackets are no markup, lines are not broken."""
+    errors.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def loaded(model: str, *, host_bytes: str | None = None, **options: Any) -> Iterator[LLM]:
-    """An ``LLM``, loaded behind a spinner, closed at the end. Options that are ``None`` keep their defaults."""
-    offload = None if host_bytes is None else OffloadConfig(host_bytes=host_bytes)
-    chosen = {key: value for key, value in options.items() if value is not None}
-    with errors.status(f"loading {model} (the first time also converts it, which takes about 20 s)"):
+def loaded(model: str, **options: Any) -> Iterator[LLM]:
+    """An ``LLM``, loaded behind a spinner, closed at the end."""
+    once = "" if is_kept_converted(model) else "; the first time it is converted, which takes about 20 s"
+    with errors.status(f"loading {escape(model)}{once}"):
         quiet_transformers()
-        llm = LLM(model, offload=offload, **chosen)
+        llm = LLM(model, **options)
     with llm:
         yield llm
 

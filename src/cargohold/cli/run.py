@@ -6,74 +6,58 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
 
 from cargohold.cli.app import app
-from cargohold.cli.common import (
-    Device,
-    DeviceBlocks,
-    Dtype,
-    HostBytes,
-    MaxTokens,
-    ModelArgument,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    describe_reuse,
-    errors,
-    loaded,
-)
+from cargohold.cli.common import describe_reuse, errors, loaded, remark
+from cargohold.cli.options import EngineOptions, ModelArgument, SamplingOptions, takes_groups
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.llm import LLM
 
 
 @app.command()
-def run(  # noqa: PLR0913, PLR0917  # each argument is an option of the command
+@takes_groups
+def run(
     model: ModelArgument,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="What to complete; may be given several times.")
     ] = None,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = None,
-    host_bytes: HostBytes = None,
-    num_device_blocks: DeviceBlocks = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt instead of text.")] = False,
+    sampling: SamplingOptions = SamplingOptions(),  # noqa: B008  # frozen
+    engine: EngineOptions = EngineOptions(),  # noqa: B008  # frozen
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt, with its tokens and metrics.")
+    ] = False,
 ) -> None:
-    """Complete prompts, from --prompt or from standard input (one prompt)."""
+    """Complete prompts, given with --prompt or piped in (as one).
+
+    Completions go to standard output; where each prompt's KV came from goes to standard error.
+    """
+    params = sampling.params()
     prompts = prompt or [_from_stdin()]
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    with loaded(model, host_bytes=host_bytes, num_device_blocks=num_device_blocks, dtype=dtype, device=device) as llm:
+    with loaded(model, **engine.llm_options()) as llm:
         if len(prompts) == 1 and not as_json:
-            _stream(llm, prompts[0], sampling)
+            _stream(llm, prompts[0], params)
         else:
-            for output in _generate(llm, prompts, sampling):
+            for output in _generate(llm, prompts, params):
                 _show(output, as_json=as_json)
 
 
 def _from_stdin() -> str:
     text = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     if not text:
-        raise typer.BadParameter("give a --prompt, or pipe one in")
+        raise typer.BadParameter("there is no prompt; give it with --prompt or pipe one in")
     return text
 
 
 def _stream(llm: LLM, prompt: str, sampling: SamplingParams) -> None:
     for output in llm.stream(prompt, sampling):
-        sys.stdout.write(output.new_text)
-        sys.stdout.flush()
+        typer.echo(output.new_text, nl=output.finished)
         if output.finished:
-            sys.stdout.write("\n")
-            errors.print(describe_reuse(output.metrics), style="dim")
+            remark(describe_reuse(output.metrics))
 
 
 def _generate(llm: LLM, prompts: Sequence[str], sampling: SamplingParams) -> list[RequestOutput]:
@@ -84,7 +68,20 @@ def _generate(llm: LLM, prompts: Sequence[str], sampling: SamplingParams) -> lis
 
 def _show(output: RequestOutput, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(output)))
+        typer.echo(json.dumps(_as_object(output)))
     else:
-        typer.echo(f"{output.prompt}{output.text}\n")
-        errors.print(describe_reuse(output.metrics), style="dim")
+        remark(f"> {output.prompt}")
+        typer.echo(output.text)
+        remark(f"{describe_reuse(output.metrics)}\n")
+
+
+def _as_object(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt": output.prompt,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "error": output.error,
+        "metrics": dataclasses.asdict(output.metrics),
+        "cache_notes": output.cache_notes,
+    }

@@ -59,9 +59,10 @@ def locate_model(model: str) -> str:
     return _on_hub(model)
 
 
-def converts_first(model: str) -> bool:
-    """Whether ``model`` is of a kind that is converted the first time it is used."""
-    return model == SMOLLM2 or model.endswith(".gguf")
+def is_kept_converted(model: str) -> bool:
+    """Whether ``model`` needs no conversion, or has been converted already; ``True`` if there is no such model at all."""
+    file = _smollm2_file() if model == SMOLLM2 else Path(model).expanduser()
+    return file.suffix != ".gguf" or not file.is_file() or _conversion_of(file).is_dir()
 
 
 def cache_dir() -> Path:
@@ -110,21 +111,37 @@ def _smollm2_file() -> Path:
     return files[0]
 
 
+def _conversion_of(gguf_file: Path) -> Path:
+    """Where the converted file is kept, or would be."""
+    try:
+        with gguf_file.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelNotFoundError(str(gguf_file), f"the file cannot be read: {one_line(error)}") from error
+    return cache_dir() / "models" / f"gguf-{digest[:32]}"
+
+
 def _converted(model: str, gguf_file: Path) -> Path:
-    with gguf_file.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    models = cache_dir() / "models"
-    target = models / f"gguf-{digest[:32]}"
-    if not target.is_dir():
-        models.mkdir(parents=True, exist_ok=True, mode=0o700)
-        scratch = Path(tempfile.mkdtemp(dir=models, prefix=".converting-"))
-        try:
-            logger.info("converting %s once; it is kept in %s", gguf_file.name, target)
-            _convert_gguf(model, gguf_file, scratch)
-            _publish(scratch, target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    target = _conversion_of(gguf_file)
+    if target.is_dir():
+        return target
+    try:
+        _convert_into(target, model, gguf_file)
+    except OSError as error:  # not writable, or full
+        reason = f"it cannot be converted into {target.parent}: {one_line(error)}; set {CACHE_ENV} to another directory"
+        raise UnsupportedModelError(model, reason) from error
     return target
+
+
+def _convert_into(target: Path, model: str, gguf_file: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    try:
+        logger.info("converting %s once; it is kept in %s", gguf_file.name, target)
+        _convert_gguf(model, gguf_file, scratch)
+        _publish(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _publish(scratch: Path, target: Path) -> None:

@@ -1,0 +1,93 @@
+"""Options that several subcommands share, in groups; a subcommand takes a group as one parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from cargohold.connector.offloading import OffloadConfig
+from cargohold.engine.sampling_params import SamplingParams
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A directory, a GGUF file, a Hugging Face hub id, or smollm2.", metavar="MODEL")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen; see ``SamplingParams``."""
+
+    max_tokens: Annotated[int, typer.Option(help="Generate at most so many tokens.")] = 128
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more random.")] = 0.0
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 1.0
+    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 for all.")] = 0
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
+
+    def params(self) -> SamplingParams:
+        """Checked. Raises ``ConfigError``."""
+        return SamplingParams(**dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the model is loaded and what is kept; see ``EngineConfig`` and ``OffloadConfig``."""
+
+    host_bytes: Annotated[
+        str | None, typer.Option(help="Host memory for KV, such as 2GiB. Without it nothing is offloaded.")
+    ] = None
+    num_device_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the device pool; by default 2 GiB worth of them.")
+    ] = None
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the type it was saved in.")] = (
+        "auto"
+    )
+    device: Annotated[str, typer.Option(help="cpu or a CUDA device.")] = "cpu"
+
+    def llm_options(self) -> dict[str, Any]:
+        """Keyword arguments for ``LLM``. Raises ``ConfigError``."""
+        options = dataclasses.asdict(self)
+        host_bytes = options.pop("host_bytes")
+        return {**options, "offload": None if host_bytes is None else OffloadConfig(host_bytes=host_bytes)}
+
+
+def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a subcommand take groups of options.
+
+    A parameter whose type is a dataclass and whose default is one is replaced by the dataclass's fields, with the values in
+    the default as theirs.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        parameter.name: parameter.annotation
+        for parameter in signature.parameters.values()
+        if dataclasses.is_dataclass(parameter.annotation)
+    }
+
+    @functools.wraps(command)
+    def flat(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        command(**values)
+
+    parameters = [flat for parameter in signature.parameters.values() for flat in _flattened(parameter)]
+    flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what inspect looks for
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def _flattened(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
+    if not dataclasses.is_dataclass(parameter.annotation):
+        yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        return
+    hints = get_type_hints(parameter.annotation, include_extras=True)
+    for field in dataclasses.fields(parameter.annotation):
+        default = getattr(parameter.default, field.name)
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+        )
