@@ -1,0 +1,86 @@
+"""What a tier's queue is asked to do, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.base import LoadOutcome, StoreOutcome
+
+
+class JobKind(Enum):
+    """What a job does with its chunks."""
+
+    PROBE = "probe"
+    LOAD = "load"
+    STORE = "store"
+    REMOVE = "remove"
+
+
+class JobStatus(Enum):
+    """How a job ended."""
+
+    DONE = "done"
+    """Every chunk has its answer."""
+    FAILED = "failed"
+    """The tier failed, or the thread that worked on it died; chunks without an answer were not dealt with."""
+    EXPIRED = "expired"
+    """Its deadline passed."""
+    CANCELLED = "cancelled"
+    """It was cancelled, or the queue was shut down."""
+
+
+Answer: TypeAlias = bool | LoadOutcome | StoreOutcome
+"""For one chunk: of a probe, whether it is there; of a removal, ``True``; of loads and stores, what became of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierJob:
+    """Chunks to probe, load, store or remove.
+
+    Attributes:
+        job_id: unique among the jobs of a queue, never used again.
+        kind: what to do.
+        keys: which chunks, in prefix order.
+        deadline: when it must have ended, in the queue's clock.
+        buffers: loads and stores: where each chunk's bytes go or come from, parallel to ``keys``. Nobody else may write to
+            them until the job's result was polled; the queue does not touch them any more after that.
+        parent: stores: the chunk before the first, if there is one. Every other chunk's parent is the one before it.
+    """
+
+    job_id: int
+    kind: JobKind
+    keys: Sequence[OffloadKey]
+    deadline: float
+    buffers: Sequence[memoryview] = field(default=(), repr=False)
+    parent: OffloadKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    """How a job ended.
+
+    Attributes:
+        job: the job.
+        status: how.
+        answers: per chunk, or ``None`` where there is none.
+        duration_s: from submission to end.
+        reason: of a failure, why, in one line.
+    """
+
+    job: TierJob
+    status: JobStatus
+    answers: tuple[Answer | None, ...]
+    duration_s: float
+    reason: str = ""
+
+    @property
+    def succeeded(self) -> list[bool]:
+        """Per chunk: a probe found it, a load filled its buffer, a store left it in the tier, a removal was carried out."""
+        return [answer in _GOOD for answer in self.answers]
+
+
+_GOOD: frozenset[Answer] = frozenset({True, LoadOutcome.LOADED, StoreOutcome.STORED, StoreOutcome.PRESENT})
