@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cargohold.offload.tier import HostMemory
 from cargohold.protocol import KVCacheLayout
 
 
@@ -46,7 +47,13 @@ class PagedKV:
         """Allocate zeroed memory for ``layout``. On a CPU pages are committed when first written."""
         block_tokens = layout.groups[0].block_tokens
         layers_per_group = max(len(group.layer_names) for group in layout.groups)
-        storage = torch.zeros((layout.num_blocks, layout.block_bytes), dtype=torch.uint8, device=device)
+        shape = (layout.num_blocks, layout.block_bytes)
+        if device.type == "cpu":
+            storage = torch.from_numpy(
+                HostMemory(*shape).rows
+            )  # torch.zeros would write to every page: seconds per GiB
+        else:
+            storage = torch.zeros(shape, dtype=torch.uint8, device=device)
         numbers = storage.view(dtype)
         token_rows = numbers.view(-1, num_heads * head_dim)
         assert token_rows.shape[0] == layout.num_blocks * layers_per_group * 2 * block_tokens, "block_bytes is off"
