@@ -102,6 +102,12 @@ def offloading_sides(connector: KVConnectorScheduler) -> Iterator[tuple[Offloadi
     yield from _sides(connector, [])
 
 
+def guards_of(connector: ConnectorGuard) -> list[ConnectorGuard]:
+    """Every guard around or inside ``connector``."""
+    inside = [guard for _, guards in offloading_sides(connector) for guard in guards]
+    return list({id(guard): guard for guard in (connector, *inside)}.values())
+
+
 def _sides(
     connector: KVConnectorScheduler, guards: list[ConnectorGuard]
 ) -> Iterator[tuple[OffloadingScheduler, list[ConnectorGuard]]]:

@@ -85,6 +85,7 @@ class Run:
         self._expected: dict[str, Expectation] = {}
         self._asks: dict[str, Ask] = {}
         self._index: Index = {}
+        self._events: EventOracle | None = None
         self._result = RunResult()
         self._deadline = self._latest_end()
         self._engine: SimulatedEngine
@@ -215,7 +216,10 @@ class Run:
             ContainmentOracle(engine, self._is_excused),
         ]
         if engine.config.emit_events:
-            self._oracles.append(EventOracle(engine, self._index))
+            self._events = EventOracle(
+                engine, self._index, knows_tiers=self._events is None or self._events.knows_tiers
+            )
+            self._oracles.append(self._events)
         self._oracles.append(PoolOracle(engine))
         self._each_step = [oracle for oracle in self._oracles if type(oracle).after_step is not Oracle.after_step]
         engine.on_update = self._on_update

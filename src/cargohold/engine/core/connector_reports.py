@@ -59,11 +59,11 @@ class ConnectorReports:
         """Turn the connector off if a load does not end, or if its pending work keeps everybody waiting."""
         now, limit = self._clock(), self._config.load_timeout_s
         oldest = self._roster.transfers.oldest_load()
-        num_waiting = len(self._roster.waiting)
+        num_kept = len(self._roster.waiting) + len(self._roster.running)
         if oldest is not None and now - oldest[1] > limit:
             self._connector.break_off(f"did not end the load of request {oldest[0].request_id} within {limit:g} s")
-        elif num_waiting and not self._roster.running and now - self._last_progress > limit:
-            self._connector.break_off(f"kept {num_waiting} request(s) waiting for {limit:g} s")
+        elif num_kept and now - self._last_progress > limit:
+            self._connector.break_off(f"kept {num_kept} request(s) waiting for {limit:g} s")
 
     def absorb(self, output: StepOutput, plan: StepPlan) -> None:
         """Take in what came back with a step, before its tokens are looked at."""

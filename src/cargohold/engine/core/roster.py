@@ -76,6 +76,14 @@ class Roster:
         self.preempted_ids.add(request.request_id)
         self.wait(request)
 
+    def least_urgent_holder(self) -> Request:
+        """Who must give its blocks up first: of the running, and of those that wait with blocks that were loaded for them.
+
+        If only the running gave way, two requests could load and lose their blocks in turns for ever.
+        """
+        loaded = [request for request in self.waiting if self._kv.holds_blocks(request)]
+        return max([self.running.least_urgent(), *loaded], key=self.waiting.urgency)
+
     def end(self, request: Request) -> None:
         """A request ends. Its blocks are the caller's to free."""
         self._take_out(request)

@@ -128,10 +128,10 @@ class Scheduler:
         plan = self._plan = StepPlan(self._config.max_num_batched_tokens)
         if self._schedule_running(plan):
             self._admit_waiting(plan)
+            if plan.is_empty:
+                self._resolve_deadlock()
         if not plan.is_empty:
             self._reports.note_progress()
-        elif self._roster.waiting:
-            self._resolve_deadlock()
         return self._add_connector_metadata(plan)
 
     def update_from_output(self, output: StepOutput) -> list[RequestUpdate]:
@@ -140,6 +140,8 @@ class Scheduler:
         assert plan is not None, "no step was scheduled"
         dropped = self._reports.must_drop_connector
         self._reports.absorb(output, plan)
+        if not plan.is_empty:
+            self._reports.note_progress()  # the step itself may have taken long
         for request, share in plan:
             # Requests that ended or lost their blocks meanwhile have nothing to add.
             if request.status is RequestStatus.RUNNING:
@@ -179,25 +181,34 @@ class Scheduler:
     # --- deciding -----------------------------------------------------------------------------------------------------
 
     def _schedule_running(self, plan: StepPlan) -> bool:
-        """Plan the running requests' next tokens; whether all kept their blocks."""
-        running = self._roster.running
-        num_running = len(running)
-        for request in running.snapshot():
+        """Plan the running requests' next tokens; whether there was room for all of them."""
+        there_was_room = True
+        for request in self._roster.running.snapshot():
             if plan.num_tokens_left == 0 or request.status is not RequestStatus.RUNNING:
                 break
             num_new = min(request.num_tokens - request.num_computed_tokens, plan.num_tokens_left)
-            if self._make_room(request, request.num_computed_tokens + num_new):
-                plan.add(request, num_new, self.kv.block_ids(request))
-        return len(running) == num_running
+            num_tokens = request.num_computed_tokens + num_new
+            if not self.kv.allocate_more(request, num_tokens):
+                there_was_room = False
+                if not self._make_room(request, num_tokens):
+                    break
+            plan.add(request, num_new, self.kv.block_ids(request))
+        return there_was_room
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        # The least urgent goes first; it may be the request itself.
+        """Take blocks from others for ``request``, the least urgent first, which may be the request itself."""
         while not self.kv.allocate_more(request, num_tokens):
-            victim = self._roster.running.least_urgent()
+            victim = self._roster.least_urgent_holder()
+            if victim is request and len(self._roster.running) == 1 and self._expects_blocks():
+                return False  # it keeps its own and waits
             self._roster.preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def _expects_blocks(self) -> bool:
+        """Whether transfers use blocks that will be free, or can be taken back, once they end."""
+        return bool(self._roster.transfers) or self.connector.num_held_references > 0
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         roster = self._roster

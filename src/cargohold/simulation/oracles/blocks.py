@@ -8,7 +8,7 @@ from cargohold.blocks import KVCacheBlock
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.simulation.engine import SimulatedEngine
-from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.offloading import guards_of, offloading_sides
 from cargohold.simulation.oracles.base import Oracle
 
 
@@ -75,18 +75,26 @@ class CopyOracle(Oracle):
         self._copies = engine.copies
         self._pool = engine.scheduler.kv.pool
         self._holds = holds
+        self._guards = guards_of(engine.scheduler.connector)
+        self._num_broken = 0
+        self._is_stopping = False
         if holds:
             self._allocate = self._pool.allocate
             vars(self._pool)["allocate"] = self._allocate_watched
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Blocks being copied are not free."""
-        if self._holds:
-            for copies in self._copies:
-                if copies:
-                    pool = self._pool
-                    free = [block_id for block_id in copies.block_ids() if not pool.get_block(block_id).ref_cnt]
-                    copies.check_free(free, "there is in the free queue")
+        if not self._holds:
+            return
+        # The locks that a connector asked for when it was turned off are lost with it, and its workers end all copies at
+        # the beginning of the next step, before anything is overwritten.
+        num_broken = sum(guard.broken is not None for guard in self._guards)
+        self._is_stopping = num_broken > self._num_broken
+        self._num_broken = num_broken
+        for copies in self._copies:
+            if copies and not self._is_stopping:
+                free = [block_id for block_id in copies.block_ids() if not self._pool.get_block(block_id).ref_cnt]
+                copies.check_free(free, "there is in the free queue")
 
     def at_end(self) -> None:
         """Nothing is copied any more."""
@@ -96,6 +104,6 @@ class CopyOracle(Oracle):
     def _allocate_watched(self, num_blocks: int) -> list[KVCacheBlock]:
         blocks = self._allocate(num_blocks)
         for copies in self._copies:
-            if copies:
+            if copies and not self._is_stopping:
                 copies.check_free([block.block_id for block in blocks], "somebody was given")
         return blocks

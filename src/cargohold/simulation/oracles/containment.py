@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.protocol import ConnectorGuard
 from cargohold.simulation.engine import SimulatedEngine
-from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.offloading import guards_of
 from cargohold.simulation.oracles.base import Oracle
 
 
@@ -22,10 +21,7 @@ class ContainmentOracle(Oracle):
     name = "containment"
 
     def __init__(self, engine: SimulatedEngine, is_excused: Callable[[], bool]) -> None:
-        guards: list[ConnectorGuard] = [engine.scheduler.connector]
-        for _, around in offloading_sides(engine.scheduler.connector):
-            guards += around
-        self._guards = list({id(guard): guard for guard in guards}.values())
+        self._guards = guards_of(engine.scheduler.connector)
         self._is_excused = is_excused
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
