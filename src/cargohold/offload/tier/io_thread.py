@@ -1,0 +1,125 @@
+"""A thread that carries out a tier's jobs, one chunk at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Protocol
+
+from cargohold.errors import TierError, one_line
+from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier
+from cargohold.offload.tier.jobs import Answer, JobKind
+from cargohold.offload.tier.ledger import Piece
+from cargohold.offload.tier.staging import Staging, copy_bytes
+from cargohold.protocol import Clock
+
+logger = logging.getLogger(__name__)
+
+
+class Work(Protocol):
+    """Where a thread gets its work and leaves what came of it."""
+
+    def take(self) -> Piece | None:
+        """Wait for the next piece of work; ``None`` when it is time to stop."""
+        ...
+
+    def begin_copy(self, piece: Piece) -> bool:
+        """Whether the piece's buffers may be used; if so, ``end_copy`` must follow soon."""
+        ...
+
+    def end_copy(self, piece: Piece) -> None:
+        """The piece's buffers are used no more."""
+        ...
+
+    def answer(self, piece: Piece, answers: list[Answer], duration_s: float) -> None:
+        """A piece was carried out."""
+        ...
+
+    def fail(self, piece: Piece, reason: str) -> None:
+        """A piece could not be carried out."""
+        ...
+
+
+class IoThread:
+    """Takes pieces of work until there will be no more. Started at once.
+
+    Attributes:
+        piece: what it works on: whoever finds it dead must end that.
+
+    Args:
+        work: where work comes from.
+        tier: what it is done on.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, work: Work, tier: Tier, clock: Clock) -> None:
+        self.piece: Piece | None = None
+        self._work = work
+        self._tier = tier
+        self._clock = clock
+        self._staging = Staging(tier.chunk_bytes)
+        # It must not keep the process alive when its medium hangs.
+        self._thread = threading.Thread(target=self._run, name=f"cargohold-{tier.name}", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether it takes work."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its end, for at most this time."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (piece := self._work.take()) is not None:
+            self.piece = piece
+            started = self._clock()
+            try:
+                answers = self._carry_out(piece)
+            except TierError as error:
+                self._work.fail(piece, error.reason)
+            except Exception as error:  # a tier's bug costs a miss; it is logged with its traceback
+                logger.exception("tier %s: %s failed in an unforeseen way", self._tier.name, piece.kind.value)
+                self._work.fail(piece, one_line(error))
+            else:
+                self._work.answer(piece, answers, self._clock() - started)
+            self.piece = None
+
+    def _carry_out(self, piece: Piece) -> list[Answer]:
+        match piece.kind:
+            case JobKind.PROBE:
+                return list(self._tier.probe(piece.keys))
+            case JobKind.REMOVE:
+                self._tier.remove(piece.keys)
+                return [True] * piece.count
+            case JobKind.LOAD:
+                return [self._load(piece)]
+            case JobKind.STORE:
+                return [self._store(piece)]
+
+    def _load(self, piece: Piece) -> LoadOutcome:
+        job, at = piece.live.job, piece.first
+        if at == 0:
+            self._tier.touch(job.keys)
+        staged = self._staging.view[: len(job.buffers[at])]
+        outcome = self._tier.load(job.keys[at], staged)
+        if outcome is LoadOutcome.LOADED and not self._copy(piece, job.buffers[at], staged):
+            return LoadOutcome.ABSENT  # nobody waits for it any more, and nobody will see this answer
+        return outcome
+
+    def _store(self, piece: Piece) -> StoreOutcome:
+        job, at = piece.live.job, piece.first
+        staged = self._staging.view[: len(job.buffers[at])]
+        if not self._copy(piece, staged, job.buffers[at]):
+            return StoreOutcome.REFUSED
+        return self._tier.store(job.keys[at], staged, job.keys[at - 1] if at else job.parent)
+
+    def _copy(self, piece: Piece, into: memoryview, source: memoryview) -> bool:
+        """Copy while the job is live; whether it was."""
+        if not self._work.begin_copy(piece):
+            return False
+        try:
+            copy_bytes(into, source)
+        finally:
+            self._work.end_copy(piece)
+        return True

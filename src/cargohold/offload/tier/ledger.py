@@ -1,0 +1,172 @@
+"""Which jobs of a tier are live, which piece of work comes next, and how jobs end. No threads and no I/O in here.
+
+::
+
+    queued --take--> pieces under way --answer of the last chunk--> DONE
+       |                   |
+       +-------------------+-- failure, deadline, cancellation --> FAILED, EXPIRED, CANCELLED
+
+A job ends once. Answers of pieces whose job has ended are dropped. While a piece copies from or to the job's buffers, the end
+is put off until the copy is done: whoever polls the result owns the buffers again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult
+from cargohold.protocol import Clock
+
+URGENT = frozenset({JobKind.PROBE, JobKind.LOAD})
+"""What somebody waits for."""
+_ONE_BY_ONE = frozenset({JobKind.LOAD, JobKind.STORE})
+
+
+@dataclass(slots=True, eq=False)
+class LiveJob:
+    """A job that has not ended.
+
+    Attributes:
+        job: what was asked.
+        submitted: when.
+        answers: per chunk, once there is one.
+        num_taken: chunks that pieces were made of.
+        num_copying: pieces that copy from or to the buffers right now.
+        end: how it ended, or will when nobody copies any more.
+    """
+
+    job: TierJob
+    submitted: float
+    answers: list[Answer | None]
+    num_taken: int = 0
+    num_copying: int = 0
+    end: tuple[JobStatus, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one thread works on: some chunks of a job.
+
+    Attributes:
+        live: the job.
+        first: index of the first chunk.
+        count: how many.
+    """
+
+    live: LiveJob
+    first: int
+    count: int
+
+    @property
+    def kind(self) -> JobKind:
+        """What to do."""
+        return self.live.job.kind
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """Which chunks."""
+        return self.live.job.keys[self.first : self.first + self.count]
+
+
+@dataclass(slots=True)
+class JobLedger:
+    """The live jobs of one queue. Not thread-safe: its owner holds a lock.
+
+    Attributes:
+        clock: monotonic time in seconds.
+        results: jobs that ended and were not polled yet.
+        num_chunks: chunks of live jobs, of those that somebody waits for and of the others.
+    """
+
+    clock: Clock
+    results: list[TierResult] = field(default_factory=list)
+    num_chunks: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    _live: dict[int, LiveJob] = field(default_factory=dict)
+    _urgent: deque[LiveJob] = field(default_factory=deque)
+    _others: deque[LiveJob] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, job: TierJob) -> None:
+        """A job is queued; one without chunks is done at once."""
+        assert job.job_id not in self._live, f"job {job.job_id} was submitted twice"
+        live = LiveJob(job, self.clock(), [None] * len(job.keys))
+        self._live[job.job_id] = live
+        self.num_chunks[job.kind in URGENT] += len(job.keys)
+        if not job.keys:
+            self.end(live, JobStatus.DONE)
+        else:
+            (self._urgent if job.kind in URGENT else self._others).append(live)
+
+    def take(self) -> Piece | None:
+        """The next piece of work, if there is any."""
+        for queue in (self._urgent, self._others):
+            while queue:
+                live = queue[0]
+                count = 0 if live.end else self._piece_size(live)
+                if live.num_taken + count >= len(live.answers) or live.end:
+                    queue.popleft()
+                if count:
+                    live.num_taken += count
+                    return Piece(live, live.num_taken - count, count)
+        return None
+
+    def begin_copy(self, piece: Piece) -> bool:
+        """Whether the piece's buffers may be used; if so, ``end_copy`` must follow soon."""
+        if piece.live.end:
+            return False
+        piece.live.num_copying += 1
+        return True
+
+    def end_copy(self, piece: Piece) -> None:
+        """The piece's buffers are used no more."""
+        piece.live.num_copying -= 1
+        self._settle(piece.live)
+
+    def answer(self, piece: Piece, answers: Sequence[Answer]) -> bool:
+        """What became of a piece; whether that ended its job."""
+        live = piece.live
+        if live.end:
+            return False
+        live.answers[piece.first : piece.first + piece.count] = answers
+        if None in live.answers:
+            return False
+        self.end(live, JobStatus.DONE)
+        return True
+
+    def end(self, live: LiveJob, status: JobStatus, reason: str = "") -> bool:
+        """End a job; whether it was still live."""
+        if live.end:
+            return False
+        live.end = (status, reason)
+        self._settle(live)
+        return True
+
+    def find(self, job_id: int) -> LiveJob | None:
+        """A live job."""
+        return self._live.get(job_id)
+
+    def late(self) -> list[LiveJob]:
+        """Live jobs whose deadline has passed."""
+        now = self.clock()
+        return [live for live in self._live.values() if now > live.job.deadline]
+
+    def all(self) -> Iterator[LiveJob]:
+        """A copy of the list of live jobs."""
+        return iter(list(self._live.values()))
+
+    def _piece_size(self, live: LiveJob) -> int:
+        """Chunks that one thread deals with at a time, so that several can share a large transfer."""
+        return 1 if live.job.kind in _ONE_BY_ONE else len(live.answers)
+
+    def _settle(self, live: LiveJob) -> None:
+        if live.end and not live.num_copying and self._live.pop(live.job.job_id, None):
+            status, reason = live.end
+            self.num_chunks[live.job.kind in URGENT] -= len(live.job.keys)
+            self.results.append(
+                TierResult(live.job, status, tuple(live.answers), self.clock() - live.submitted, reason)
+            )

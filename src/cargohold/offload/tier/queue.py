@@ -1,0 +1,198 @@
+"""The asynchronous front of a tier: bounded, with deadlines, and never in anybody's way.
+
+A tier blocks, for as long as its medium likes: a network file system may hang for minutes. So that nobody waits for it:
+
+* Threads work on *staging* memory of their own and touch a job's buffers only for one short copy, and only while the job is
+  live. A thread that hangs can therefore be left alone: its job ends in time, and the job's buffers are free.
+* Jobs end at their deadline, whatever the threads do. Probes and loads go before stores and removals. What finds the queue
+  full is refused at once.
+* A circuit breaker stops asking a medium that keeps failing; then one job at a time finds out whether it is back.
+* A thread that died is replaced, a few times; then the tier is off, loudly.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from cargohold.offload.tier.base import Tier
+from cargohold.offload.tier.breaker import BreakerState, CircuitBreaker
+from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
+from cargohold.offload.tier.io_thread import IoThread
+from cargohold.offload.tier.jobs import Answer, JobStatus, TierJob, TierResult
+from cargohold.offload.tier.ledger import URGENT, JobLedger, LiveJob, Piece
+from cargohold.protocol import Clock
+
+logger = logging.getLogger(__name__)
+
+_STATE_OF_BREAKER = {
+    BreakerState.CLOSED: TierState.ON,
+    BreakerState.HALF_OPEN: TierState.TRYING,
+    BreakerState.OPEN: TierState.RESTING,
+}
+
+
+class TierQueue:
+    """Carries out jobs on one tier in threads of its own.
+
+    Owned by one thread, which submits, cancels and polls; it never waits, but in ``drain`` and ``shutdown``. Every job that was
+    taken is returned by ``poll`` exactly once.
+
+    Args:
+        tier: the medium; closed by ``shutdown``.
+        clock: monotonic time in seconds.
+        config: limits.
+    """
+
+    def __init__(self, tier: Tier, clock: Clock, config: QueueConfig | None = None) -> None:
+        self.tier = tier
+        self.config = config or QueueConfig()
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._ledger = JobLedger(clock)
+        self._breaker = CircuitBreaker(clock, self.config.breaker)
+        self._totals = Totals()
+        self._is_off = False
+        self._threads = [self._new_thread() for _ in range(self.config.num_threads)]
+
+    # --- for the owner ------------------------------------------------------------------------------------------------
+
+    def submit(self, job: TierJob) -> bool:
+        """Queue a job. Returns at once: false if it is not taken, because the queue is full or the tier rests or is off."""
+        with self._changed:
+            if self._is_off or self._is_full(job) or not self._breaker.admit():
+                self._totals.num_refused += 1
+                return False
+            self._ledger.add(job)
+            self._changed.notify_all()
+        return True
+
+    def poll(self) -> list[TierResult]:
+        """The jobs that ended since the last call, in the order in which they did. Also enforces deadlines."""
+        with self._changed:
+            self._replace_dead_threads()
+            for live in self._ledger.late():
+                self._fail(live, JobStatus.EXPIRED, "not done by its deadline")
+            results, self._ledger.results = self._ledger.results, []
+        return results
+
+    def cancel(self, job_id: int) -> None:
+        """End a job, if it has not ended yet; nobody waits for it any more."""
+        with self._changed:
+            live = self._ledger.find(job_id)
+            if live is not None and self._ledger.end(live, JobStatus.CANCELLED):
+                self._breaker.note_cancelled()
+
+    @property
+    def state(self) -> TierState:
+        """Whether it takes jobs."""
+        with self._changed:
+            return TierState.OFF if self._is_off else _STATE_OF_BREAKER[self._breaker.state]
+
+    def health(self) -> TierHealth:
+        """How it is doing."""
+        state = self.state
+        with self._changed:
+            return self._totals.snapshot(state, len(self._ledger))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job has ended, for at most this time; whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not len(self._ledger) or not self._has_living_thread(), timeout_s)
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Cancel what is left, wait for threads for at most this time, and close the tier. ``poll`` still works."""
+        with self._changed:
+            self._is_off = True
+            for live in self._ledger.all():
+                self._ledger.end(live, JobStatus.CANCELLED)
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout_s)
+        if self._has_living_thread():
+            # It may still use the tier's files: a closed file's number may be given to another.
+            logger.warning("tier %s: a thread hangs in its medium; the tier is left open", self.tier.name)
+        else:
+            self.tier.close()
+
+    # --- for the threads ----------------------------------------------------------------------------------------------
+
+    def take(self) -> Piece | None:
+        """Wait for the next piece of work; ``None`` when it is time to stop."""
+        with self._changed:
+            while True:
+                if self._is_off:
+                    return None
+                piece = self._ledger.take()
+                if piece is None:
+                    self._changed.wait()
+                elif self._clock() <= piece.live.job.deadline:
+                    return piece
+                else:
+                    self._fail(piece.live, JobStatus.EXPIRED, "not begun by its deadline")
+
+    def begin_copy(self, piece: Piece) -> bool:
+        """Whether the piece's buffers may be used; if so, ``end_copy`` must follow soon."""
+        with self._changed:
+            return self._ledger.begin_copy(piece)
+
+    def end_copy(self, piece: Piece) -> None:
+        """The piece's buffers are used no more."""
+        with self._changed:
+            self._ledger.end_copy(piece)
+            self._changed.notify_all()
+
+    def answer(self, piece: Piece, answers: list[Answer], duration_s: float) -> None:
+        """A piece was carried out."""
+        with self._changed:
+            self._totals.count(piece, answers, duration_s)
+            if self._ledger.answer(piece, answers):
+                self._breaker.note_success()
+                self._changed.notify_all()
+
+    def fail(self, piece: Piece, reason: str) -> None:
+        """A piece could not be carried out."""
+        with self._changed:
+            self._fail(piece.live, JobStatus.FAILED, reason)
+
+    # --- under the lock -----------------------------------------------------------------------------------------------
+
+    def _is_full(self, job: TierJob) -> bool:
+        is_urgent = job.kind in URGENT
+        limit = self.config.max_urgent_chunks if is_urgent else self.config.max_store_chunks
+        return self._ledger.num_chunks[is_urgent] + len(job.keys) > limit
+
+    def _fail(self, live: LiveJob, status: JobStatus, reason: str) -> None:
+        if not self._ledger.end(live, status, reason):
+            return
+        self._totals.note_failure(reason)
+        if self._breaker.note_failure():
+            logger.warning("tier %s rests for a while, after failures in a row: %s", self.tier.name, reason)
+            self._end_all(f"the tier rests: {reason}")
+        self._changed.notify_all()
+
+    def _end_all(self, reason: str) -> None:
+        for live in self._ledger.all():
+            self._ledger.end(live, JobStatus.FAILED, reason)
+
+    def _new_thread(self) -> IoThread:
+        return IoThread(self, self.tier, self._clock)
+
+    def _has_living_thread(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _replace_dead_threads(self) -> None:
+        for at, thread in enumerate(self._threads):
+            if self._is_off or thread.is_alive():
+                continue
+            self._totals.num_thread_deaths += 1
+            logger.error("tier %s: an I/O thread died", self.tier.name)
+            if thread.piece is not None:
+                self._fail(thread.piece.live, JobStatus.FAILED, "the I/O thread died")
+            if self._totals.num_thread_deaths > self.config.max_thread_deaths:
+                logger.error("tier %s is off for good: its I/O threads keep dying", self.tier.name)
+                self._is_off = True
+                self._end_all("the I/O threads keep dying")
+                self._changed.notify_all()
+            else:
+                self._threads[at] = self._new_thread()

@@ -1,0 +1,130 @@
+"""Tiers around tiers: one counts, one takes its time, one fails when told to. For tests, simulations and measurements."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TypeVar
+
+from cargohold.errors import TierError
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
+
+T = TypeVar("T")
+
+
+class WrappedTier(Tier):
+    """A tier around another: every call but ``usage`` and ``close`` goes through ``call``. As it is, it changes nothing.
+
+    Args:
+        inner: the tier inside.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.chunk_bytes = inner.chunk_bytes
+
+    def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
+        """Carry out a call.
+
+        Args:
+            operation: name of the method.
+            num_bytes: bytes of the payload, 0 where there is none.
+            run: makes the call on the tier inside.
+        """
+        del operation, num_bytes
+        return run()
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:  # noqa: D102  # the port says what these do
+        return self.call("probe", 0, lambda: self.inner.probe(keys))
+
+    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:  # noqa: D102
+        return self.call("store", len(payload), lambda: self.inner.store(key, payload, parent))
+
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:  # noqa: D102
+        return self.call("load", len(into), lambda: self.inner.load(key, into))
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+        self.call("touch", 0, lambda: self.inner.touch(keys))
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+        self.call("remove", 0, lambda: self.inner.remove(keys))
+
+    def usage(self) -> TierUsage:  # noqa: D102
+        return self.inner.usage()
+
+    def close(self) -> None:  # noqa: D102
+        self.inner.close()
+
+
+class CountingTier(WrappedTier):
+    """Counts calls, bytes and outcomes.
+
+    Attributes:
+        calls: by name of the method.
+        num_bytes: payloads, by name of the method, whatever came of the call.
+        outcomes: of stores and loads.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self.calls: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+        self.outcomes: Counter[Enum] = Counter()
+
+    def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
+        """Count a call, also one that fails."""
+        with self._lock:
+            self.calls[operation] += 1
+            self.num_bytes[operation] += num_bytes
+        result = run()
+        if isinstance(result, Enum):
+            with self._lock:
+                self.outcomes[result] += 1
+        return result
+
+
+class SlowTier(WrappedTier):
+    """Takes the time that a slower medium would.
+
+    Args:
+        inner: the tier inside.
+        latency_s: of every call.
+        bytes_per_s: of payloads.
+        sleep: waits.
+    """
+
+    def __init__(self, inner: Tier, latency_s: float, bytes_per_s: float, sleep: Callable[[float], None]) -> None:
+        super().__init__(inner)
+        self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
+        self._sleep = sleep
+
+    def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
+        """Wait, then make the call."""
+        self._sleep(self._latency_s + num_bytes / self._bytes_per_s)
+        return super().call(operation, num_bytes, run)
+
+
+class FaultyTier(WrappedTier):
+    """Asks before every call whether it should go wrong.
+
+    Args:
+        inner: the tier inside.
+        fault: gets the name of the method; may block, raise, or return the reason of a ``TierError``, or ``None``.
+    """
+
+    def __init__(self, inner: Tier, fault: Callable[[str], str | None]) -> None:
+        super().__init__(inner)
+        self._fault = fault
+
+    def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
+        """Make the call, unless it is to fail."""
+        reason = self._fault(operation)
+        if reason is not None:
+            raise TierError(self.name, reason)
+        return super().call(operation, num_bytes, run)

@@ -1,0 +1,402 @@
+"""The asynchronous front of a tier: whatever the medium does, nobody waits and no buffer is touched too late."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from cargohold.errors import ConfigError
+from cargohold.offload.tier import (
+    BreakerConfig,
+    FaultyTier,
+    JobKind,
+    JobStatus,
+    MemoryTier,
+    QueueConfig,
+    StoreOutcome,
+    Tier,
+    TierJob,
+    TierQueue,
+    TierResult,
+    TierState,
+)
+from cargohold.simulation.clock import VirtualClock
+
+CHUNK = 5000
+WAIT_S = 30.0  # a bound on hangs, not a measure
+
+
+def chunk(seed: int) -> bytearray:
+    return bytearray(bytes([seed % 251, (seed * 7) % 251]) * (CHUNK // 2))
+
+
+class Gate:
+    """A fault that blocks every call of some kind until it is opened, and says when one has arrived."""
+
+    def __init__(self, *operations: str) -> None:
+        self.operations = operations
+        self.arrived = threading.Semaphore(0)
+        self.opened = threading.Event()
+
+    def __call__(self, operation: str) -> None:
+        if operation in self.operations:
+            self.arrived.release()
+            assert self.opened.wait(WAIT_S)
+
+    def wait_for_arrival(self) -> None:
+        assert self.arrived.acquire(timeout=WAIT_S)
+
+
+class Setup:
+    def __init__(self, tier: Tier, config: QueueConfig) -> None:
+        self.clock = VirtualClock()
+        self.queue = TierQueue(tier, self.clock, config)
+        self.num_jobs = 0
+
+    def submit(
+        self,
+        kind: JobKind,
+        keys: Sequence[bytes],
+        buffers: Sequence[bytearray] = (),
+        *,
+        timeout_s: float = 10.0,
+    ) -> TierJob | None:
+        self.num_jobs += 1
+        views = [memoryview(buffer) for buffer in buffers]
+        job = TierJob(self.num_jobs, kind, keys, self.clock() + timeout_s, views)
+        return job if self.queue.submit(job) else None
+
+    def run(self, kind: JobKind, keys: Sequence[bytes], buffers: Sequence[bytearray] = ()) -> TierResult:
+        assert self.submit(kind, keys, buffers)
+        return self.finish()
+
+    def state(self) -> TierState:
+        return self.queue.state
+
+    def finish(self) -> TierResult:
+        assert self.queue.drain(WAIT_S)
+        (result,) = self.queue.poll()
+        return result
+
+
+@contextmanager
+def queue_on(tier: Tier, config: QueueConfig | None = None, gate: Gate | None = None) -> Iterator[Setup]:
+    setup = Setup(tier, config or QueueConfig(num_threads=2))
+    yield setup
+    if gate is not None:
+        gate.opened.set()
+    setup.queue.shutdown(WAIT_S)
+
+
+def faulty(fault: Callable[[str], str | None]) -> FaultyTier:
+    return FaultyTier(MemoryTier(CHUNK), fault)
+
+
+def test_what_is_stored_is_found_and_loaded() -> None:
+    with queue_on(MemoryTier(CHUNK)) as setup:
+        keys = [b"a", b"b", b"c"]
+        stored = setup.run(JobKind.STORE, keys[:2], [chunk(1), chunk(2)])
+        assert stored.status is JobStatus.DONE and stored.answers == (StoreOutcome.STORED,) * 2
+        assert setup.run(JobKind.PROBE, keys).answers == (True, True, False)
+        into = [bytearray(CHUNK) for _ in keys]
+        loaded = setup.run(JobKind.LOAD, keys, into)
+        assert loaded.succeeded == [True, True, False]
+        assert into == [chunk(1), chunk(2), bytearray(CHUNK)]
+        assert setup.run(JobKind.STORE, [b"a"], [chunk(1)]).answers == (StoreOutcome.PRESENT,)
+        assert setup.run(JobKind.REMOVE, [b"a"]).succeeded == [True]
+        assert setup.run(JobKind.PROBE, keys).succeeded == [False, True, False]
+        health = setup.queue.health()
+        assert (health.state, health.num_jobs, health.num_failed) == (TierState.ON, 0, 0)
+        assert (health.stored_bytes, health.loaded_bytes) == (2 * CHUNK, 2 * CHUNK)
+
+
+def test_a_job_without_chunks_is_done() -> None:
+    with queue_on(MemoryTier(CHUNK)) as setup:
+        assert setup.run(JobKind.PROBE, []).status is JobStatus.DONE
+
+
+def test_parents_of_chunks_reach_the_tier() -> None:
+    parents: dict[bytes, bytes | None] = {}
+
+    class Noting(MemoryTier):
+        def store(self, key: bytes, payload: memoryview, parent: bytes | None = None) -> StoreOutcome:
+            parents[key] = parent
+            return super().store(key, payload, parent)
+
+    with queue_on(Noting(CHUNK)) as setup:
+        job = TierJob(1, JobKind.STORE, [b"b", b"c"], 1.0, [memoryview(chunk(1)), memoryview(chunk(2))], parent=b"a")
+        assert setup.queue.submit(job)
+        setup.finish()
+    assert parents == {b"b": b"a", b"c": b"b"}
+
+
+def test_loads_go_before_stores() -> None:
+    order: deque[str] = deque()
+    gate = Gate("probe")
+
+    def fault(operation: str) -> None:
+        gate(operation)
+        order.append(operation)
+
+    with queue_on(faulty(fault), QueueConfig(num_threads=1), gate) as setup:
+        setup.submit(JobKind.PROBE, [b"x"])
+        gate.wait_for_arrival()  # the only thread is busy, so the others queue up
+        setup.submit(JobKind.STORE, [b"a", b"b"], [chunk(1), chunk(2)])
+        setup.submit(JobKind.LOAD, [b"c"], [bytearray(CHUNK)])
+        gate.opened.set()
+        assert setup.queue.drain(WAIT_S)
+    assert [operation for operation in order if operation != "touch"] == ["probe", "load", "store", "store"]
+
+
+def test_a_full_queue_refuses_at_once_and_kinds_do_not_crowd_each_other_out() -> None:
+    gate = Gate("store")
+    config = QueueConfig(num_threads=1, max_store_chunks=2, max_urgent_chunks=3)
+    with queue_on(faulty(gate), config, gate) as setup:
+        assert setup.submit(JobKind.STORE, [b"a", b"b"], [chunk(1), chunk(2)])
+        assert not setup.submit(JobKind.STORE, [b"c"], [chunk(3)])
+        assert not setup.submit(JobKind.PROBE, [b"a", b"b", b"c", b"d"])
+        assert setup.submit(JobKind.PROBE, [b"a", b"b", b"c"])
+        assert setup.queue.health().num_refused == 2
+        gate.opened.set()
+        assert setup.queue.drain(WAIT_S)
+        assert setup.submit(JobKind.STORE, [b"c"], [chunk(3)])
+
+
+def test_a_hanging_load_ends_at_its_deadline_and_never_writes_to_its_buffer_afterwards() -> None:
+    gate = Gate("load")
+    inner = MemoryTier(CHUNK)
+    inner.store(b"a", memoryview(chunk(1)))
+    with queue_on(FaultyTier(inner, gate), QueueConfig(num_threads=1), gate) as setup:
+        buffer = bytearray(CHUNK)
+        setup.submit(JobKind.LOAD, [b"a"], [buffer], timeout_s=1.0)
+        gate.wait_for_arrival()
+        assert setup.queue.poll() == []
+        setup.clock.advance(1.5)
+        (result,) = setup.queue.poll()
+        assert (result.status, result.succeeded, result.duration_s) == (JobStatus.EXPIRED, [False], 1.5)
+        gate.opened.set()
+        # The thread is free again when it has served the next job; what it brought late was thrown away.
+        assert setup.run(JobKind.PROBE, [b"a"]).succeeded == [True]
+        assert buffer == bytearray(CHUNK)
+
+
+def test_a_late_store_writes_what_the_buffer_held_while_the_job_was_live() -> None:
+    gate = Gate("store")
+    inner = MemoryTier(CHUNK)
+    with queue_on(FaultyTier(inner, gate), QueueConfig(num_threads=1), gate) as setup:
+        buffer = chunk(1)
+        setup.submit(JobKind.STORE, [b"a"], [buffer], timeout_s=1.0)
+        gate.wait_for_arrival()
+        setup.clock.advance(2.0)
+        assert setup.queue.poll()[0].status is JobStatus.EXPIRED
+        buffer[:] = chunk(9)  # the slot belongs to another chunk now
+        gate.opened.set()
+        into = bytearray(CHUNK)
+        setup.run(JobKind.LOAD, [b"a"], [into])
+        assert into == chunk(1)
+
+
+def test_a_job_that_was_queued_too_long_is_never_begun() -> None:
+    gate = Gate("probe")
+    calls: list[str] = []
+
+    def fault(operation: str) -> None:
+        calls.append(operation)
+        gate(operation)
+
+    with queue_on(faulty(fault), QueueConfig(num_threads=1), gate) as setup:
+        setup.submit(JobKind.PROBE, [b"a"])
+        gate.wait_for_arrival()
+        setup.submit(JobKind.STORE, [b"a"], [chunk(1)], timeout_s=1.0)
+        setup.clock.advance(2.0)
+        gate.opened.set()
+        assert setup.queue.drain(WAIT_S)
+        assert {result.job.kind: result.status for result in setup.queue.poll()} == {
+            JobKind.PROBE: JobStatus.DONE,
+            JobKind.STORE: JobStatus.EXPIRED,
+        }
+    assert calls == ["probe"]
+
+
+def test_a_cancelled_job_ends_at_once_and_its_rest_is_not_carried_out() -> None:
+    gate = Gate("store")
+    inner = MemoryTier(CHUNK)
+    with queue_on(FaultyTier(inner, gate), QueueConfig(num_threads=1), gate) as setup:
+        job = setup.submit(JobKind.STORE, [b"a", b"b"], [chunk(1), chunk(2)])
+        assert job
+        gate.wait_for_arrival()
+        setup.queue.cancel(job.job_id)
+        (result,) = setup.queue.poll()
+        assert result.status is JobStatus.CANCELLED and result.answers == (None, None)
+        setup.queue.cancel(job.job_id)  # too late, and harmless
+        assert setup.queue.poll() == []
+        gate.opened.set()
+        assert setup.run(JobKind.PROBE, [b"b"]).succeeded == [False]
+        assert setup.state() is TierState.ON
+
+
+def test_a_failing_medium_is_left_alone_and_found_again() -> None:
+    trouble: list[str | None] = ["cable unplugged"]
+    calls: list[str] = []
+
+    def fault(operation: str) -> str | None:
+        calls.append(operation)
+        return trouble[0]
+
+    config = QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=3, cooldown_s=1.0, max_cooldown_s=3.0))
+    with queue_on(faulty(fault), config) as setup:
+        for _ in range(3):
+            result = setup.run(JobKind.PROBE, [b"a"])
+            assert (result.status, result.reason) == (JobStatus.FAILED, "cable unplugged")
+        assert setup.state() is TierState.RESTING
+        assert not setup.submit(JobKind.PROBE, [b"a"])
+        for cooldown in (1.0, 2.0, 3.0, 3.0):
+            setup.clock.advance(cooldown - 0.1)
+            assert setup.state() is TierState.RESTING
+            setup.clock.advance(0.1)
+            assert setup.state() is TierState.TRYING
+            assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.FAILED
+        assert len(calls) == 7
+        trouble[0] = None
+        setup.clock.advance(3.0)
+        assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
+        assert setup.state() is TierState.ON
+        assert setup.queue.health().last_failure == "cable unplugged"
+
+
+def test_one_trial_at_a_time() -> None:
+    gate = Gate("probe")
+    trouble: list[str | None] = ["gone"]
+
+    def fault(operation: str) -> str | None:
+        gate(operation)
+        return trouble[0]
+
+    config = QueueConfig(num_threads=2, breaker=BreakerConfig(failures_to_open=1))
+    with queue_on(faulty(fault), config, gate) as setup:
+        setup.run(JobKind.REMOVE, [b"a"])
+        setup.clock.advance(1.0)
+        trial = setup.submit(JobKind.PROBE, [b"a"])
+        assert trial
+        assert not setup.submit(JobKind.REMOVE, [b"a"])
+        setup.queue.cancel(trial.job_id)  # says nothing of the medium: another may try
+        trouble[0] = None
+        assert setup.submit(JobKind.REMOVE, [b"a"])
+        assert setup.queue.drain(WAIT_S)
+        assert setup.state() is TierState.ON
+
+
+def test_what_is_queued_fails_when_the_breaker_opens() -> None:
+    gate = Gate("probe")
+
+    def fault(operation: str) -> str:
+        gate(operation)
+        return "gone"
+
+    config = QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=1))
+    with queue_on(faulty(fault), config, gate) as setup:
+        setup.submit(JobKind.PROBE, [b"a"])
+        setup.submit(JobKind.STORE, [b"b"], [chunk(1)])
+        gate.opened.set()
+        assert setup.queue.drain(WAIT_S)
+        assert [result.status for result in setup.queue.poll()] == [JobStatus.FAILED] * 2
+
+
+def test_hanging_threads_open_the_breaker() -> None:
+    gate = Gate("probe")
+    with queue_on(faulty(gate), QueueConfig(num_threads=1), gate) as setup:
+        for _ in range(3):
+            setup.submit(JobKind.PROBE, [b"a"], timeout_s=1.0)
+        setup.clock.advance(2.0)
+        assert [result.status for result in setup.queue.poll()] == [JobStatus.EXPIRED] * 3
+        assert setup.state() is TierState.RESTING
+
+
+def test_an_unforeseen_error_is_a_failed_job_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fault(operation: str) -> str | None:
+        if operation == "load":
+            raise ZeroDivisionError("our own bug")
+        return None
+
+    with queue_on(faulty(fault)) as setup:
+        result = setup.run(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
+        assert (result.status, result.reason) == (JobStatus.FAILED, "our own bug")
+        assert "ZeroDivisionError" in caplog.text
+        assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
+
+
+def dying(operation: str) -> None:
+    if operation == "load":
+        raise SystemExit
+
+
+def _await_death(setup: Setup) -> None:
+    for thread in setup.queue._threads:
+        thread.join(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_thread_is_noticed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with queue_on(faulty(dying), QueueConfig(num_threads=1)) as setup:
+        setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
+        _await_death(setup)
+        (result,) = setup.queue.poll()
+        assert (result.status, result.reason) == (JobStatus.FAILED, "the I/O thread died")
+        assert "an I/O thread died" in caplog.text
+        assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
+        assert setup.queue.health().num_thread_deaths == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_threads_that_keep_dying_turn_the_tier_off(caplog: pytest.LogCaptureFixture) -> None:
+    config = QueueConfig(num_threads=1, max_thread_deaths=1, breaker=BreakerConfig(failures_to_open=100))
+    with queue_on(faulty(dying), config) as setup:
+        for _ in range(2):
+            setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
+            setup.submit(JobKind.STORE, [b"b"], [chunk(1)])
+            _await_death(setup)
+            assert setup.queue.poll()
+        assert setup.queue.drain(WAIT_S)
+        assert setup.state() is TierState.OFF
+        assert not setup.submit(JobKind.PROBE, [b"a"])
+        assert "off for good" in caplog.text
+
+
+def test_shutdown_cancels_what_is_left_and_closes_the_tier() -> None:
+    closed: list[bool] = []
+
+    class Closing(MemoryTier):
+        def close(self) -> None:
+            closed.append(True)
+
+    gate = Gate("probe")
+    setup = Setup(FaultyTier(Closing(CHUNK), gate), QueueConfig(num_threads=1))
+    setup.submit(JobKind.PROBE, [b"a"])
+    gate.wait_for_arrival()
+    setup.submit(JobKind.STORE, [b"a"], [chunk(1)])
+    setup.queue.shutdown(0.0)
+    assert [result.status for result in setup.queue.poll()] == [JobStatus.CANCELLED] * 2
+    assert not closed, "a thread may still use it"
+    gate.opened.set()
+    setup.queue.shutdown(WAIT_S)
+    assert closed
+    assert not setup.submit(JobKind.PROBE, [b"a"])
+
+
+@pytest.mark.parametrize("config", [{"num_threads": 0}, {"max_urgent_chunks": 0}, {"max_store_chunks": 0}])
+def test_impossible_limits_are_refused_by_name(config: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(config))):
+        QueueConfig(**config)  # type: ignore[arg-type]  # the other options are not integers
+
+
+def test_impossible_breakers_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="failures_to_open"):
+        BreakerConfig(failures_to_open=0)
+    with pytest.raises(ConfigError, match="cooldown_s"):
+        BreakerConfig(cooldown_s=2.0, max_cooldown_s=1.0)
+    with pytest.raises(ConfigError, match="cooldown_s"):
+        BreakerConfig(cooldown_s=0.0)
