@@ -18,20 +18,17 @@ from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
-from cargohold.engine.executor import Executor, InlineExecutor, Worker
+from cargohold.engine.executor.factory import make_executor
+from cargohold.engine.executor.rank import RankSpec
 from cargohold.engine.llm_engine import EngineLimits, LLMEngine
 from cargohold.engine.model.info import describe_model
+from cargohold.engine.model.runners import HFRunners
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, RequestError
 from cargohold.interrupts import deferred_interrupt
-from cargohold.protocol import (
-    KVConnectorFactory,
-    KVEvent,
-    SchedulerEnvironment,
-    WorkerEnvironment,
-)
+from cargohold.protocol import KVConnectorFactory, KVEvent, SchedulerEnvironment
 
 Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
@@ -117,7 +114,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Complete one prompt, yielding an output per new piece; the last one is ``finished``.
 
         The request starts when the first output is asked for, and is aborted when the iterator is closed early. Several
@@ -235,19 +232,12 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
             hash_block_tokens=plan.layout.hash_block_tokens,
         )
         tokenizer = Tokenizer.load(plan.info)
-        executor = _make_executor(plan, factory, connector.get_finished_count())
+        runners = HFRunners(plan.info, plan.layout, plan.config.device)
+        executor = make_executor(plan.executor, RankSpec(runners, factory, plan.layout), connector)
     except BaseException:
         connector.shutdown()
         raise
     return LLMEngine(scheduler, executor, tokenizer, limits, clock=clock)
-
-
-def _make_executor(plan: EnginePlan, factory: KVConnectorFactory, finished_count: int | None) -> Executor:
-    from cargohold.engine.model.hf_runner import HFModelRunner  # noqa: PLC0415  # imports torch
-
-    runner = HFModelRunner(plan.info, plan.layout, plan.config.device)
-    worker_side = factory.make_worker_side(WorkerEnvironment(plan.layout, rank=0, clock=time.monotonic))
-    return InlineExecutor(Worker(runner, worker_side), finished_count)
 
 
 def _check_offload(offload: object) -> None:

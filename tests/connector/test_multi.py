@@ -98,7 +98,7 @@ def test_loads_come_from_the_first_that_has_something_and_stores_go_to_all() -> 
     engine.add("second", prompt(0, 30), 1)
     loads: list[int] = []
     for at, tier in enumerate(tiers):
-        tier.transfers[0].on_copy = lambda job, at=at: loads.append(at) if job.direction.value == "load" else None  # type: ignore[misc]
+        tier.transfers[0].on_copy = lambda job, at=at: loads.append(at) if job.direction.value == "load" else None
     finish(engine, *tiers)
     assert loads == [1], "the first had nothing"
     evict_everything(engine)

@@ -16,7 +16,6 @@ from cargohold.engine.executor.codec import StepCodec
 from cargohold.engine.executor.multiprocess import MultiprocessExecutor
 from cargohold.engine.executor.rank import RankPlace, RankSpec
 from cargohold.engine.executor.ray_executor import RayExecutor
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
 from cargohold.protocol import ClassFactory, OutputAggregator, WorkerEnvironment
 from cargohold.simulation import simulated_layout
@@ -39,9 +38,7 @@ ORDER = [
 
 
 def step(number: int, *, empty: bool = False) -> SchedulerStep:
-    share = ScheduledTokens(
-        "r", (5, 6, 7), number * 3, 0, ([1, 2, 3], [0, 4, 5]), SampleSpec(SamplingParams(), 0, number)
-    )
+    share = ScheduledTokens("r", (5, 6, 7), number * 3, 0, ([1, 2, 3], [0, 4, 5]), SampleSpec(index=number))
     return SchedulerStep(
         scheduled=() if empty else (share,),
         preempted_req_ids=frozenset({"p"}),

@@ -11,6 +11,7 @@ from enum import Enum
 from cargohold.engine.core.config import LoadFailurePolicy, SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
 from cargohold.engine.core.waiting_queue import QueuePolicy
+from cargohold.engine.executor.factory import ExecutorConfig, ExecutorKind
 from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
@@ -45,6 +46,11 @@ class EngineConfig:
         load_failure_policy: ``recompute`` or ``fail``: what becomes of a request whose KV could not be loaded.
         load_timeout_s: a connector that does not end a load within this time is turned off.
         kv_events: whether KV events are collected.
+        tensor_parallel_size: workers over which weights and KV heads are split; it must divide the model's heads.
+        executor: ``inline`` (one worker, in this process), ``multiprocess`` or ``ray`` (one process or Ray actor per worker).
+            By default inline for one worker, and multiprocess for several.
+        ray_address: the Ray cluster to use; by default the one that this program is connected to, or a local one.
+        step_timeout_s: workers in other processes that take longer for a step are taken for dead.
     """
 
     model: str
@@ -60,21 +66,48 @@ class EngineConfig:
     load_failure_policy: str = "recompute"
     load_timeout_s: float = 120.0
     kv_events: bool = False
+    tensor_parallel_size: int = 1
+    executor: str | None = None
+    ray_address: str | None = None
+    step_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         self._require("model", isinstance(self.model, str), "a directory, a .gguf file, a hub id or smollm2")
         self._require_one_of("dtype", ("auto", *DTYPES))
         self._require("device", _DEVICE.fullmatch(str(self.device)) is not None, "cpu, cuda, or one of several: cuda:1")
-        for key in ("block_tokens", "max_num_seqs", "max_num_batched_tokens"):
+        for key in ("block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             self._require(key, is_positive_int(getattr(self, key)), "an integer from 1")
         for key, least in (("num_device_blocks", 1), ("max_model_len", 2)):
             value = getattr(self, key)
             self._require(key, value is None or (is_int(value) and value >= least), f"an integer from {least}, or None")
         self._require_one_of("queue_policy", _values(QueuePolicy))
         self._require_one_of("load_failure_policy", _values(LoadFailurePolicy))
-        self._require("load_timeout_s", is_positive_number(self.load_timeout_s), "a number of seconds above 0")
+        for key in ("load_timeout_s", "step_timeout_s"):
+            self._require(key, is_positive_number(getattr(self, key)), "a number of seconds above 0")
         for key in ("prefix_caching", "kv_events"):
             self._require(key, isinstance(getattr(self, key), bool), "True or False")
+        self._check_workers()
+
+    @property
+    def executor_kind(self) -> ExecutorKind:
+        """Where workers run."""
+        if self.executor is None:
+            return ExecutorKind.INLINE if self.tensor_parallel_size == 1 else ExecutorKind.MULTIPROCESS
+        return ExecutorKind(self.executor)
+
+    def _check_workers(self) -> None:
+        if self.executor is not None:
+            self._require_one_of("executor", _values(ExecutorKind))
+        is_split = self.tensor_parallel_size > 1
+        fits = not (is_split and self.executor_kind is ExecutorKind.INLINE)
+        self._require("executor", fits, f"multiprocess or ray for tensor_parallel_size={self.tensor_parallel_size}")
+        is_text = isinstance(self.ray_address, str) and bool(self.ray_address)
+        self._require("ray_address", self.ray_address is None or is_text, "the address of a Ray cluster, or None")
+        uses_ray = self.executor_kind is ExecutorKind.RAY
+        self._require("ray_address", self.ray_address is None or uses_ray, "None unless executor is ray")
+        self._require(
+            "device", not is_split or ":" not in self.device, "cpu or cuda: each worker takes a device of its own"
+        )
 
     def _require_one_of(self, key: str, values: Collection[str]) -> None:
         value = getattr(self, key)
@@ -98,15 +131,17 @@ class EnginePlan:
         info: the model.
         layout: the paged KV cache.
         scheduler: limits and policies of the scheduler.
+        executor: where the workers run.
     """
 
     config: EngineConfig
     info: ModelInfo
     layout: KVCacheLayout
     scheduler: SchedulerConfig
+    executor: ExecutorConfig
 
 
-def plan_engine(config: EngineConfig, info: ModelInfo, world_size: int = 1) -> EnginePlan:
+def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
     """Derive sizes and check that they fit, before anything heavy is loaded.
 
     Raises:
@@ -114,6 +149,8 @@ def plan_engine(config: EngineConfig, info: ModelInfo, world_size: int = 1) -> E
     """
     if config.max_model_len is not None and config.max_model_len > info.max_positions:
         raise ConfigError("max_model_len", config.max_model_len, f"{info.name} is for at most {info.max_positions}")
+    world_size = config.tensor_parallel_size
+    _check_split(config, info)
     groups = info.geometry.groups(config.block_tokens)
     block_bytes = info.geometry.block_bytes(config.block_tokens, info.dtype_bytes, world_size)
     num_blocks = config.num_device_blocks or _default_num_blocks(config, info, groups, block_bytes * world_size)
@@ -134,7 +171,25 @@ def plan_engine(config: EngineConfig, info: ModelInfo, world_size: int = 1) -> E
             load_timeout_s=config.load_timeout_s,
             emit_events=config.kv_events,
         ),
+        executor=ExecutorConfig(
+            kind=config.executor_kind,
+            step_timeout_s=config.step_timeout_s,
+            ray_address=config.ray_address,
+            gpus_per_worker=int(config.device != "cpu"),
+        ),
     )
+
+
+def _check_split(config: EngineConfig, info: ModelInfo) -> None:
+    geometry, wanted = info.geometry, config.tensor_parallel_size
+    if not geometry.splits_over(wanted):
+        possible = [size for size in range(1, geometry.num_query_heads + 1) if geometry.splits_over(size)]
+        heads = f"{geometry.num_query_heads} query heads and {geometry.num_kv_heads} KV heads"
+        raise ConfigError(
+            "tensor_parallel_size",
+            wanted,
+            f"{info.name} has {heads}, which can be split over {' or '.join(map(str, possible))} workers",
+        )
 
 
 def _default_num_blocks(

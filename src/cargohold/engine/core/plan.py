@@ -48,7 +48,7 @@ class StepPlan:
             num_computed_tokens=start,
             write_from=max(start, request.num_reused_tokens),
             block_ids=block_ids,
-            sample=SampleSpec(request.sampling, request.seed, request.num_output_tokens) if reaches_end else None,
+            sample=_sample_spec(request) if reaches_end else None,
         )
         self._entries.append((request, share))
         self.num_tokens_left -= num_new_tokens
@@ -61,3 +61,8 @@ class StepPlan:
         self._entries = [entry for entry in self._entries if entry[0].request_id not in self._loading]
         self._loading.clear()
         return taken
+
+
+def _sample_spec(request: Request) -> SampleSpec:
+    sampling = request.sampling
+    return SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, request.seed, request.num_output_tokens)

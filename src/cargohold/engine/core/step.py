@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.protocol import BlockIds, ConnectorMetadata, EmptyMetadata, KVConnectorOutput
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How to choose a request's next token.
+    """How to choose a request's next token; see ``SamplingParams``.
 
     Attributes:
-        sampling: the request's parameters.
+        temperature: 0 takes the likeliest token.
+        top_k: sample among so many likeliest tokens; 0 for all.
+        top_p: sample among the likeliest tokens of this total probability.
         seed: the request's seed.
         index: number of the token to choose, counted from the first generated one. Seed and index decide the random draw,
             so a request that starts over draws the same.
     """
 
-    sampling: SamplingParams
-    seed: int
-    index: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,13 @@ class RankPlace:
         rank: from 0.
         world_size: how many there are.
         rendezvous: URL at which they meet to form a group for their collectives; see ``torch.distributed``.
+        sees_own_device_only: whether accelerators that belong to other ranks are hidden from this one.
     """
 
     rank: int
     world_size: int
     rendezvous: str
+    sees_own_device_only: bool = False
 
 
 class RunnerFactory(Protocol):

@@ -109,7 +109,7 @@ class RayExecutor:
             )
             self._actors.append(options.remote())
         rendezvous = ray.get(self._actors[0].choose_rendezvous.remote(), timeout=START_TIMEOUT_S)
-        places = [RankPlace(rank, world_size, rendezvous) for rank in range(world_size)]
+        places = [RankPlace(rank, world_size, rendezvous, sees_own_device_only=True) for rank in range(world_size)]
         starts = [actor.start.remote(spec, place) for actor, place in zip(self._actors, places, strict=True)]
         self._gather(starts, START_TIMEOUT_S)
 

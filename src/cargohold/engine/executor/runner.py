@@ -30,6 +30,8 @@ class ModelRunner(Protocol):
     def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
         """Run the model on the step's batch, writing KV into its blocks; the sampled token of each request that gets one.
 
+        Of several ranks only rank 0 need return tokens.
+
         Args:
             step: the batch; not empty.
             hooks: to be called around every layer's attention; ``None`` if nobody listens.

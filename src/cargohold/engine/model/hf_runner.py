@@ -28,20 +28,23 @@ class HFModelRunner:
         info: the model.
         layout: the paged KV cache.
         device: ``cpu``, ``cuda``, ``cuda:1``, ...
+        rank: which part of the model this is, if ``layout.world_size`` says that it is split.
 
     Raises:
         ModelError: the weights cannot be read, or the model does something that paged attention does not do.
         ConfigError: there is no such device.
     """
 
-    def __init__(self, info: ModelInfo, layout: KVCacheLayout, device: str = "cpu") -> None:
+    def __init__(self, info: ModelInfo, layout: KVCacheLayout, device: str = "cpu", rank: int = 0) -> None:
         self._info = info
         self._layout = layout
         self._device = checked_device(device)
-        self._model = load_model(info, self._device)
+        # Every rank computes the same logits: one is enough to choose tokens.
+        self._samples = rank == 0
+        self._model = load_model(info, self._device, layout.world_size)
         self._kv = PagedKV.allocate(
             layout,
-            num_heads=info.geometry.num_kv_heads // layout.world_size,
+            num_heads=info.geometry.heads_per_shard(layout.world_size),
             head_dim=info.geometry.head_dim,
             dtype=getattr(torch, info.dtype),
             device=self._device,
@@ -60,6 +63,8 @@ class HFModelRunner:
         forward = PagedForward(self._kv, batch, self._layer_places, self._workspace, hooks)
         with torch.inference_mode():
             logits = self._forward(forward, batch)
+            if not self._samples:
+                return {}
             specs = [share.sample for share in batch.sampled if share.sample is not None]
             tokens = sample_tokens(logits, specs)
         return {share.request_id: token for share, token in zip(batch.sampled, tokens, strict=True)}

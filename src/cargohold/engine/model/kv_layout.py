@@ -31,11 +31,13 @@ class KVGeometry:
 
     Attributes:
         layer_kinds: per layer, how it looks back: kind and window in tokens.
+        num_query_heads: query heads per layer.
         num_kv_heads: key/value heads per layer.
         head_dim: numbers per head.
     """
 
     layer_kinds: tuple[LayerKind, ...]
+    num_query_heads: int
     num_kv_heads: int
     head_dim: int
 
@@ -56,8 +58,17 @@ class KVGeometry:
 
     def block_bytes(self, block_tokens: int, dtype_bytes: int, num_shards: int = 1) -> int:
         """Bytes of one block on one of ``num_shards`` workers."""
-        heads = self.num_kv_heads // num_shards
+        heads = self.heads_per_shard(num_shards)
         return self.layers_per_group * 2 * block_tokens * heads * self.head_dim * dtype_bytes
+
+    def heads_per_shard(self, num_shards: int) -> int:
+        """KV heads that each of ``num_shards`` workers keeps. A single head serves all query heads: every worker keeps it."""
+        return 1 if self.num_kv_heads == 1 else self.num_kv_heads // num_shards
+
+    def splits_over(self, num_shards: int) -> bool:
+        """Whether each of ``num_shards`` workers can take an equal part of the heads."""
+        kv_heads_split = self.num_kv_heads == 1 or self.num_kv_heads % num_shards == 0
+        return kv_heads_split and self.num_query_heads % num_shards == 0
 
     def _layers_by_kind(self) -> dict[LayerKind, list[int]]:
         by_kind: dict[LayerKind, list[int]] = {}
@@ -88,6 +99,7 @@ def kv_geometry(model: str, config: Any) -> KVGeometry:
         raise UnsupportedModelError(model, f"{config.model_type} has no attention layers, so it has no KV cache")
     return KVGeometry(
         layer_kinds=tuple(_layer_kinds(model, config, num_layers)),
+        num_query_heads=num_heads,
         num_kv_heads=_field(model, config, "num_key_value_heads") or num_heads,
         head_dim=_field(model, config, "head_dim") or config.hidden_size // num_heads,
     )

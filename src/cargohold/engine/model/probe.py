@@ -20,7 +20,6 @@ import torch
 from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep
 from cargohold.engine.model.attention import PagedForward
 from cargohold.engine.model.info import ModelInfo
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import UnsupportedModelError
 from cargohold.protocol import NULL_BLOCK_ID, KVCacheLayout
 
@@ -45,7 +44,7 @@ def probe_step(layout: KVCacheLayout, info: ModelInfo) -> SchedulerStep:
         num_computed_tokens=0,
         write_from=0,
         block_ids=tuple(list(range(first, first + blocks_per_group)) for first in first_ids),
-        sample=SampleSpec(SamplingParams(), 0, 0),
+        sample=SampleSpec(),
     )
     return SchedulerStep(scheduled=(share,))
 

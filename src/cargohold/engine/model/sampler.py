@@ -20,19 +20,18 @@ def sample_tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int
     """
     greedy: list[int] = logits.argmax(dim=-1).tolist()
     return [
-        likeliest if spec.sampling.temperature == 0 else _sample(row, spec)
+        likeliest if spec.temperature == 0 else _sample(row, spec)
         for likeliest, row, spec in zip(greedy, logits, specs, strict=True)
     ]
 
 
 def _sample(logits: torch.Tensor, spec: SampleSpec) -> int:
-    sampling = spec.sampling
     # With the largest at 0, the smallest temperature cannot make two of them infinite.
-    scores = (logits.double() - logits.max()) / sampling.temperature
-    if 0 < sampling.top_k < scores.numel():
-        scores = _keep_top_k(scores, sampling.top_k)
-    if sampling.top_p < 1:
-        scores = _keep_top_p(scores, sampling.top_p)
+    scores = (logits.double() - logits.max()) / spec.temperature
+    if 0 < spec.top_k < scores.numel():
+        scores = _keep_top_k(scores, spec.top_k)
+    if spec.top_p < 1:
+        scores = _keep_top_p(scores, spec.top_p)
     return int((scores.cpu() + _gumbel_noise(scores.numel(), spec)).argmax())
 
 

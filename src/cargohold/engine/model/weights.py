@@ -8,6 +8,7 @@ import torch
 
 from cargohold.engine.model.attention import PAGED_ATTENTION, register_paged_attention
 from cargohold.engine.model.info import ModelInfo
+from cargohold.engine.model.parallel import parallel_options, share_heads
 from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ def checked_device(device: str) -> torch.device:
     return found
 
 
-def load_model(info: ModelInfo, device: torch.device) -> PreTrainedModel:
-    """Load the weights onto ``device``, for inference.
+def load_model(info: ModelInfo, device: torch.device, world_size: int = 1) -> PreTrainedModel:
+    """Load the weights onto ``device``, for inference: all of them, or this rank's part of ``world_size``.
 
     Raises:
         ModelNotFoundError: the weights are missing, damaged or incomplete.
@@ -38,6 +39,7 @@ def load_model(info: ModelInfo, device: torch.device) -> PreTrainedModel:
             dtype=getattr(torch, info.dtype),
             attn_implementation=PAGED_ATTENTION,
             output_loading_info=True,
+            **parallel_options(info, world_size),
         )
     except (ValueError, KeyError) as error:
         reason = f"transformers cannot run it with paged attention: {one_line(error)}"
@@ -48,4 +50,7 @@ def load_model(info: ModelInfo, device: torch.device) -> PreTrainedModel:
         # transformers makes up what is missing, with no more than a warning.
         missing = sorted(loading["missing_keys"])
         raise ModelNotFoundError(info.name, f"its files lack {len(missing)} of its weights, such as {missing[0]}")
-    return model.to(device).eval()
+    if world_size == 1:
+        return model.to(device).eval()
+    share_heads(model, info, world_size)
+    return model.eval()  # its parts were loaded onto their devices

@@ -1,0 +1,72 @@
+"""Makes the executor that was asked for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import Enum
+
+from cargohold.engine.executor.base import Executor
+from cargohold.engine.executor.codec import StepCodec
+from cargohold.engine.executor.inline import InlineExecutor
+from cargohold.engine.executor.rank import RankPlace, RankSpec
+from cargohold.engine.executor.worker import Worker
+from cargohold.protocol import KVConnectorScheduler, OutputAggregator, WorkerEnvironment
+
+
+class ExecutorKind(Enum):
+    """Where workers run."""
+
+    INLINE = "inline"
+    """One worker, in the engine's own process and thread."""
+    MULTIPROCESS = "multiprocess"
+    """One process per rank, on this machine."""
+    RAY = "ray"
+    """One Ray actor per rank, on one machine or several."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """Which executor, and how it runs.
+
+    Attributes:
+        kind: where workers run.
+        step_timeout_s: the longest that a step may take, over several processes.
+        ray_address: the Ray cluster; ``None`` for the one this program is connected to, or a local one of its own.
+        gpus_per_worker: what Ray reserves.
+    """
+
+    kind: ExecutorKind = ExecutorKind.INLINE
+    step_timeout_s: float = 300.0
+    ray_address: str | None = None
+    gpus_per_worker: int = 0
+
+
+def make_executor(config: ExecutorConfig, spec: RankSpec, connector: KVConnectorScheduler) -> Executor:
+    """Start the workers; ``connector`` is the scheduler side of theirs.
+
+    Raises:
+        CargoholdError: a worker could not start; none is left running.
+    """
+    world_size, finished_count = spec.layout.world_size, connector.get_finished_count()
+    if config.kind is ExecutorKind.INLINE:
+        assert world_size == 1, "one process is one rank"
+        runner = spec.runners.make_runner(RankPlace(0, 1, ""))
+        worker_side = spec.connectors.make_worker_side(WorkerEnvironment(spec.layout, rank=0, clock=time.monotonic))
+        return InlineExecutor(Worker(runner, worker_side), finished_count)
+    codec, aggregator = StepCodec.for_outputs_of(connector), OutputAggregator(world_size, finished_count)
+    if config.kind is ExecutorKind.MULTIPROCESS:
+        from cargohold.engine.executor.multiprocess import MultiprocessExecutor  # noqa: PLC0415  # only when asked for
+
+        return MultiprocessExecutor(spec, world_size, codec, aggregator, config.step_timeout_s)
+    from cargohold.engine.executor.ray_executor import RayExecutor  # noqa: PLC0415  # an optional extra
+
+    return RayExecutor(
+        spec,
+        world_size,
+        codec,
+        aggregator,
+        address=config.ray_address,
+        num_gpus=config.gpus_per_worker,
+        step_timeout_s=config.step_timeout_s,
+    )
