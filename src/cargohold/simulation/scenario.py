@@ -138,7 +138,10 @@ def _draw_shape(random: Random, load: Workload, actions: tuple[Action, ...]) -> 
     max_step_tokens = random.choice((random.randint(1, 8), random.randint(4, 32), 64))
     longest = max(len(ask.prompt) + ask.max_tokens for ask in actions if isinstance(ask, Ask))
     needed = num_blocks_needed(groups, longest, max_step_tokens)
-    spare = options.get("num_spare_blocks", random.choice((random.randint(0, 8), random.randint(0, 2 * needed))))
+    # Mostly too few to keep what others left: what would be the use of a tier?
+    spare = options.get(
+        "num_spare_blocks", random.choice((random.randint(0, 6), random.randint(0, 6), random.randint(0, 2 * needed)))
+    )
     scheduler = {
         "max_num_seqs": options.get("max_num_seqs", random.randint(1, 6)),
         "max_num_batched_tokens": max_step_tokens,

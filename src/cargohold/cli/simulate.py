@@ -1,0 +1,188 @@
+"""``cargohold simulate``: the real scheduler and connectors under faults, seed after seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import traceback
+from collections import Counter
+from collections.abc import Generator, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from time import monotonic
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from cargohold.cli.app import EXIT_FAILED, app
+from cargohold.cli.options import takes_groups
+from cargohold.simulation.campaign import Recipe, SeedReport, Totals, play_seeds
+from cargohold.simulation.connectors import CONNECTORS
+from cargohold.simulation.faults import Fault, parse_faults
+from cargohold.simulation.run import Run
+from cargohold.simulation.scenario import ANY, Scenario
+from cargohold.simulation.shrink import Shrinker
+from cargohold.simulation.timeline import RecentTimeline
+from cargohold.simulation.workloads import WORKLOADS
+
+DEFAULT_SEEDS = 500
+
+errors = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeOptions:
+    """What to play; see ``Recipe``."""
+
+    workload: Annotated[str, typer.Option(help=f"{ANY}, or one of: {', '.join(WORKLOADS)}.")] = ANY
+    connector: Annotated[
+        str, typer.Option(help=f"{ANY}, one of: {', '.join(CONNECTORS)}; or MODULE:FACTORY for your own.")
+    ] = ANY
+    faults: Annotated[
+        str, typer.Option(help=f"all, none, or some of: {', '.join(fault.value for fault in Fault)}.")
+    ] = "all"
+
+    def recipe(self) -> Recipe:
+        """Checked. Raises ``ConfigError``."""
+        return Recipe(self.workload, self.connector, parse_faults(self.faults))
+
+    def __str__(self) -> str:
+        """As on a command line, without what is as by default."""
+        fields = dataclasses.fields(self)
+        return "".join(
+            f" --{field.name} {shlex.quote(getattr(self, field.name))}"
+            for field in fields
+            if getattr(self, field.name) != field.default
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AmountOptions:
+    """How much to play."""
+
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Play so many seeds; by default {DEFAULT_SEEDS}, or as many as --minutes allows."),
+    ] = None
+    first_seed: Annotated[int, typer.Option(min=0, help="Begin with this one.")] = 0
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no more seeds after so many minutes.")] = None
+    jobs: Annotated[int | None, typer.Option(min=1, help="Seeds at a time; by default one per core.")] = None
+
+    @property
+    def num_seeds(self) -> int | None:
+        """``None`` if only time limits them."""
+        return DEFAULT_SEEDS if self.seeds is None and self.minutes is None else self.seeds
+
+    def reports(self, recipe: Recipe) -> Generator[SeedReport]:
+        """Play."""
+        max_seconds = None if self.minutes is None else 60 * self.minutes
+        return play_seeds(recipe, self.first_seed, self.num_seeds, self.jobs or os.cpu_count() or 1, max_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """How to show one seed."""
+
+    replay: Annotated[int | None, typer.Option(metavar="SEED", min=0, help="Play one seed and show how it went.")] = (
+        None
+    )
+    lines: Annotated[int, typer.Option(min=1, help="Lines of the timeline to show.")] = 40
+    shrink: Annotated[bool, typer.Option(help="Look for the shortest run that still fails.")] = True
+
+
+@app.command()
+@takes_groups
+def simulate(
+    what: RecipeOptions = RecipeOptions(),  # frozen
+    amount: AmountOptions = AmountOptions(),  # frozen
+    show: ReplayOptions = ReplayOptions(),  # frozen
+) -> None:
+    """Drive the real scheduler and connectors in virtual time, with simulated models, tiers, links and faults.
+
+    Every seed is one run, always the same; oracles watch every step. Ends with status 1 at the first seed that fails, after
+    showing the shortest run found that still fails.
+    """
+    recipe = what.recipe()
+    seed = show.replay
+    if seed is None:
+        started = monotonic()
+        totals = Totals()
+        with closing(amount.reports(recipe)) as reports:
+            failed = _first_failure(reports, totals, amount.num_seeds)
+        _show_totals(totals, monotonic() - started)
+        if failed is None:
+            return
+        typer.echo(f"\nseed {failed.seed} failed: {failed.failure}")
+        seed = failed.seed
+    if not _replay(recipe.scenario(seed), show):
+        typer.echo(f"\nto see it again: cargohold simulate --replay {seed}{what}")
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _first_failure(reports: Iterable[SeedReport], totals: Totals, num_seeds: int | None) -> SeedReport | None:
+    """Follow the reports up to the first failure, or to the end."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task("simulating", total=num_seeds)
+        for report in reports:
+            totals.add(report)
+            progress.update(
+                task, advance=1, description=f"seed {report.seed}, {totals.num_steps:,} steps without a failure"
+            )
+            if report.failure is not None:
+                return report
+    return None
+
+
+def _replay(scenario: Scenario, show: ReplayOptions) -> bool:
+    """Play a scenario with a timeline; whether it ended well."""
+    timeline = RecentTimeline(show.lines)
+    result = Run(scenario, timeline=timeline).play()
+    if result.error is None:
+        _show_run(scenario, timeline)
+        typer.echo(f"\nended well after {result.num_steps} steps, {result.seconds:.2f} simulated seconds")
+        typer.echo(_counts(result.tallies + Counter({fault.value: times for fault, times in result.struck.items()})))
+        return True
+    if show.shrink:
+        scenario = _shrunk(scenario)
+        timeline = RecentTimeline(show.lines)
+        result = Run(scenario, timeline=timeline).play()
+        typer.echo("\nthe shortest run found that fails:")
+    _show_run(scenario, timeline)
+    assert result.error is not None, "runs of the same scenario differ"
+    frames = traceback.format_tb(result.error.__traceback__)
+    typer.echo(f"\n{''.join(frames[-2:])}{type(result.error).__name__}: {result.error}")
+    return False
+
+
+def _shrunk(scenario: Scenario) -> Scenario:
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=errors, transient=True) as progress:
+        task = progress.add_task("looking for a shorter run that fails", total=None)
+
+        def show() -> None:
+            progress.advance(task)
+            done = int(progress.tasks[task].completed)
+            progress.update(task, description=f"looking for a shorter run that fails: {done} tried")
+
+        return Shrinker(on_run=show).shrink(scenario)
+
+
+def _show_run(scenario: Scenario, timeline: RecentTimeline) -> None:
+    typer.echo(scenario.describe())
+    typer.echo("")
+    for line in timeline.lines():
+        typer.echo(line)
+
+
+def _show_totals(totals: Totals, seconds: float) -> None:
+    rate = totals.num_steps / seconds if seconds else 0.0
+    typer.echo(f"{totals.num_seeds:,} seeds, {totals.num_steps:,} steps in {seconds:.1f} s: {rate:,.0f} steps/s")
+    typer.echo(f"  {_counts(totals.tallies)}")
+    typer.echo(f"  faults: {_counts(totals.struck) or 'none'}")
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.most_common() if count)

@@ -1,0 +1,144 @@
+"""Many seeds, on all cores."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import count, islice
+from multiprocessing import get_context
+from time import monotonic
+
+from cargohold.simulation.faults import Fault
+from cargohold.simulation.run import Run
+from cargohold.simulation.scenario import ANY, Scenario, check_names, draw_scenario
+
+HUNG_S = 300.0
+"""If no seed ends for so long, one of them hangs: simulated time ends by itself, real time does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a seed's scenario is drawn from. Checked when made; raises ``ConfigError``.
+
+    Attributes:
+        workload: name of the traffic, or ``ANY``.
+        connector: name of the connector, ``MODULE:FACTORY``, or ``ANY``.
+        faults: faults that may strike.
+    """
+
+    workload: str = ANY
+    connector: str = ANY
+    faults: frozenset[Fault] = frozenset(Fault)
+
+    def __post_init__(self) -> None:
+        check_names(self.workload, self.connector)
+
+    def scenario(self, seed: int) -> Scenario:
+        """The scenario of a seed."""
+        return draw_scenario(seed, self.workload, self.connector, self.faults)
+
+
+@dataclass(frozen=True, slots=True)
+class SeedReport:
+    """What came of one seed.
+
+    Attributes:
+        seed: which.
+        num_steps: scheduler steps.
+        failure: what went wrong; ``None`` if nothing did.
+        struck: how often each fault has struck, by its name.
+        tallies: what else was counted.
+    """
+
+    seed: int
+    num_steps: int = 0
+    failure: str | None = None
+    struck: Counter[str] = field(default_factory=Counter)
+    tallies: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Totals:
+    """All seeds so far.
+
+    Attributes:
+        num_seeds, num_steps: how many.
+        struck, tallies: see ``SeedReport``.
+    """
+
+    num_seeds: int = 0
+    num_steps: int = 0
+    struck: Counter[str] = field(default_factory=Counter)
+    tallies: Counter[str] = field(default_factory=Counter)
+
+    def add(self, report: SeedReport) -> None:
+        """One more seed."""
+        self.num_seeds += 1
+        self.num_steps += report.num_steps
+        self.struck.update(report.struck)
+        self.tallies.update(report.tallies)
+
+
+def play_seed(recipe: Recipe, seed: int) -> SeedReport:
+    """Play one seed; never raises."""
+    try:
+        result = Run(recipe.scenario(seed)).play()
+    except Exception as error:  # noqa: BLE001  # a bug of the harness is a failure like any other
+        return SeedReport(seed, failure=f"while the scenario was set up: {error!r}")
+    failure = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
+    struck = Counter({fault.value: times for fault, times in result.struck.items()})
+    return SeedReport(seed, result.num_steps, failure, struck, result.tallies)
+
+
+def play_seeds(
+    recipe: Recipe, first_seed: int, num_seeds: int | None, num_processes: int, max_seconds: float | None = None
+) -> Generator[SeedReport]:
+    """Play seeds in order, several at a time; reports come as seeds end.
+
+    Args:
+        recipe: what scenarios are drawn from.
+        first_seed: where to begin.
+        num_seeds: how many; ``None`` for no end.
+        num_processes: how many at a time; with 1 they are played in this process.
+        max_seconds: begin no more seeds after this time.
+    """
+    seeds: Iterator[int] = islice(count(first_seed), num_seeds)
+    deadline = float("inf") if max_seconds is None else monotonic() + max_seconds
+    if num_processes == 1:
+        for seed in seeds:
+            if monotonic() >= deadline:
+                return
+            yield play_seed(recipe, seed)
+    else:
+        with ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=_leave_interrupts) as pool:
+            try:
+                yield from _in_pool(pool, recipe, seeds, deadline, 4 * num_processes)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_pool(
+    pool: ProcessPoolExecutor, recipe: Recipe, seeds: Iterator[int], deadline: float, num_ahead: int
+) -> Iterator[SeedReport]:
+    running: dict[Future[SeedReport], int] = {}
+    while True:
+        if monotonic() < deadline:
+            for seed in islice(seeds, num_ahead - len(running)):
+                running[pool.submit(play_seed, recipe, seed)] = seed
+        if not running:
+            return
+        ended = wait(running, timeout=HUNG_S, return_when=FIRST_COMPLETED).done
+        if not ended:
+            yield SeedReport(min(running.values()), failure=f"no seed from here on has ended within {HUNG_S:g} s")
+            return
+        for future in ended:
+            del running[future]
+            yield future.result()
+
+
+def _leave_interrupts() -> None:
+    """The parent stops its processes; Ctrl-C in the terminal reaches all of them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

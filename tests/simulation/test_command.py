@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from cargohold.cli import main
+from tests.simulation import careless
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["cargohold", "simulate", *options])
+    return main()
+
+
+def test_it_counts_what_was_played(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(monkeypatch, "--seeds", "3", "--jobs", "1", "--workload", "small", "--connector", "eager") == 0
+    assert capsys.readouterr().out.startswith("3 seeds, ")
+
+
+def test_seeds_are_played_by_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(monkeypatch, "--seeds", "6", "--jobs", "2", "--workload", "small", "--faults", "failed,late") == 0
+    assert capsys.readouterr().out.startswith("6 seeds, ")
+
+
+def test_a_failure_is_shown_as_short_as_possible(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    connector = f"{careless.__name__}:{careless.factory.__name__}"
+    status = simulate(monkeypatch, "--jobs", "1", "--connector", connector, "--faults", "none", "--workload", "small")
+    assert status == 1
+    shown = capsys.readouterr().out
+    assert "small, 2 actions" in shown  # one request to store something, one to be told of it too early
+    assert "WrongTokenError" in shown
+    assert f"cargohold simulate --replay 0 --workload small --connector {connector} --faults none" in shown
+
+
+def test_a_seed_can_be_replayed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(monkeypatch, "--replay", "5", "--workload", "multi-turn", "--lines", "7") == 0
+    shown = capsys.readouterr().out
+    assert "seed 5, workload multi-turn" in shown
+    assert "ended well" in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "accepted"),
+    [("--faults", "rain", "torn"), ("--workload", "rain", "agents"), ("--connector", "rain", "MODULE:FACTORY")],
+)
+def test_what_is_not_known_is_refused_with_what_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, wrong: str, accepted: str
+) -> None:
+    assert simulate(monkeypatch, option, wrong) == 2
+    assert accepted in capsys.readouterr().err
