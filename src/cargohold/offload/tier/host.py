@@ -7,6 +7,10 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
+from cargohold.errors import ConfigError
+from cargohold.machine import memory_limit_bytes
+from cargohold.units import format_bytes
+
 ByteRows = npt.NDArray[np.uint8]
 
 
@@ -19,10 +23,17 @@ class HostMemory:
     Args:
         num_rows: rows.
         row_bytes: bytes per row.
+
+    Raises:
+        ConfigError: this machine does not have so much. A worker's machine need not be the one that the options were checked on.
     """
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, num_rows * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        num_bytes, limit = num_rows * row_bytes, memory_limit_bytes()
+        if num_bytes > limit:
+            reason = f"that is one worker's share, and its machine allows {format_bytes(limit)} in all"
+            raise ConfigError("host_bytes", num_bytes, reason)
+        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # First touch of small pages would cost more than the copy itself.
             self._memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,0 +1,86 @@
+"""Chunks to stored bytes and back, verified, and encrypted if wished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.encryption import TAG_BYTES, EncryptionKey
+from cargohold.offload.tier.header import Header, unpack_header
+from cargohold.offload.tier.namespace import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Memory that a stored payload is read into.
+
+    Attributes:
+        view: where to read to; as long as the payload.
+        sealed: the memory around it if it is encrypted: room for the tag is behind it.
+    """
+
+    view: memoryview
+    sealed: bytearray | None = None
+
+
+class ChunkCodec:
+    """Makes and checks headers within one namespace. Thread-safe.
+
+    Attributes:
+        namespace: what the bytes depend on; tells of the key, if there is one.
+
+    Args:
+        namespace: what the bytes depend on besides a key for encryption.
+        key: what to encrypt with, if at all.
+        time_ns: the time of day, in nanoseconds since 1970.
+    """
+
+    def __init__(self, namespace: Namespace, key: EncryptionKey | None, time_ns: Callable[[], int]) -> None:
+        self.namespace = replace(namespace, encryption="" if key is None else key.id)
+        self._digest = self.namespace.digest
+        self._cipher = None if key is None else key.cipher(self._digest)
+        self._time_ns = time_ns
+
+    def encode(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None) -> tuple[bytes, memoryview]:
+        """The chunk's header and its payload as it is to be stored, which may be ``payload`` itself."""
+        stored_ns, body, nonce, tag = self._time_ns(), payload, b"", b""
+        if self._cipher is not None:
+            nonce, body, tag = self._cipher.encrypt(payload, self._digest + key)
+        header = Header(self._digest, key, parent or b"", len(payload), _checksum(body), stored_ns, nonce, tag)
+        return header.pack(), body
+
+    def header_of(self, data: bytes | memoryview, key: OffloadKey, num_bytes: int) -> Header | None:
+        """The header in ``data``, if it is that of this chunk, of this namespace and of this length."""
+        header = unpack_header(data)
+        if header is None or header.key != key or header.num_bytes != num_bytes or not self.is_ours(header):
+            return None
+        return header
+
+    def is_ours(self, header: Header) -> bool:
+        """Whether a header is of this namespace and can be decrypted."""
+        return header.namespace == self._digest and header.is_encrypted is (self._cipher is not None)
+
+    def body_for(self, into: memoryview) -> Body:
+        """Where to read a payload that belongs into ``into``."""
+        if self._cipher is None:
+            return Body(into)
+        sealed = bytearray(len(into) + TAG_BYTES)
+        return Body(memoryview(sealed)[: len(into)], sealed)
+
+    def decode(self, header: Header, key: OffloadKey, body: Body, into: memoryview) -> bool:
+        """Verify what was read to ``body``, and bring it to ``into``; whether it is the chunk."""
+        if _checksum(body.view) != header.checksum:
+            return False
+        if self._cipher is None or body.sealed is None:
+            return True
+        body.sealed[len(into) :] = header.tag
+        return self._cipher.decrypt(header.nonce, body.sealed, self._digest + key, into)
+
+
+def _checksum(data: memoryview) -> bytes:
+    digest = xxhash.xxh3_128()
+    digest.update(data)  # unlike the short form, it lets other threads run
+    return digest.digest()

@@ -1,0 +1,142 @@
+"""Encryption of stored chunks: AES-256-GCM, with a key from a file or from the environment.
+
+KV can be turned back into the prompt it was computed from, so whoever can read a stored chunk can read what users wrote.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hmac
+import os
+import stat
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from cargohold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+KEY_BYTES: Final = 32
+NONCE_BYTES: Final = 12
+TAG_BYTES: Final = 16
+
+_OPTION = "encryption_key"
+_EXPECTED = f"file:PATH or env:NAME, where {KEY_BYTES} bytes stand, as they are or in hexadecimal"
+
+
+class EncryptionKey:
+    """A master key. What chunks are encrypted with is derived from it, for each namespace anew.
+
+    Args:
+        secret: 32 random bytes.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        assert len(secret) == KEY_BYTES
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return f"EncryptionKey(id={self.id})"
+
+    @property
+    def id(self) -> str:
+        """Tells keys apart and says nothing about them; part of the namespace, so that data under another key is a miss."""
+        return self._derive(b"cargohold key id")[:8].hex()
+
+    def cipher(self, namespace: bytes) -> Cipher:
+        """What encrypts and decrypts chunks of one namespace.
+
+        Raises:
+            ConfigError: the package for it is not installed.
+        """
+        return Cipher(self._derive(b"cargohold chunks " + namespace))
+
+    def _derive(self, purpose: bytes) -> bytes:
+        return hmac.new(self._secret, purpose, sha256).digest()
+
+
+class Cipher:
+    """AES-256-GCM under one key. Thread-safe.
+
+    Nonces are random, 96 bits long: safe for the four billion chunks that one namespace will not see.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._aes = _aes(key)
+
+    def encrypt(self, plain: memoryview, about: bytes) -> tuple[bytes, memoryview, bytes]:
+        """Nonce, encrypted bytes, tag. ``about`` is protected too, but stays readable."""
+        nonce = os.urandom(NONCE_BYTES)
+        sealed = memoryview(self._aes.encrypt(nonce, plain, about))
+        return nonce, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:])
+
+    def decrypt(self, nonce: bytes, sealed: bytearray, about: bytes, into: memoryview) -> bool:
+        """Decrypt, if all of it is what was encrypted.
+
+        Args:
+            nonce: from ``encrypt``.
+            sealed: the encrypted bytes with the tag behind them.
+            about: as it was.
+            into: as long as ``sealed`` without the tag; holds garbage if the answer is false.
+        """
+        from cryptography.exceptions import InvalidTag  # noqa: PLC0415  # an optional package, installed if we are here
+
+        try:
+            self._aes.decrypt_into(nonce, sealed, about, into)
+        except InvalidTag:
+            return False
+        return True
+
+
+def read_key(source: str) -> EncryptionKey:
+    """The key that an option names.
+
+    Args:
+        source: ``file:PATH`` or ``env:NAME``.
+
+    Raises:
+        ConfigError: there is no key there, it has the wrong length, or others may read the file.
+    """
+    scheme, _, name = source.partition(":")
+    if scheme == "env" and name:
+        if name not in os.environ:
+            raise ConfigError(_OPTION, source, f"the environment variable {name} is not set")
+        data = os.environ[name].encode()
+    elif scheme == "file" and name:
+        data = _read_private(source, Path(name))
+    else:
+        raise ConfigError(_OPTION, source, _EXPECTED)
+    return EncryptionKey(_decode(source, data))
+
+
+def _read_private(source: str, path: Path) -> bytes:
+    try:
+        mode = path.stat().st_mode
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(_OPTION, source, f"the file cannot be read: {error.strerror}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(_OPTION, source, f"nobody but its owner may have access: chmod 600 {path}")
+    return data
+
+
+def _decode(source: str, data: bytes) -> bytes:
+    if len(data) == KEY_BYTES:
+        return data
+    try:
+        secret = binascii.unhexlify(data.strip())
+    except binascii.Error:
+        secret = b""
+    if len(secret) != KEY_BYTES:
+        raise ConfigError(_OPTION, source, f"no key of {KEY_BYTES} bytes is there; `openssl rand -hex 32` makes one")
+    return secret
+
+
+def _aes(key: bytes) -> AESGCM:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415  # an optional package
+    except ImportError as error:
+        raise ConfigError(_OPTION, "set", "encryption needs the extra: pip install 'cargohold[encryption]'") from error
+    return AESGCM(key)

@@ -1,0 +1,110 @@
+"""The header of a stored chunk: 256 bytes that say what it is, and let anyone check that it is that.
+
+::
+
+    0    magic            8      120  length of parent     1
+    8    format version   2      121  parent              64
+    10   flags            2      185  nonce               12
+    12   (unused)         3      197  tag                 16
+    15   payload bytes    8      213  checksum of payload 16
+    23   namespace       32      229  time of storing, ns  8
+    55   length of key    1      237  (unused)            11
+    56   key             64      248  checksum of all this 8
+
+All numbers are little-endian. Checksums are XXH3: they find accidents. Where somebody may tamper, there is encryption.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.namespace import FORMAT_VERSION
+
+HEADER_BYTES: Final = 256
+MAX_KEY_BYTES: Final = 64
+MAGIC: Final = b"\x93CHKV\r\n\x1a"
+"""Not text in any encoding, and damaged by what converts line ends."""
+
+_FIELDS = struct.Struct("<8sHH3xQ32sB64sB64s12s16s16sQ11x")
+_CHECK = struct.Struct("<Q")
+_ENCRYPTED = 1
+assert _FIELDS.size + _CHECK.size == HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a chunk is.
+
+    Attributes:
+        namespace: digest of the namespace.
+        key: the chunk's key.
+        parent: key of the chunk before it, or empty.
+        num_bytes: of the payload.
+        checksum: of the payload as it is stored.
+        stored_ns: when, in nanoseconds since 1970.
+        nonce: if it is encrypted; else empty.
+        tag: if it is encrypted; else empty.
+    """
+
+    namespace: bytes
+    key: OffloadKey
+    parent: bytes
+    num_bytes: int
+    checksum: bytes
+    stored_ns: int
+    nonce: bytes = b""
+    tag: bytes = b""
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether a key is needed to read it."""
+        return bool(self.nonce)
+
+    def pack(self) -> bytes:
+        """The 256 bytes."""
+        assert len(self.key) <= MAX_KEY_BYTES and len(self.parent) <= MAX_KEY_BYTES
+        fields = _FIELDS.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            _ENCRYPTED if self.is_encrypted else 0,
+            self.num_bytes,
+            self.namespace,
+            len(self.key),
+            self.key,
+            len(self.parent),
+            self.parent,
+            self.nonce,
+            self.tag,
+            self.checksum,
+            self.stored_ns,
+        )
+        return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def unpack_header(data: bytes | memoryview) -> Header | None:
+    """A header from its bytes; ``None`` if they are none, damaged, or of another format version."""
+    if len(data) != HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
+        return None
+    if _CHECK.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
+        return None
+    (_, version, flags, num_bytes, namespace, key_length, key, parent_length, parent, nonce, tag, checksum, stored) = (
+        _FIELDS.unpack_from(data)
+    )
+    if version != FORMAT_VERSION:
+        return None
+    is_encrypted = bool(flags & _ENCRYPTED)
+    return Header(
+        namespace,
+        key[:key_length],
+        parent[:parent_length],
+        num_bytes,
+        checksum,
+        stored,
+        nonce if is_encrypted else b"",
+        tag if is_encrypted else b"",
+    )
