@@ -30,7 +30,17 @@ from collections.abc import Iterable
 
 
 class CargoholdError(Exception):
-    """Root of the tree; catching it catches everything Cargohold raises on purpose."""
+    """Root of the tree; catching it catches everything Cargohold raises on purpose. Can be sent between processes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # By default, an exception is made again from its message, which is not what these are made from.
+        return _revived, (type(self), self.args, self.__dict__)
+
+
+def _revived(kind: type[CargoholdError], args: tuple[object, ...], facts: dict[str, object]) -> CargoholdError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(facts)
+    return error
 
 
 class ConfigError(CargoholdError, ValueError):

@@ -1,0 +1,82 @@
+"""Sizes of tiers as people write them: ``5%`` of the different blocks, ``1000`` blocks, ``64GiB``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+from cargohold.errors import ConfigError
+from cargohold.replay.workload import Workload
+from cargohold.units import parse_bytes
+
+_EXPECTED = (
+    "it must be a share of the different blocks such as 5%, a number of blocks such as 1000, or bytes such as 64GiB"
+)
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
+
+
+class _Unit(Enum):
+    PERCENT = "per cent of the different blocks"
+    BLOCKS = "blocks"
+    BYTES = "bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a tier is.
+
+    Attributes:
+        text: as it was written.
+        amount: in ``unit``.
+        unit: what of.
+    """
+
+    text: str
+    amount: Fraction
+    unit: _Unit
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether it takes the bytes per token to tell how many chunks that is."""
+        return self.unit is _Unit.BYTES
+
+    def chunks_for(self, workload: Workload, chunk_bytes: int | None) -> int:
+        """Slots of a tier of this size, at least one. Raises ``ConfigError`` if the trace and its model do not tell."""
+        if self.unit is _Unit.PERCENT:
+            return max(1, round(self.amount * workload.num_unique / 100))
+        if self.unit is _Unit.BLOCKS:
+            size = int(self.amount) // workload.blocks_per_chunk
+            least = f"{workload.blocks_per_chunk} blocks"
+        elif chunk_bytes is None:
+            raise ConfigError("size", self.text, "bytes need --bytes-per-token or --model, and --block-tokens")
+        else:
+            size = int(self.amount) // chunk_bytes
+            least = f"{chunk_bytes} bytes"
+        if not size:
+            raise ConfigError("size", self.text, f"it must hold at least one chunk, which is {least}")
+        return size
+
+
+def parse_size(key: str, text: str) -> Size:
+    """A size from text. Raises ``ConfigError`` naming ``key`` if it is none, or zero."""
+    text = text.strip()
+    percent = _PERCENT.fullmatch(text)
+    if percent:
+        size = Size(text, Fraction(percent[1]), _Unit.PERCENT)
+    elif text.isdecimal():
+        size = Size(text, Fraction(text), _Unit.BLOCKS)
+    else:
+        try:
+            size = Size(text, Fraction(parse_bytes(key, text)), _Unit.BYTES)
+        except ConfigError as error:
+            raise ConfigError(key, text, _EXPECTED) from error
+    if not size.amount:
+        raise ConfigError(key, text, "a tier of size zero keeps nothing")
+    return size
+
+
+def parse_sizes(key: str, text: str) -> list[Size]:
+    """Several sizes, separated by commas."""
+    return [parse_size(key, part) for part in text.split(",")]

@@ -1,0 +1,187 @@
+"""One run of a workload through tiers, on the managers that production uses.
+
+Of every request, in this order: its prompt is looked up; chunks found in a lower tier are promoted into the first; all are
+touched; the rest of the prompt is computed and stored, and then what the answer completed. Requests come one after the other,
+so nothing is busy, and a load moves no state: it is counted, not planned.
+
+The first tier is the one that exchanges KV with the accelerator. Lower tiers are written through: what is stored in the first
+is written to the others too. A promotion needs room in the first tier; what finds none is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from cargohold.blocks import ABSENT, READY
+from cargohold.errors import ConfigError
+from cargohold.offload.manager import CannotStore, OffloadManager, make_manager
+from cargohold.replay.workload import Ints, Workload
+from cargohold.units import is_positive_int
+
+HOST: Final = "host"
+DISK: Final = "disk"
+
+_NAME_BYTES: Final = 8
+
+Keys = tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraffic:
+    """What went in and out of one tier, in chunks.
+
+    Attributes:
+        name: what users call the tier.
+        capacity: slots.
+        loaded: chunks that were there and were read, those promoted into the first tier included.
+        stored: chunks written.
+        evicted: chunks that made room for others.
+        held: chunks there at the end.
+    """
+
+    name: str
+    capacity: int
+    loaded: int
+    stored: int
+    evicted: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierRun:
+    """What one run found.
+
+    Attributes:
+        hits: per request, leading chunks of its prompt that were found in a tier.
+        num_present: chunks of prompts that were found in a tier, behind a hole or not.
+        tiers: what went in and out, first tier first.
+    """
+
+    hits: Ints
+    num_present: int
+    tiers: tuple[TierTraffic, ...]
+
+
+class _Tier:
+    """A manager and what went through it."""
+
+    def __init__(self, name: str, manager: OffloadManager) -> None:
+        self.name = name
+        self.manager = manager
+        self.loaded = 0
+        self.stored = 0
+
+    def store(self, keys: Keys, parent: bytes | None) -> int:
+        """Offer chunks; how many of the leading ones are there now."""
+        handle = self.manager.prepare_store(keys, parent)
+        assert not isinstance(handle, CannotStore), "nothing is busy when requests come one after the other"
+        stored = handle.keys
+        handle.commit()
+        self.stored += len(stored)
+        if len(stored) == len(keys):
+            return len(keys)
+        return len(self.manager.lookup_run(keys))
+
+    def traffic(self) -> TierTraffic:
+        """The books, closed. Raises ``AssertionError`` if the manager's invariants do not hold, or the books do not balance."""
+        manager = self.manager
+        manager.check()
+        assert manager.num_writing == manager.num_pins == manager.num_leaving == 0, "something is still in flight"
+        assert manager.num_free + manager.num_ready == manager.capacity, "slots are lost"
+        assert manager.num_ready <= self.stored, "chunks are there that nobody stored"
+        evicted = self.stored - manager.num_ready
+        return TierTraffic(self.name, manager.capacity, self.loaded, self.stored, evicted, manager.num_ready)
+
+
+def run_tiers(workload: Workload, policy: str, capacities: Sequence[int]) -> TierRun:
+    """Replay a workload.
+
+    Args:
+        workload: the requests.
+        policy: of every tier; one of ``cargohold.offload.policy.POLICIES``.
+        capacities: slots of host memory, and of the disk if there is one.
+
+    Raises:
+        ConfigError: there is no such policy, or a tier has no slot.
+    """
+    for name, capacity in zip((HOST, DISK), capacities, strict=False):
+        if not is_positive_int(capacity):
+            raise ConfigError(f"{name} size", capacity, "a tier has at least one chunk")
+    tiers = [
+        _Tier(name, make_manager(policy, capacity)) for name, capacity in zip((HOST, DISK), capacities, strict=False)
+    ]
+    names = _names(workload.num_unique)
+    hits = np.zeros(workload.num_requests, dtype=np.int64)
+    num_present = 0
+    for request, (start, prompt_end, end) in enumerate(workload.spans()):
+        keys = tuple(names[workload.chunks[start:end]].tolist())
+        prompt = keys[: prompt_end - start]
+        num_hits, present = _serve(tiers, prompt)
+        hits[request] = num_hits
+        num_present += present
+        _store(tiers, prompt[num_hits:], prompt[num_hits - 1] if num_hits else None)
+        if end > prompt_end:
+            _store(tiers, keys[len(prompt) :], prompt[-1] if prompt else None)
+    return TierRun(hits, num_present, tuple(tier.traffic() for tier in tiers))
+
+
+def _names(num_chunks: int) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
+    """A key for each chunk number; equal objects for equal numbers, so that comparing them is cheap."""
+    names = np.empty(num_chunks, dtype=np.object_)
+    # Low byte first: managers spread keys by their first byte.
+    names[:] = [number.to_bytes(_NAME_BYTES, "little") for number in range(num_chunks)]
+    return names
+
+
+def _serve(tiers: Sequence[_Tier], prompt: Keys) -> tuple[int, int]:
+    """Look a prompt up, and use what is there: how many leading chunks were found, and how many in all."""
+    first = tiers[0]
+    presence = first.manager.lookup(prompt)
+    num_hits = presence.find(ABSENT)
+    if num_hits < 0:
+        num_hits = len(prompt)
+    first.loaded += num_hits
+    num_present = presence.count(READY)
+    if len(tiers) > 1 and num_hits < len(prompt):
+        answers = [presence, *(tier.manager.lookup(prompt) for tier in tiers[1:])]
+        num_present = sum(READY in column for column in zip(*answers, strict=True))
+        num_hits = _promote(tiers, prompt, num_hits)
+    for tier in tiers:
+        tier.manager.touch(prompt)
+    return num_hits, num_present
+
+
+def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
+    """Copy what continues the prefix from lower tiers into the first; how many leading chunks are there then."""
+    first, *lower = tiers
+    is_longer = True
+    while is_longer and num_hits < len(prompt):
+        is_longer = False
+        for tier in lower:
+            found = len(tier.manager.lookup_run(prompt[num_hits:]))
+            if found:
+                rest = prompt[num_hits : num_hits + found]
+                fits = first.store(rest, prompt[num_hits - 1] if num_hits else None)
+                tier.loaded += fits
+                num_hits += fits
+                is_longer = fits == found
+        if is_longer:
+            run = len(first.manager.lookup_run(prompt[num_hits:]))
+            first.loaded += run
+            num_hits += run
+    return num_hits
+
+
+def _store(tiers: Sequence[_Tier], keys: Keys, parent: bytes | None) -> None:
+    """Store chunks that were computed, in the first tier and through it in the others."""
+    if not keys:
+        return
+    first, *lower = tiers
+    num_there = first.store(keys, parent)
+    for tier in lower:
+        if num_there:
+            tier.store(keys[:num_there], parent)

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from cargohold.errors import CargoholdError, ConfigError
+from cargohold.offload.policy import POLICIES
+from cargohold.replay.grid import plan_tasks, run_tasks
+from cargohold.replay.loading import Selection, load_workload
+from cargohold.replay.replaying import replay
+from cargohold.replay.results import BOUNDS, ReplayResult
+from cargohold.replay.tiers import run_tiers
+from cargohold.replay.traces import TraceRequest
+from cargohold.replay.workload import Workload
+
+
+def conversations(seed: int, num_requests: int = 400, *, max_new: int = 12) -> list[list[int]]:
+    """Prompts that grow, branch and come back: ids form a trie."""
+    rng = random.Random(seed)
+    paths: list[list[int]] = [[0, 1, 2]]
+    next_id = 3
+    for _ in range(num_requests):
+        path = rng.choice(paths[-40:])
+        kept = path if rng.random() < 0.7 else path[: rng.randint(0, len(path))]
+        num_new = rng.randint(0, max_new)
+        paths.append([*kept, *range(next_id, next_id + num_new)][:120])
+        next_id += num_new
+    return paths
+
+
+def workload_of(paths: Iterable[Sequence[int]], selection: Selection | None = None) -> Workload:
+    return load_workload((TraceRequest(hash_ids=list(path)) for path in paths), selection)
+
+
+def one(workload: Workload, policy: str, *capacities: int) -> ReplayResult:
+    (result,) = replay(workload, policy, [capacities])
+    return result
+
+
+def naive_lru(paths: Iterable[Sequence[int]], capacity: int) -> tuple[int, int]:
+    """Leaf-first LRU, one chunk at a time: prefix hits, and chunks written."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    num_hits = num_stored = 0
+    for path in paths:
+        hits = next((at for at, chunk in enumerate(path) if chunk not in cache), len(path))
+        num_hits += hits
+        stored = path[hits : hits + max(0, capacity - hits)]
+        num_stored += len(stored)
+        for chunk in reversed(path[: hits + len(stored)]):
+            cache[chunk] = None
+            cache.move_to_end(chunk)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return num_hits, num_stored
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("capacity", [1, 7, 60, 300, 5000])
+def test_lru_is_what_a_naive_model_says(seed: int, capacity: int) -> None:
+    paths = conversations(seed)
+    result = one(workload_of(paths), "lru", capacity)
+    num_hits, num_stored = naive_lru(paths, capacity)
+    (host,) = result.tiers
+    assert (result.num_prefix_hits, host.stored) == (num_hits, num_stored)
+    assert result.num_block_hits == result.num_prefix_hits == host.loaded
+    assert host.stored == host.held + host.evicted
+    assert result.num_lookups == sum(map(len, paths))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_policy_beats_the_optimum_and_the_optimum_does_not_beat_infinity(seed: int) -> None:
+    workload = workload_of(conversations(seed))
+    infinite = one(workload, "infinite", 1)
+    for capacity in (5, 50, 500):
+        optimum = one(workload, "optimum", capacity)
+        best = max(one(workload, policy, capacity).num_prefix_hits for policy in POLICIES)
+        assert best <= optimum.num_prefix_hits <= infinite.num_prefix_hits
+    assert one(workload, "optimum", workload.num_unique).num_prefix_hits == infinite.num_prefix_hits
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_tier_for_everything_is_infinite(policy: str) -> None:
+    workload = workload_of(conversations(1))
+    everything = one(workload, policy, workload.num_unique)
+    infinite = one(workload, "infinite", 1)
+    assert everything.num_prefix_hits == infinite.num_prefix_hits
+    assert everything.tiers == infinite.tiers
+
+
+def test_infinite_is_what_a_set_says_also_where_ids_form_no_trie() -> None:
+    rng = random.Random(3)
+    paths = [[rng.randrange(60) for _ in range(rng.randint(0, 9))] for _ in range(300)]
+    seen: set[int] = set()
+    prefix = present = 0
+    for path in paths:
+        first_of_its_own = {chunk: at for at, chunk in reversed(list(enumerate(path)))}
+        hits = [chunk in seen or first_of_its_own[chunk] < at for at, chunk in enumerate(path)]
+        present += sum(hits)
+        prefix += [*hits, False].index(False)
+        seen |= set(path)
+    result = one(workload_of(paths), "infinite", 1)
+    assert (result.num_prefix_hits, result.num_block_hits) == (prefix, present)
+
+
+def test_ids_that_form_no_trie_are_counted_and_have_no_optimum() -> None:
+    workload = workload_of([[1, 2, 3], [4, 2], [], [1, 2, 3]])
+    assert workload.count_misplaced() == 1
+    assert workload_of(conversations(0)).count_misplaced() == 0
+    with pytest.raises(ConfigError, match="trie"):
+        one(workload, "optimum", 2)
+    assert one(workload, "lru", 10).num_block_hits == 4
+
+
+def test_holes_show_as_the_difference_of_prefix_and_block_hits() -> None:
+    # FIFO evicts the beginning of a prefix that grew.
+    result = one(workload_of([[1, 2], [1, 2, 3, 4], [9, 8], [1, 2, 3, 4]]), "fifo", 4)
+    assert (result.num_prefix_hits, result.num_block_hits) == (2, 4)
+
+
+class TestTwoTiers:
+    def test_what_host_memory_lost_comes_back_from_disk(self) -> None:
+        workload = workload_of([[1, 2], [3, 4], [1, 2]])
+        run = run_tiers(workload, "lru", (2, 10))
+        host, disk = run.tiers
+        assert run.hits.tolist() == [0, 0, 2]
+        assert (host.loaded, host.stored, host.evicted) == (0, 6, 4)
+        assert (disk.loaded, disk.stored, disk.evicted) == (2, 4, 0)
+
+    def test_a_prefix_may_be_part_here_and_part_there(self) -> None:
+        run = run_tiers(workload_of([[1, 2, 3], [9], [1, 2, 3]]), "lru", (3, 10))
+        host, disk = run.tiers
+        assert run.hits.tolist() == [0, 0, 3]
+        assert (host.loaded, disk.loaded) == (2, 1)
+
+    def test_what_does_not_fit_into_host_memory_is_not_promoted(self) -> None:
+        run = run_tiers(workload_of([[1, 2], [1, 2, 3, 4], [7, 8], [1, 2, 3, 4]]), "lru", (2, 10))
+        assert run.hits.tolist()[-1] <= 2
+
+    @pytest.mark.parametrize("policy", ["lru", "reuse-index"])
+    def test_a_large_disk_makes_up_for_little_memory(self, policy: str) -> None:
+        workload = workload_of(conversations(2))
+        longest = int((workload.ends - workload.starts).max())
+        alone = one(workload, "lru", longest)
+        both = one(workload, "lru", longest, workload.num_unique)
+        infinite = one(workload, "infinite", 1)
+        assert alone.num_prefix_hits < both.num_prefix_hits == infinite.num_prefix_hits
+        assert both.tiers[1].evicted == 0
+        assert one(workload, policy, longest, 300).num_prefix_hits <= both.num_prefix_hits
+
+    def test_hits_are_the_sum_of_what_tiers_loaded(self) -> None:
+        for seed in range(5):
+            result = one(workload_of(conversations(seed)), "lru", 60, 200)
+            assert result.num_prefix_hits == sum(tier.loaded for tier in result.tiers)
+
+
+class TestSelection:
+    REQUESTS = tuple(
+        TraceRequest(hash_ids=[at, 100 + at], timestamp_ms=1000 * at, session_id=at % 2, input_length=24)
+        for at in range(10)
+    )
+
+    def test_sessions_and_window(self) -> None:
+        def ids(selection: Selection) -> int:
+            return load_workload(self.REQUESTS, selection).num_requests
+
+        assert ids(Selection()) == 10
+        assert ids(Selection(sessions=("1",))) == 5
+        assert ids(Selection(from_s=2)) == 8
+        assert ids(Selection(from_s=2, until_s=3.5)) == 2
+        assert ids(Selection(until_s=1, sessions=("0",))) == 1
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"blocks_per_chunk": 0}, {"block_tokens": -1}, {"from_s": 2.0, "until_s": 2.0}, {"blocks_per_chunk": True}],
+    )
+    def test_impossible_options(self, options: dict[str, float]) -> None:
+        with pytest.raises(ConfigError):
+            Selection(**options)  # type: ignore[arg-type]  # that is the point
+
+    def test_nothing_to_replay(self) -> None:
+        for requests, selection in [
+            ((), Selection()),
+            (self.REQUESTS, Selection(sessions=("7",))),
+            ((TraceRequest(hash_ids=[]),), Selection()),
+            (self.REQUESTS, Selection(blocks_per_chunk=3)),
+        ]:
+            with pytest.raises(ConfigError, match="nothing to replay"):
+                load_workload(requests, selection)
+        with pytest.raises(ConfigError, match="when each request arrived"):
+            load_workload([TraceRequest(hash_ids=[1])], Selection(from_s=1))
+
+    def test_chunks_are_named_by_their_last_block_and_the_rest_is_left_out(self) -> None:
+        workload = workload_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], Selection(blocks_per_chunk=2))
+        assert workload.chunks.tolist() == [0, 1, 0, 2]
+        assert workload.num_lookups == 4
+
+    def test_requests_are_put_in_order_of_their_times(self) -> None:
+        shuffled = list(self.REQUESTS)
+        random.Random(1).shuffle(shuffled)
+        workload = load_workload(shuffled)
+        assert not workload.is_sorted
+        by_time = load_workload(self.REQUESTS)
+        renamed = {old: new for new, old in enumerate(dict.fromkeys(workload.chunks.tolist()))}
+        assert [renamed[chunk] for chunk in workload.chunks.tolist()] == by_time.chunks.tolist()
+        assert workload.ends.tolist() == by_time.ends.tolist()
+
+    def test_block_size_is_given_recorded_or_implied(self) -> None:
+        lengths = [37, 160, 161, 512, 1000]
+        partial = [TraceRequest(hash_ids=list(range(-(-n // 16))), input_length=n) for n in lengths]
+        full = [TraceRequest(hash_ids=list(range(n // 16)), input_length=n) for n in lengths]
+        assert load_workload(partial).block_tokens == load_workload(full).block_tokens == 16
+        assert load_workload(full, Selection(block_tokens=8)).block_tokens == 8
+        recorded = [TraceRequest(hash_ids=[1, 2], block_tokens=128)]
+        assert load_workload(recorded).block_tokens == 128
+        assert workload_of([[1, 2]]).block_tokens is None
+        odd = [TraceRequest(hash_ids=[1, 2], input_length=n) for n in (3, 900, 70000)]
+        assert load_workload(odd).block_tokens is None
+
+    def test_a_prompts_last_block_counts_only_its_tokens(self) -> None:
+        requests = [TraceRequest(hash_ids=[1, 2], input_length=20, block_tokens=16)] * 2
+        result = one(load_workload(requests), "lru", 2)
+        assert (result.num_prefix_hits, result.num_hit_tokens) == (2, 20)
+
+    def test_answers_are_stored_but_not_looked_up(self) -> None:
+        requests = [
+            TraceRequest(hash_ids=[1, 2], output_hash_ids=[3]),
+            TraceRequest(hash_ids=[1, 2, 3, 4], output_hash_ids=[5]),
+        ]
+        workload = load_workload(requests)
+        assert (workload.num_lookups, workload.num_unique) == (6, 5)
+        for policy in ("lru", *BOUNDS):
+            assert one(workload, policy, 5).num_prefix_hits == 3
+
+
+class TestGrid:
+    def test_processes_find_what_one_process_finds(self) -> None:
+        workload = workload_of(conversations(4))
+        tasks = plan_tasks(["lru", "arc", *BOUNDS, "lru"], [(20,), (100,), (20,)])
+        assert len(tasks) == 6
+
+        def found(num_processes: int) -> set[tuple[object, ...]]:
+            return {
+                (result.policy, result.capacities, result.num_prefix_hits, result.tiers)
+                for results in run_tasks(workload, tasks, num_processes)
+                for result in results
+            }
+
+        assert len(found(1)) == 7
+        assert found(2) == found(1)
+
+    def test_bad_sizes_and_policies(self) -> None:
+        with pytest.raises(ConfigError, match="mru"):
+            plan_tasks(["lru", "mru"], [(1,)])
+        with pytest.raises(ConfigError, match="at least one chunk"):
+            list(run_tasks(workload_of([[1]]), plan_tasks(["lru"], [(0,), (1,)]), 2))
+        with pytest.raises(ConfigError, match="trie"):
+            list(run_tasks(workload_of([[1, 2], [2]]), plan_tasks(["optimum", "lru"], [(1,)]), 2))
+
+    def test_a_process_that_dies_is_an_error(self) -> None:
+        results = run_tasks(workload_of(conversations(5)), plan_tasks(["arc"], [(size,) for size in range(10, 200)]), 2)
+        next(results)
+        for process in multiprocessing.active_children():
+            process.kill()
+        with pytest.raises(CargoholdError, match="died"):
+            list(results)
