@@ -35,13 +35,13 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
-    "qwen2": lambda: Qwen2Config(**_COMMON, num_hidden_layers=3),
-    "qwen3": lambda: Qwen3Config(**_COMMON, num_hidden_layers=3),
-    "mistral-window": lambda: MistralConfig(**_COMMON, num_hidden_layers=3, sliding_window=WINDOW),
-    "gemma3": lambda: Gemma3TextConfig(
-        **_COMMON,
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": lambda **changes: LlamaConfig(**_COMMON | changes, num_hidden_layers=3),
+    "qwen2": lambda **changes: Qwen2Config(**_COMMON | changes, num_hidden_layers=3),
+    "qwen3": lambda **changes: Qwen3Config(**_COMMON | changes, num_hidden_layers=3),
+    "mistral-window": lambda **changes: MistralConfig(**_COMMON | changes, num_hidden_layers=3, sliding_window=WINDOW),
+    "gemma3": lambda **changes: Gemma3TextConfig(
+        **_COMMON | changes,
         num_hidden_layers=5,
         sliding_window=WINDOW,
         layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
@@ -50,10 +50,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def make_model(kind: str) -> PreTrainedModel:
+def make_model(kind: str, **changes: int) -> PreTrainedModel:
     """A random model whose next token depends on tokens far back: weights of ordinary size would hardly look at them."""
     torch.manual_seed(sum(kind.encode()))
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**changes), dtype=torch.float32)
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.dim() == 2:
@@ -61,11 +61,11 @@ def make_model(kind: str) -> PreTrainedModel:
     return model.eval()
 
 
-def save_model(kind: str, directory: Path) -> str:
-    """Write a random model to ``directory``; returns its path."""
+def save_model(kind: str, directory: Path, **changes: int) -> str:
+    """Write a random model to ``directory``; returns its path. ``changes`` are fields of its configuration."""
     path = directory / kind
     if not path.is_dir():
-        make_model(kind).save_pretrained(path)
+        make_model(kind, **changes).save_pretrained(path)
     return str(path)
 
 

@@ -12,10 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from cargohold.connector.offloading.factory import OffloadingFactory
+from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.step import SchedulerStep
 from cargohold.engine.executor.rank import RankPlace
 from cargohold.engine.executor.runner import LayerHooks, ModelRunner
 from cargohold.errors import UnsupportedModelError
+from cargohold.offload.transfer import TransferWorker
+from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction
 from cargohold.protocol import (
     ConnectorMetadata,
     FinishedTransfers,
@@ -197,3 +202,45 @@ class Probing:
 
     def make_worker_side(self, environment: WorkerEnvironment) -> ProbingWorker:
         return ProbingWorker(environment)
+
+
+@dataclass(frozen=True)
+class LoadsFailOnRank:
+    """An offloading connector whose loads all fail on one rank."""
+
+    inner: OffloadingFactory
+    rank: int
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        return self.inner.make_scheduler_side(environment)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        worker = self.inner.make_worker_side(environment)
+        if environment.rank == self.rank:
+            make = worker._make_transfers
+            worker._make_transfers = lambda regions: FailingLoads(make(regions))
+        return worker
+
+
+class FailingLoads(TransferWorker):
+    """Stores as it should, and fails every load."""
+
+    def __init__(self, inner: TransferWorker) -> None:
+        self.inner = inner
+        self.failed: list[CopyResult] = []
+
+    def submit(self, job: CopyJob) -> None:
+        if job.direction is Direction.LOAD:
+            self.failed.append(CopyResult(job, TransferOutcome.FAILED, frozenset(job.block_ids), 0.0))
+        else:
+            self.inner.submit(job)
+
+    def poll(self) -> list[CopyResult]:
+        failed, self.failed = self.failed, []
+        return failed + self.inner.poll()
+
+    def finish_stores(self) -> None:
+        self.inner.finish_stores()
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()

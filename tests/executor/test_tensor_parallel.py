@@ -1,0 +1,132 @@
+"""Real models split over several workers: the same tokens as one worker gives, whatever happens to their transfers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cargohold import LLM, ConfigError, EngineDeadError, OffloadConfig, SamplingParams
+from cargohold.connector.offloading.factory import OffloadingFactory
+from cargohold.engine.executor.multiprocess import MultiprocessExecutor
+from tests.executor.ranks import LoadsFailOnRank
+from tests.models import save_model
+
+MakeModel = Callable[..., str]
+SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "block_tokens": 8,
+    "num_device_blocks": 64,
+    "max_model_len": 96,
+    "max_num_batched_tokens": 32,
+}
+OFFLOAD = OffloadConfig(host_bytes="8MiB")
+
+
+@pytest.fixture(scope="module")
+def model_with_heads(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """Path of a tiny random model with so many KV heads."""
+
+    def make(kind: str, num_kv_heads: int) -> str:
+        return save_model(kind, tmp_path_factory.mktemp("models"), num_key_value_heads=num_kv_heads)
+
+    return make
+
+
+def prompts() -> list[list[int]]:
+    """Conversations of two turns, visited in turn; together they are larger than the pool."""
+    talks = [[(number * 31 + at * at) % 199 for at in range(80)] for number in range(9)]
+    return [talk[:length] for length in (40, 80) for talk in talks]
+
+
+def serve(llm: LLM) -> tuple[list[tuple[int, ...]], int]:
+    """Tokens of all answers, and how many prompt tokens were restored."""
+    outputs = [llm.generate(prompt, SAMPLING)[0] for prompt in prompts()]
+    return [out.token_ids for out in outputs], sum(sum(out.metrics.restored_tokens.values()) for out in outputs)
+
+
+@pytest.fixture
+def no_process_left() -> Iterator[None]:
+    yield
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("kind", "num_kv_heads"), [("llama", 1), ("qwen3", 2), ("gemma3", 4)])
+@pytest.mark.usefixtures("no_process_left")
+def test_split_models_answer_as_whole_ones(
+    kind: str, num_kv_heads: int, model_with_heads: MakeModel, make_llm: Callable[..., LLM]
+) -> None:
+    model = model_with_heads(kind, num_kv_heads)
+    alone, _ = serve(make_llm(model, **OPTIONS))
+    split = make_llm(model, **OPTIONS, tensor_parallel_size=2, offload=OFFLOAD)
+    tokens, restored = serve(split)
+    assert tokens == alone
+    assert restored > 200, "the ranks' shards of the tier were used"
+
+
+def test_split_over_ray_actors(model_with_heads: MakeModel, make_llm: Callable[..., LLM], ray_cluster: None) -> None:
+    model = model_with_heads("llama", 2)
+    alone, _ = serve(make_llm(model, **OPTIONS))
+    tokens, restored = serve(make_llm(model, **OPTIONS, tensor_parallel_size=2, executor="ray", offload=OFFLOAD))
+    assert tokens == alone
+    assert restored > 200
+
+
+@pytest.mark.usefixtures("no_process_left")
+def test_a_rank_whose_tier_fails_every_load_costs_no_token(
+    model_with_heads: MakeModel, make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_with_heads("llama", 2)
+    alone, _ = serve(make_llm(model, **OPTIONS))
+    broken = LoadsFailOnRank(OffloadingFactory(OFFLOAD), rank=1)
+    tokens, restored = serve(make_llm(model, **OPTIONS, tensor_parallel_size=2, offload=broken))
+    assert tokens == alone
+    assert restored == 0
+    assert "failed" in caplog.text
+
+
+@pytest.mark.usefixtures("no_process_left")
+def test_a_rank_killed_between_collectives_is_named(model_with_heads: MakeModel) -> None:
+    llm = LLM(model_with_heads("llama", 2), **OPTIONS, tensor_parallel_size=2, step_timeout_s=60)
+    with LLM(llm.plan.config.model, **OPTIONS) as whole:
+        assert llm.plan.layout.block_bytes * 2 == whole.plan.layout.block_bytes
+    executor = llm.engine._executor
+    assert isinstance(executor, MultiprocessExecutor)
+    stream = llm.stream(prompts()[0], SAMPLING)
+    next(stream)
+    os.kill(executor.process_ids[1], 9)
+    with pytest.raises(EngineDeadError, match="worker 1 died: killed by SIGKILL"):
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            r"tensor_parallel_size=3 .* 4 query heads and 2 KV heads, which can be split over 1 or 2",
+        ),
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size=0"),
+        ({"tensor_parallel_size": 2, "executor": "inline"}, r"executor='inline' .* multiprocess or ray"),
+        ({"executor": "threads"}, r"executor='threads' .* inline, multiprocess, ray"),
+        ({"ray_address": "auto"}, r"ray_address='auto' .* unless executor is ray"),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, r"device='cuda:1' .* a device of its own"),
+        ({"step_timeout_s": 0}, r"step_timeout_s=0"),
+    ],
+)
+def test_impossible_splits_are_refused_by_name(
+    options: dict[str, Any], message: str, tiny_model: Callable[[str], str]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(tiny_model("llama"), **options)
+
+
+def test_a_share_of_the_tier_that_its_machine_cannot_hold_is_refused(
+    tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cargohold.offload.tier.host.memory_limit_bytes", lambda: 2**20)
+    with pytest.raises(ConfigError, match=r"host_bytes=\d+ .* one worker's share, and its machine allows 1.0 MiB"):
+        LLM(tiny_model("llama"), **OPTIONS, offload=OFFLOAD)
