@@ -9,6 +9,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -16,9 +17,10 @@ from rich.table import Table
 from cargohold.cli.app import app
 from cargohold.cli.common import errors, loaded
 from cargohold.cli.conversations import Conversation, load_conversations
+from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.llm import LLM
 
 LONG_CONTEXT_TOKENS = 1500
@@ -53,6 +55,7 @@ def demo(
     host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
 ) -> None:
     """Show what offloading does for conversations that come back: same answers, first token much sooner."""
+    offload = OffloadConfig(host_bytes=host_bytes)  # what it refuses is refused before minutes are spent
     conversations = load_conversations(turns)
     out = Console()
     out.print(
@@ -63,7 +66,7 @@ def demo(
     with _progress() as bar:
         total = len(conversations) * turns
         without = _visit_all(model, conversations, answer_tokens, _ticker(bar, "without offloading", total), options)
-        options["host_bytes"] = host_bytes
+        options["offload"] = offload
         with_offload = _visit_all(model, conversations, answer_tokens, _ticker(bar, "with offloading", total), options)
     out.print(_table(without, with_offload))
     summary = _summarize(without, with_offload)
@@ -84,13 +87,13 @@ def _visit_all(
     visits = []
     sampling = SamplingParams(max_tokens=answer_tokens)
     with loaded(model, **options) as llm:
+        _check_fits(llm, conversations, answer_tokens)
         _warm_up(llm)
         messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
         for turn in range(len(conversations[0].questions)):
             for talk in conversations:
                 history = messages[talk.topic]
                 history.append({"role": "user", "content": talk.questions[turn]})
-                _check_fits(llm, len(llm.chat_prompt(history)) + answer_tokens)
                 output = llm.chat(history, sampling)
                 history.append({"role": "assistant", "content": output.text})
                 visits.append(Visit(talk.topic, turn, output.token_ids, output.metrics))
@@ -103,11 +106,23 @@ def _warm_up(llm: LLM) -> None:
     llm.generate("warm up", SamplingParams(max_tokens=2))
 
 
-def _check_fits(llm: LLM, num_tokens: int) -> None:
-    config = llm.plan.config
-    if num_tokens > llm.engine.limits.max_model_len:
-        needed = -(-num_tokens // config.block_tokens) + 1
-        raise ConfigError("num_device_blocks", config.num_device_blocks, f"one conversation alone needs {needed}")
+def _check_fits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int) -> None:
+    """Raise an error that says what would work unless every conversation fits to its end."""
+    longest = max(_num_tokens(llm, talk, answer_tokens) for talk in conversations)
+    config, info = llm.plan.config, llm.plan.info
+    if longest > info.max_positions:
+        reason = f"the longest conversation has about {longest} tokens, and it is for at most {info.max_positions}"
+        raise UnsupportedModelError(info.name, reason)
+    if longest > llm.engine.limits.max_model_len:
+        needed = -(-longest // config.block_tokens) + 1
+        expected = f"the longest conversation alone needs about {needed} blocks"
+        raise ConfigError("num_device_blocks", config.num_device_blocks, expected)
+
+
+def _num_tokens(llm: LLM, talk: Conversation, answer_tokens: int) -> int:
+    """How long a conversation becomes."""
+    turns = [({"role": "user", "content": text}, {"role": "assistant", "content": ""}) for text in talk.questions]
+    return len(llm.chat_prompt([message for turn in turns for message in turn])) + answer_tokens * len(turns)
 
 
 def _summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[str, Any]:
@@ -141,8 +156,8 @@ def _sentence(summary: dict[str, Any]) -> str:
 
 
 def _table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
-    table = Table()
-    for column in ("conversation", "visit"):
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)  # 80 columns wide
+    for column in ("about", "visit"):
         table.add_column(column)
     for column in ("context\ntokens", "restored\ntokens", "first token\nwithout", "first token\nwith"):
         table.add_column(column, justify="right")

@@ -44,6 +44,9 @@ class EngineOptions:
     num_device_blocks: Annotated[
         int | None, typer.Option(help="Blocks of the device pool; by default 2 GiB worth of them.")
     ] = None
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest sequence; by default what the model or the device pool allows.")
+    ] = None
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the type it was saved in.")] = (
         "auto"
     )

@@ -1,0 +1,179 @@
+"""What ``replay`` and ``plan`` share: which trace, what a token weighs and costs, and reading with a progress bar."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from cargohold.cli.common import errors, quiet_transformers, remark
+from cargohold.engine.model.info import describe_model
+from cargohold.engine.model.tokenizer import Tokenizer
+from cargohold.errors import ConfigError, TraceError
+from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel
+from cargohold.replay.grid import plan_tasks, run_tasks
+from cargohold.replay.kv_size import describe_kv
+from cargohold.replay.lines import STDIN
+from cargohold.replay.loading import Selection, load_workload
+from cargohold.replay.replaying import Capacities
+from cargohold.replay.report import remarks_on
+from cargohold.replay.request_logs import RequestLogDecoder
+from cargohold.replay.results import ReplayResult
+from cargohold.replay.tiers import DISK, HOST
+from cargohold.replay.traces import TraceRequest, read_trace, stop
+from cargohold.replay.workload import Workload
+from cargohold.units import parse_bytes
+
+DEFAULT_LOG_BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """Which part of a trace, and how it is cut; see ``Selection``."""
+
+    blocks_per_chunk: Annotated[int, typer.Option(help="Keep so many blocks as one.")] = 1
+    block_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per block, if the trace does not tell; 16 for texts and tokens.")
+    ] = None
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer is for the trace's texts.", metavar="MODEL")
+    ] = None
+    session: Annotated[list[str] | None, typer.Option(help="Only this session; may be given several times.")] = None
+    from_s: Annotated[float | None, typer.Option("--from", help="Only from so many seconds on.")] = None
+    until_s: Annotated[float | None, typer.Option("--until", help="Only until so many seconds.")] = None
+    on_bad_line: Annotated[str, typer.Option(help="stop or skip.")] = "stop"
+
+    def selection(self) -> Selection:
+        """Checked. Raises ``ConfigError``."""
+        if self.on_bad_line not in ("stop", "skip"):
+            raise ConfigError("on_bad_line", self.on_bad_line, "it must be stop or skip")
+        return Selection(
+            blocks_per_chunk=self.blocks_per_chunk,
+            block_tokens=self.block_tokens,
+            sessions=frozenset(self.session or ()),
+            from_s=self.from_s,
+            until_s=self.until_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """What a token's KV weighs, and what it takes to compute and to load it; see ``CostModel``."""
+
+    bytes_per_token: Annotated[int | None, typer.Option(help="KV bytes per token.")] = None
+    kv_dtype_bytes: Annotated[
+        int | None, typer.Option(help="Bytes per number of KV, if other than the model's: 1 for fp8.")
+    ] = None
+    prefill_tokens_per_s: Annotated[
+        float | None, typer.Option(help="Prompt tokens that the accelerator computes per second.")
+    ] = None
+    host_bandwidth: Annotated[str, typer.Option(help="Bytes per second from host memory.")] = "20GB"
+    disk_bandwidth: Annotated[str, typer.Option(help="Bytes per second from disk.")] = "3GB"
+
+    def costs(self, model: str | None) -> CostModel:
+        """Checked; bytes per token by the model's configuration, if one is given. Raises ``ConfigError``."""
+        per_token = self.bytes_per_token
+        if model is not None:
+            if per_token is not None:
+                raise ConfigError("bytes_per_token", per_token, "the model tells; give one of the two")
+            quiet_transformers()
+            per_token = describe_kv(model, self.kv_dtype_bytes).bytes_per_token
+        return CostModel(
+            bytes_per_token=per_token,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            bytes_per_s={
+                **DEFAULT_BYTES_PER_S,
+                HOST: parse_bytes("host_bandwidth", self.host_bandwidth),
+                DISK: parse_bytes("disk_bandwidth", self.disk_bandwidth),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTrace:
+    """A trace, and what is to be said of it."""
+
+    workload: Workload
+    remarks: tuple[str, ...]
+
+
+def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
+    """Read a trace behind a progress bar.
+
+    Raises:
+        ConfigError: an option cannot be, or nothing is to be replayed.
+        TraceError: a file cannot be read, or a line is broken.
+    """
+    selection = options.selection()
+    decode = _decoder(options)
+    skipped: list[TraceError] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("reading", total=_total_bytes(files))
+        requests = read_trace(
+            files,
+            on_bad_line=stop if options.on_bad_line == "stop" else skipped.append,
+            on_progress=lambda num_bytes: bar.advance(task, num_bytes),
+            decode=decode,
+        )
+        workload = load_workload(_counted(requests, files), selection)
+    remarks = remarks_on(workload, len(skipped))
+    if skipped:
+        remarks.append(f"the first of them: {skipped[0]}")
+    for text in remarks:
+        remark(f"note: {text}", style="yellow")
+    return LoadedTrace(workload, tuple(remarks))
+
+
+def replay_all(
+    workload: Workload, policies: Sequence[str], sizes: Sequence[Capacities], jobs: int | None
+) -> list[ReplayResult]:
+    """Every policy at every size, behind a progress bar; on all cores if ``jobs`` does not say otherwise."""
+    tasks = plan_tasks(policies, sizes)
+    num_processes = _num_processes(workload, len(tasks), jobs)
+    results: list[ReplayResult] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=errors, transient=True) as bar:
+        bar_id = bar.add_task("replaying", total=sum(len(task.capacities) for task in tasks))
+        for found in run_tasks(workload, tasks, num_processes):
+            results += found
+            bar.advance(bar_id, len(found))
+    return results
+
+
+def _num_processes(workload: Workload, num_tasks: int, jobs: int | None) -> int:
+    if jobs is not None:
+        return jobs
+    # A process takes about a second to start.
+    is_short = workload.num_requests * num_tasks < 20_000
+    return 1 if is_short else len(os.sched_getaffinity(0))
+
+
+def _counted(requests: Iterator[TraceRequest], files: Sequence[str]) -> Iterator[TraceRequest]:
+    """The same requests. Raises ``TraceError`` if there is none at all."""
+    request = next(requests, None)
+    if request is None:
+        raise TraceError(" ".join(files), None, "the trace is empty")
+    yield request
+    yield from requests
+
+
+def _decoder(options: TraceOptions) -> RequestLogDecoder:
+    tokenizer = None
+    if options.tokenizer is not None:
+        quiet_transformers()
+        tokenizer = Tokenizer.load(describe_model(options.tokenizer))
+        if tokenizer is None:
+            raise ConfigError("tokenizer", options.tokenizer, "this model has no tokenizer that can be used")
+    return RequestLogDecoder(options.block_tokens or DEFAULT_LOG_BLOCK_TOKENS, tokenizer)
+
+
+def _total_bytes(files: Sequence[str]) -> int | None:
+    if STDIN in files:
+        return None
+    return sum(Path(file).stat().st_size for file in files if Path(file).is_file())

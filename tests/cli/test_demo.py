@@ -1,0 +1,72 @@
+"""``cargohold demo`` on a tiny model: the real conversations, the real comparison."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cargohold import LLM, RequestOutput
+from tests.cli.conftest import Command, Result
+
+
+def demo(cargohold: Command, chat_model: str, *options: str) -> Result:
+    return cargohold("demo", "--model", chat_model, "--turns", "2", "--answer-tokens", "4", *options)
+
+
+def test_it_shows_that_answers_are_the_same_and_come_sooner(cargohold: Command, chat_model: str) -> None:
+    result = demo(cargohold, chat_model, "--num-device-blocks", "300")
+    assert result.status == 0, result.err
+    *_, sentence, _, last = result.out.splitlines()
+    summary = json.loads(last)
+    assert list(summary) == [
+        "identical",
+        "visits",
+        "restored_tokens",
+        "ttft_recompute_s",
+        "ttft_restored_s",
+        "speedup",
+    ]
+    assert summary["identical"] is True
+    assert summary["visits"] == 8
+    assert summary["restored_tokens"] > 4 * 2000, "nearly all of the four contexts that come back"
+    assert summary["speedup"] == pytest.approx(summary["ttft_recompute_s"] / summary["ttft_restored_s"], rel=0.1)
+    assert sentence.startswith("All answers are identical. Coming back to a long context")
+    rows = [line.split() for line in result.out.splitlines() if line.startswith(("harbour", "bakery"))]
+    assert [(row[1], row[-1]) for row in rows] == [("1", "yes"), ("1", "yes"), ("2", "yes"), ("2", "yes")]
+    assert [row[3] == "0" for row in rows] == [True, True, False, False], "restored on the second visit only"
+
+
+def test_it_fails_if_an_answer_differs(cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = LLM.chat
+
+    def chat_wrongly(llm: LLM, messages: Any, *args: Any) -> RequestOutput:
+        output = chat(llm, messages, *args)
+        is_restored = bool(output.metrics.restored_tokens) and "bakery" in messages[0]["content"].lower()
+        return replace(output, token_ids=(*output.token_ids[:-1], 0)) if is_restored else output
+
+    monkeypatch.setattr(LLM, "chat", chat_wrongly)
+    result = demo(cargohold, chat_model, "--num-device-blocks", "300")
+    assert result.status == 1
+    assert "ANSWERS DIFFER" in result.out
+    assert json.loads(result.out.splitlines()[-1])["identical"] is False
+    assert [line.split()[-1] for line in result.out.splitlines() if line.startswith("bakery")] == ["yes", "NO"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--num-device-blocks", "40"), "num_device_blocks=40 .* longest conversation alone needs about [0-9]+ blocks"),
+        (("--turns", "9"), "'--turns'.* 4"),
+    ],
+)
+def test_what_cannot_work_is_told_before_the_first_visit(
+    options: tuple[str, ...], expected: str, cargohold: Command, chat_model: str
+) -> None:
+    result = demo(cargohold, chat_model, *options)
+    assert result.status == 2
+    assert "{" not in result.out
+    assert re.search(f"^cargohold.*{expected}", result.err.splitlines()[-1])

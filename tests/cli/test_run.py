@@ -1,0 +1,78 @@
+"""``cargohold run``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cargohold import LLM, SamplingParams
+from tests.cli.conftest import Command
+
+PROMPT = "The harbour master wrote down every ship that"
+
+
+@pytest.fixture(scope="module")
+def completion(chat_model: str) -> str:
+    with LLM(chat_model) as llm:
+        return llm.generate(PROMPT, SamplingParams(max_tokens=12))[0].text
+
+
+def test_the_completion_alone_is_on_standard_output(cargohold: Command, chat_model: str, completion: str) -> None:
+    result = cargohold("run", chat_model, "--prompt", PROMPT, "--max-tokens", "12")
+    assert result.status == 0
+    assert result.out == f"{completion}\n"
+    assert "0 on the device" in result.err and "computed; first token after" in result.err
+
+
+def test_a_prompt_may_be_piped_in(cargohold: Command, chat_model: str, completion: str) -> None:
+    assert cargohold("run", chat_model, "--max-tokens", "12", stdin=f"{PROMPT}\n").out == f"{completion}\n"
+
+
+def test_several_prompts_are_answered_in_order_each_with_where_its_kv_came_from(
+    cargohold: Command, chat_model: str, completion: str
+) -> None:
+    result = cargohold(
+        "run", chat_model, "-p", PROMPT, "-p", "Bread [bold]is[/bold]", "-p", PROMPT, "--max-tokens", "12"
+    )
+    lines = result.out.splitlines()
+    assert (lines[0], lines[2]) == (completion, completion)
+    assert [line for line in result.err.splitlines() if line.startswith("> ")] == [
+        f"> {PROMPT}",
+        "> Bread [bold]is[/bold]",
+        f"> {PROMPT}",
+    ]
+    assert result.err.count("prompt tokens: ") == 3
+
+
+def test_json_has_one_object_per_prompt(cargohold: Command, chat_model: str, completion: str) -> None:
+    result = cargohold(
+        "run", chat_model, "-p", PROMPT, "-p", "x", "--max-tokens", "12", "--json", "--host-bytes", "8MiB"
+    )
+    first, second = (json.loads(line) for line in result.out.splitlines())
+    assert first["text"] == completion
+    assert first["prompt"] == PROMPT
+    assert first["finish_reason"] == "length"
+    assert len(first["token_ids"]) == first["metrics"]["output_tokens"] == 12
+    assert second["metrics"]["prompt_tokens"] == 1
+    assert first["cache_notes"], "the connector explains itself"
+
+
+def test_sampling_with_a_seed_is_repeatable_and_depends_on_it(cargohold: Command, chat_model: str) -> None:
+    sample = ("run", chat_model, "-p", PROMPT, "--temperature", "1.5", "--top-p", "0.9", "--max-tokens", "12", "--seed")
+    texts = [cargohold(*sample, seed).out for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_prompt_too_long_is_told_in_one_line_that_says_which(cargohold: Command, chat_model: str) -> None:
+    short = ("--num-device-blocks", "5", "--max-tokens", "2")
+    alone = cargohold("run", chat_model, "-p", "x" * 500, *short)
+    assert alone.status == 2
+    assert alone.err.count("\n") == 1 and "at most 63 fit" in alone.err
+    assert "prompt 2 of 2: the prompt has" in cargohold("run", chat_model, "-p", "x", "-p", "x" * 500, *short).err
+
+
+def test_verbose_logs_what_follows_from_the_options(cargohold: Command, chat_model: str) -> None:
+    args = ("run", chat_model, "-p", "x", "--num-device-blocks", "5", "--max-tokens", "1")
+    assert "sequences are limited to the 64 tokens" in cargohold("--verbose", *args).err
+    assert "sequences are limited" not in cargohold(*args).err
