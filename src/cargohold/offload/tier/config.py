@@ -1,0 +1,106 @@
+"""Options of the tiers below host memory. Checked when made; they raise ``ConfigError`` naming the option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+from urllib.parse import urlsplit
+
+from cargohold.errors import ConfigError
+from cargohold.offload.policy import POLICIES
+from cargohold.units import is_positive_int, parse_bytes
+
+OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
+REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskTierConfig:
+    """Keep chunks in files of a local directory, which outlive the process.
+
+    Attributes:
+        directory: where; made if it is not there. Several models and workers may share it, each in a part of its own.
+        max_bytes: what everything in it may take together, over all workers: a number, or a size such as ``200GiB``. A hard
+            limit; what other models left is deleted before something of the running one is.
+        reserve_bytes: free space of the file system that is never taken.
+        policy: what is evicted; one of ``cargohold.offload.policy.POLICIES``.
+        direct_io: go around the page cache where the file system allows: it would cost memory that host memory could use.
+        encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
+        num_threads: requests to the disk at the same time, per worker.
+    """
+
+    directory: str
+    max_bytes: int | str
+    reserve_bytes: int | str = "1GiB"
+    policy: str = "lru"
+    direct_io: bool = True
+    encryption_key: str | None = None
+    num_threads: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.directory:
+            raise ConfigError("directory", self.directory, "the path of a directory")
+        if self.policy not in POLICIES:
+            raise ConfigError("policy", self.policy, f"one of {', '.join(sorted(POLICIES))}")
+        _require_threads(self.num_threads)
+        parse_bytes("max_bytes", self.max_bytes)
+        if self.reserve_bytes != 0:
+            parse_bytes("reserve_bytes", self.reserve_bytes)
+
+    @property
+    def num_max_bytes(self) -> int:
+        """``max_bytes`` as a number."""
+        return parse_bytes("max_bytes", self.max_bytes)
+
+    @property
+    def num_reserve_bytes(self) -> int:
+        """``reserve_bytes`` as a number."""
+        return parse_bytes("reserve_bytes", self.reserve_bytes) if self.reserve_bytes != 0 else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTierConfig:
+    """Keep chunks in a store that several engines share.
+
+    Attributes:
+        url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///directory`` or
+            ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``). Credentials come from the
+            environment, as the store's own tools read them.
+        request_timeout_s: how long one request to the store may take.
+        ttl_s: redis only: chunks go when they are that old, or never.
+        encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
+        num_threads: requests at the same time, per worker.
+    """
+
+    url: str
+    request_timeout_s: float = 10.0
+    ttl_s: int | None = None
+    encryption_key: str | None = None
+    num_threads: int = 8
+
+    def __post_init__(self) -> None:
+        schemes = OBJECT_SCHEMES + REDIS_SCHEMES
+        if self.scheme not in schemes:
+            raise ConfigError("url", self.url, f"the scheme must be one of {', '.join(schemes)}")
+        if self.request_timeout_s <= 0:
+            raise ConfigError("request_timeout_s", self.request_timeout_s, "a number of seconds above 0")
+        if self.ttl_s is not None and not is_positive_int(self.ttl_s):
+            raise ConfigError("ttl_s", self.ttl_s, "a whole number of seconds from 1, or nothing")
+        if self.ttl_s is not None and self.scheme not in REDIS_SCHEMES:
+            raise ConfigError(
+                "ttl_s", self.ttl_s, f"only {', '.join(REDIS_SCHEMES)} can do that; buckets have life-cycle rules"
+            )
+        _require_threads(self.num_threads)
+
+    @property
+    def scheme(self) -> str:
+        """What kind of store it is."""
+        return urlsplit(self.url).scheme
+
+
+TierConfig: TypeAlias = DiskTierConfig | SharedTierConfig
+
+
+def _require_threads(num_threads: int) -> None:
+    if not is_positive_int(num_threads):
+        raise ConfigError("num_threads", num_threads, "a whole number from 1")

@@ -1,0 +1,174 @@
+"""The files of one shard: segments of equal slots, preallocated, and beside each a table of the slots' headers.
+
+::
+
+    segment-00000.data      slot 0 | slot 1 | ...          payloads, each padded to whole pages
+    segment-00000.headers   header 0 | header 1 | ...      256 bytes each; zeros where nothing is stored
+
+Headers lie together so that a start reads them at the speed of the disk. A chunk is written in three steps: its old header is
+wiped, the payload is written, the header is written. Whatever interrupts that leaves no header, or, after a loss of power, one
+whose checksum does not fit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.staging import PAGE_BYTES, Staging, copy_bytes, padded
+
+_NO_HEADER: Final = bytes(HEADER_BYTES)
+_PRIVATE: Final = 0o600
+
+
+class Descriptor:
+    """An open file, closed when nobody refers to it any more: then no thread can still be using its number.
+
+    Args:
+        path: of the file.
+        flags: as for ``os.open``.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.number = os.open(path, flags | os.O_CLOEXEC, _PRIVATE)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes of files.
+
+    Attributes:
+        slot_bytes: of a slot; whole pages.
+        slots_per_segment: slots in each pair of files.
+    """
+
+    slot_bytes: int
+    slots_per_segment: int
+
+    @property
+    def data_bytes(self) -> int:
+        """Of a segment's payloads."""
+        return self.slot_bytes * self.slots_per_segment
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of a segment's two files."""
+        return self.data_bytes + padded(HEADER_BYTES * self.slots_per_segment)
+
+
+class Segment:
+    """One pair of files. Raises ``OSError``.
+
+    Args:
+        path: of the files, without what tells them apart.
+        geometry: their sizes.
+        direct_io: go around the page cache, if the file system allows.
+    """
+
+    def __init__(self, path: Path, geometry: Geometry, *, direct_io: bool) -> None:
+        self._geometry = geometry
+        self._data_path, self._headers_path = segment_files(path)
+        self._headers = Descriptor(self._headers_path, os.O_RDWR | os.O_CREAT)
+        self._data = Descriptor(self._data_path, os.O_RDWR | os.O_CREAT)
+        self._is_direct = direct_io and self._reopen_direct()
+        self._local = threading.local()
+
+    def is_whole(self) -> bool:
+        """Whether both files have their full size."""
+        sizes = (os.fstat(self._headers.number).st_size, os.fstat(self._data.number).st_size)
+        return sizes == (padded(HEADER_BYTES * self._geometry.slots_per_segment), self._geometry.data_bytes)
+
+    def allocate(self) -> None:
+        """Take all the space on the disk that the files will ever need."""
+        os.posix_fallocate(self._headers.number, 0, padded(HEADER_BYTES * self._geometry.slots_per_segment))
+        os.posix_fallocate(self._data.number, 0, self._geometry.data_bytes)
+
+    def is_deleted(self) -> bool:
+        """Whether somebody has deleted the files; they can still be used, but nobody will find them again."""
+        return not os.fstat(self._data.number).st_nlink or not os.fstat(self._headers.number).st_nlink
+
+    def unlink(self) -> None:
+        """Delete the files. Their space is free when the last reader is done."""
+        self._data_path.unlink(missing_ok=True)
+        self._headers_path.unlink(missing_ok=True)
+
+    def read_headers(self) -> bytes:
+        """The headers of all slots."""
+        size = HEADER_BYTES * self._geometry.slots_per_segment
+        data = os.pread(self._headers.number, size, 0)
+        _require(len(data) == size)
+        return data
+
+    def read_header(self, slot: int) -> bytes:
+        """A slot's header."""
+        return os.pread(self._headers.number, HEADER_BYTES, slot * HEADER_BYTES)
+
+    def write_header(self, slot: int, header: bytes = _NO_HEADER) -> None:
+        """Write or wipe a slot's header."""
+        _require(os.pwrite(self._headers.number, header, slot * HEADER_BYTES) == HEADER_BYTES)
+
+    def read_payload(self, slot: int, into: memoryview) -> None:
+        """Read the start of a slot."""
+        if not self._is_direct:
+            _require(os.preadv(self._data.number, [into], self._offset(slot)) == len(into))
+            return
+        main = _aligned_part(into)
+        rest = self._bounce()[: padded(len(into)) - main]
+        _require(os.preadv(self._data.number, [into[:main], rest], self._offset(slot)) == padded(len(into)))
+        copy_bytes(into[main:], rest[: len(into) - main])
+
+    def write_payload(self, slot: int, payload: memoryview) -> None:
+        """Write the start of a slot."""
+        if not self._is_direct:
+            _require(os.pwritev(self._data.number, [payload], self._offset(slot)) == len(payload))
+            return
+        main = _aligned_part(payload)
+        rest = self._bounce()[: padded(len(payload)) - main]
+        copy_bytes(rest[: len(payload) - main], payload[main:])
+        _require(os.pwritev(self._data.number, [payload[:main], rest], self._offset(slot)) == padded(len(payload)))
+
+    def _offset(self, slot: int) -> int:
+        return slot * self._geometry.slot_bytes
+
+    def _bounce(self) -> memoryview:
+        """This thread's aligned memory for what cannot be read or written in place."""
+        if not hasattr(self._local, "staging"):
+            self._local.staging = Staging(self._geometry.slot_bytes)
+        view: memoryview = self._local.staging.view
+        return view
+
+    def _reopen_direct(self) -> bool:
+        try:
+            self._data = Descriptor(self._data_path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False  # this file system cannot
+        return True
+
+
+def segment_files(path: Path) -> tuple[Path, Path]:
+    """Payloads and headers of a segment."""
+    return path.with_suffix(".data"), path.with_suffix(".headers")
+
+
+def _aligned_part(view: memoryview) -> int:
+    """How many of the leading bytes can be read or written in place: whole pages, or none."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return 0 if address % PAGE_BYTES else len(view) // PAGE_BYTES * PAGE_BYTES
+
+
+def _require(is_complete: bool) -> None:
+    if not is_complete:
+        raise OSError(errno.EIO, "fewer bytes than asked for: the file is damaged or the disk full")

@@ -1,0 +1,62 @@
+"""Locks on directories: held by a process, and gone with it, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cargohold.offload.tier.disk.files import Descriptor
+
+
+class DirectoryLock:
+    """Says that a process uses a directory.
+
+    Args:
+        directory: which.
+
+    Raises:
+        BlockingIOError: another process does, or another part of this one.
+        OSError: the directory is not there or not writable.
+    """
+
+    FILE = "lock"
+
+    def __init__(self, directory: Path) -> None:
+        self._file: Descriptor | None = Descriptor(directory / self.FILE, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.utime(self._file.number)  # tells when the directory was last used
+
+    def is_deleted(self) -> bool:
+        """Whether somebody has deleted the directory."""
+        return self._file is None or not os.fstat(self._file.number).st_nlink
+
+    def release(self) -> None:
+        """Let others use the directory."""
+        self._file = None
+
+
+@contextmanager
+def brief_lock(directory: Path) -> Iterator[None]:
+    """Hold what only one process may have at a time, for short work on ``directory``. Waits. Raises ``OSError``."""
+    file = Descriptor(directory / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(file.number, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        del file  # also where an error's traceback would keep it
+
+
+def is_in_use(directory: Path) -> bool:
+    """Whether a process uses a directory. To be asked under ``brief_lock``, for it takes the lock itself for a moment."""
+    try:
+        file = Descriptor(directory / DirectoryLock.FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,208 @@
+"""One worker's part of a directory: opened, scanned, made larger while budget and disk allow."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cargohold.errors import ConfigError
+from cargohold.offload.tier.config import DiskTierConfig
+from cargohold.offload.tier.disk.files import Geometry, Segment, segment_files
+from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock
+from cargohold.offload.tier.disk.root import make_private, make_room, read_description, write_description
+from cargohold.offload.tier.namespace import Namespace
+from cargohold.offload.tier.staging import padded
+from cargohold.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_SEGMENT_BYTES: Final = 256 * 1024**2
+_LEAST_SEGMENTS: Final = 16
+_OTHER_BYTES: Final = 32 * 1024
+"""For descriptions, locks and directories."""
+_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a shard may take.
+
+    Attributes:
+        root_bytes: what everything in the directory may, together.
+        shard_bytes: what this shard may.
+        reserve_bytes: free space of the file system that is never taken.
+    """
+
+    root_bytes: int
+    shard_bytes: int
+    reserve_bytes: int
+
+
+class Shard:
+    """Files, locked. Where it says so it raises ``OSError``; everything but ``grow`` and ``close`` may be
+    called by any thread.
+
+    Attributes:
+        path: its directory.
+        geometry: sizes of its files.
+        capacity: slots that there may ever be.
+
+    Args:
+        config: where, and how.
+        namespace: whose chunks.
+        chunk_bytes: of the largest chunk.
+        budget: what it may take.
+
+    Raises:
+        ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
+    """
+
+    def __init__(self, config: DiskTierConfig, namespace: Namespace, chunk_bytes: int, budget: Budget) -> None:
+        self._root = Path(config.directory).expanduser().absolute()
+        self._budget = budget
+        self._direct_io = config.direct_io
+        self.path = self._root / namespace.id
+        self._segments: list[Segment] = []
+        try:
+            self._lock = self._take_lock()
+            check_budget(self._root, config, budget)
+            self.geometry = self._find_geometry(namespace, padded(chunk_bytes))
+            self.capacity = self._most_segments() * self.geometry.slots_per_segment
+            if not self.capacity:
+                need = format_bytes(Geometry(padded(chunk_bytes), 1).segment_bytes + _OTHER_BYTES)
+                raise ConfigError("max_bytes", config.max_bytes, f"one chunk of one worker needs {need}")
+            self._open_segments()
+        except BlockingIOError as error:
+            raise ConfigError("directory", config.directory, "another process uses it for the same model") from error
+        except OSError as error:
+            reason = f"it must be a directory where files can be written: {error.strerror}"
+            raise ConfigError("directory", config.directory, reason) from error
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that there are."""
+        return len(self._segments) * self.geometry.slots_per_segment
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the files take."""
+        return len(self._segments) * self.geometry.segment_bytes
+
+    def segment_of(self, slot: int) -> tuple[Segment, int]:
+        """Where a slot is: its segment, and which of its slots it is."""
+        at, within = divmod(slot, self.geometry.slots_per_segment)
+        return self._segments[at], within
+
+    def header_tables(self) -> Iterator[bytes]:
+        """The headers of each segment's slots. Raises ``OSError``."""
+        for segment in self._segments:
+            yield segment.read_headers()
+
+    def is_deleted(self) -> bool:
+        """Whether somebody has deleted the directory, or files in it."""
+        return self._lock.is_deleted() or any(segment.is_deleted() for segment in self._segments[-1:])
+
+    def grow(self) -> bool:
+        """Add a segment; whether budget and disk allowed it. One thread at a time. Raises ``OSError``."""
+        if self.num_slots >= self.capacity:
+            return False
+        need = self.geometry.segment_bytes
+        with brief_lock(self._root):
+            if not make_room(self._root, self.path, need + _OTHER_BYTES, self._budget.root_bytes):
+                return False
+            if free_bytes(self._root) - need < self._budget.reserve_bytes:
+                return False
+            return self._add_segment()
+
+    def wipe_header(self, slot: int) -> None:
+        """Nothing is in a slot. Raises ``OSError``."""
+        segment, at = self.segment_of(slot)
+        segment.write_header(at)
+
+    def release(self) -> None:
+        """Let others use it. Threads may still be reading; files are closed when nobody refers to this any more."""
+        self._lock.release()
+
+    def close(self) -> None:
+        """Let others use it, and close the files."""
+        self._segments = []
+        self.release()
+
+    def _take_lock(self) -> DirectoryLock:
+        make_private(self._root)
+        with brief_lock(self._root):  # nobody deletes what is just being opened
+            make_private(self.path)
+            return DirectoryLock(self.path)
+
+    def _find_geometry(self, namespace: Namespace, slot_bytes: int) -> Geometry:
+        """That of the files which are there, or a new one if there are none or they are of no use."""
+        known = read_description(self.path).geometry
+        room = self._budget.shard_bytes - _OTHER_BYTES
+        if known is not None and known.slot_bytes == slot_bytes and known.segment_bytes <= room:
+            return known
+        self._delete_segments(0)
+        most = room // Geometry(slot_bytes, 1).segment_bytes
+        geometry = Geometry(slot_bytes, max(1, min(_SEGMENT_BYTES // slot_bytes, most // _LEAST_SEGMENTS)))
+        write_description(self.path, namespace.describe(), geometry)
+        return geometry
+
+    def _most_segments(self) -> int:
+        return max(0, self._budget.shard_bytes - _OTHER_BYTES) // self.geometry.segment_bytes
+
+    def _segment_path(self, number: int) -> Path:
+        return self.path / f"segment-{number:05d}"
+
+    def _open_segments(self) -> None:
+        """Open those that are whole and within the budget, and delete the others."""
+        while len(self._segments) < self._most_segments():
+            path = self._segment_path(len(self._segments))
+            if not all(file.exists() for file in segment_files(path)):
+                break
+            segment = Segment(path, self.geometry, direct_io=self._direct_io)
+            if not segment.is_whole():
+                break
+            self._segments.append(segment)
+        self._delete_segments(len(self._segments))
+
+    def _delete_segments(self, first: int) -> None:
+        for file in self.path.glob("segment-*"):
+            number = file.stem.removeprefix("segment-")
+            if not number.isdigit() or int(number) >= first:
+                file.unlink()
+
+    def _add_segment(self) -> bool:
+        segment = Segment(self._segment_path(len(self._segments)), self.geometry, direct_io=self._direct_io)
+        try:
+            segment.allocate()
+        except OSError as error:
+            segment.unlink()
+            if error.errno not in _NO_SPACE:
+                raise
+            return False
+        self._segments = [*self._segments, segment]
+        return True
+
+
+def free_bytes(directory: Path) -> int:
+    """Free space of a file system, for those who are not its superuser. Raises ``OSError``."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
+    """Refuse a budget that the file system can never hold.
+
+    Raises:
+        ConfigError: it is too large.
+        OSError: the file system cannot be asked.
+    """
+    status = os.statvfs(root)
+    total = status.f_blocks * status.f_frsize
+    if budget.root_bytes + budget.reserve_bytes > total:
+        reserve = f", of which {format_bytes(budget.reserve_bytes)} are a reserve" if budget.reserve_bytes else ""
+        raise ConfigError("max_bytes", config.max_bytes, f"the file system has {format_bytes(total)}{reserve}")

@@ -1,0 +1,243 @@
+"""The disk tier: slots in preallocated files, an index in memory, one of our policies, and a lock around both."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from cargohold.errors import ConfigError, TierError
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.policy import make_policy
+from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
+from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.config import DiskTierConfig
+from cargohold.offload.tier.disk.recovery import restore_index
+from cargohold.offload.tier.disk.shard import Budget, Shard
+from cargohold.offload.tier.disk.slot_index import SlotIndex
+
+logger = logging.getLogger(__name__)
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_GROWTH_PAUSE: Final = 64
+"""Stores until a directory that could not be made larger is asked again: that costs a look at all its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What is replaced as a whole when the directory was deleted. Threads that still use the old one do no harm."""
+
+    shard: Shard
+    index: SlotIndex
+
+
+class DiskTier(Tier):
+    """Chunks of one worker in files of a directory, found again by the next process.
+
+    Nothing is ever synchronised to the disk on purpose: what a loss of power takes is a miss, and what it damages is found by
+    its checksum.
+
+    Args:
+        config: where, and how.
+        codec: makes and checks headers.
+        chunk_bytes: of the largest chunk.
+        num_shards: workers that share the budget.
+
+    Raises:
+        ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
+    """
+
+    def __init__(self, config: DiskTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
+        self.name = "disk"
+        self.chunk_bytes = chunk_bytes
+        self._config = config
+        self._codec = codec
+        total = config.num_max_bytes
+        self._budget = Budget(total, total // num_shards, config.num_reserve_bytes)
+        self._lock = threading.Lock()
+        self._growing = threading.Lock()
+        self._growth_pause = 0
+        self._state = self._open()
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Whether each chunk is in the index."""
+        with self._lock:
+            index = self._state.index
+            return [index.contains(key) for key in keys]
+
+    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+        """Write a chunk to a free slot, or to that of one which is worth less."""
+        with self._errors():
+            state = self._living_state()
+            slot = self._reserve(state, key, parent)
+            if isinstance(slot, StoreOutcome):
+                return slot
+            try:
+                self._write(state, slot, key, payload, parent)
+            except BaseException as error:
+                with self._lock:
+                    state.index.forfeit(slot)
+                if isinstance(error, OSError) and error.errno in _FULL:
+                    return StoreOutcome.REFUSED
+                raise
+            with self._lock:
+                state.index.commit(slot)
+        return StoreOutcome.STORED
+
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
+        """Read a chunk and verify its header and payload."""
+        state = self._state
+        with self._lock:
+            slot = state.index.pin(key)
+        if slot is None:
+            return LoadOutcome.ABSENT
+        try:
+            with self._errors():
+                is_good = self._read(state, slot, key, into)
+                if not is_good:
+                    self._quarantine(state, slot, key)
+        finally:
+            with self._lock:
+                state.index.unpin(slot)
+        return LoadOutcome.LOADED if is_good else LoadOutcome.CORRUPT
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Tell the policy."""
+        with self._lock:
+            self._state.index.touch(keys)
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget chunks here and on the disk."""
+        with self._errors():
+            self._discard(self._state, keys)
+
+    def usage(self) -> TierUsage:
+        """Slots in use, with their headers; the capacity is what the budget allows."""
+        with self._lock:
+            shard, index = self._state.shard, self._state.index
+            slot_bytes = shard.geometry.segment_bytes // shard.geometry.slots_per_segment
+            return TierUsage(index.num_ready, index.num_ready * slot_bytes, shard.capacity * slot_bytes)
+
+    def close(self) -> None:
+        """Let others use the directory."""
+        self._state.shard.close()
+
+    def check(self) -> None:
+        """Verify that no slot is lost. For tests and idle moments. Raises ``AssertionError``."""
+        with self._lock:
+            self._state.index.check()
+
+    # --- opening ------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> _State:
+        shard = Shard(self._config, self._codec.namespace, self.chunk_bytes, self._budget)
+        index = SlotIndex(shard.capacity, make_policy(self._config.policy, shard.capacity))
+        with self._errors():
+            index.add_slots(shard.num_slots)
+            for slot in restore_index(index, shard.header_tables(), self._codec):
+                shard.wipe_header(slot)
+        logger.info("disk tier in %s: %d chunks are there", shard.path, index.num_ready)
+        return _State(shard, index)
+
+    def _living_state(self) -> _State:
+        """The state, or an empty new one if somebody has deleted the directory."""
+        state = self._state
+        if state.shard.is_deleted():
+            with self._growing:
+                if state is self._state:
+                    logger.warning("disk tier: %s was deleted; starting again with nothing", state.shard.path)
+                    state.shard.release()
+                    self._state = self._reopen()
+        return self._state
+
+    def _reopen(self) -> _State:
+        try:
+            return self._open()
+        except ConfigError as error:  # what was possible at the start is not any more
+            raise TierError(self.name, error.expected) from error
+
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, state: _State, key: OffloadKey, parent: OffloadKey | None) -> int | StoreOutcome:
+        """A slot for a chunk, or why there is none."""
+        with self._lock:
+            may_grow = not state.index.has_free
+        if may_grow:
+            self._grow(state)
+        with self._lock:
+            if state.index.contains(key):
+                return StoreOutcome.PRESENT
+            if state.index.is_known(key) or not state.index.num_slots:
+                return StoreOutcome.REFUSED
+            slot = state.index.reserve(key, parent)
+        return StoreOutcome.REFUSED if slot is None else slot
+
+    def _grow(self, state: _State) -> None:
+        """Make the files larger if that is allowed."""
+        with self._growing:
+            if state.index.has_free or state.shard.num_slots >= state.shard.capacity:
+                return
+            if self._growth_pause:
+                self._growth_pause -= 1
+                return
+            if not state.shard.grow():
+                self._growth_pause = _GROWTH_PAUSE
+                return
+            with self._lock:
+                state.index.add_slots(state.shard.geometry.slots_per_segment)
+
+    def _write(self, state: _State, slot: int, key: OffloadKey, payload: memoryview, parent: OffloadKey | None) -> None:
+        segment, at = state.shard.segment_of(slot)
+        segment.write_header(at)  # from now on nothing is there
+        header, body = self._codec.encode(key, payload, parent)
+        segment.write_payload(at, body)
+        segment.write_header(at, header)
+
+    def _read(self, state: _State, slot: int, key: OffloadKey, into: memoryview) -> bool:
+        segment, at = state.shard.segment_of(slot)
+        try:
+            header = self._codec.header_of(segment.read_header(at), key, len(into))
+            if header is None:
+                return False
+            body = self._codec.body_for(into)
+            segment.read_payload(at, body.view)
+        except OSError:
+            # One bad place on the disk must not fail every request that wants this chunk. What is written to the slot next
+            # may well succeed: disks replace bad places then.
+            with self._lock:
+                if state.index.is_current(key, slot):
+                    state.index.discard([key])
+            raise
+        return self._codec.decode(header, key, body, into)
+
+    def _quarantine(self, state: _State, slot: int, key: OffloadKey) -> None:
+        """A pinned chunk is bad: nobody may find it again, here or after a restart."""
+        logger.warning("disk tier: chunk %s in slot %d is damaged; it is forgotten", key.hex(), slot)
+        with self._lock:
+            is_current = state.index.is_current(key, slot)
+        if is_current:  # another reader may have found the same
+            self._discard(state, [key])
+
+    def _discard(self, state: _State, keys: Sequence[OffloadKey]) -> None:
+        with self._lock:
+            pinned = [slot for key in keys if (slot := state.index.pin(key)) is not None]
+            state.index.discard(keys)
+        try:
+            # While they are pinned, nobody writes to them.
+            for slot in pinned:
+                state.shard.wipe_header(slot)
+        finally:
+            with self._lock:
+                for slot in pinned:
+                    state.index.unpin(slot)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TierError(self.name, error.strerror or str(error)) from error

@@ -1,0 +1,62 @@
+"""What tests of tiers share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from cargohold.offload.tier import LoadOutcome, Tier
+from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.config import DiskTierConfig
+from cargohold.offload.tier.disk import DiskTier
+from cargohold.offload.tier.encryption import EncryptionKey
+from cargohold.offload.tier.namespace import Namespace
+
+NAMESPACE = Namespace(label="tiny", weights="w", config="c", dtype="float32", layout="16 tokens", split="rank 0 of 1")
+CHUNK = 10_000  # no whole number of pages, so that padding is tested
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big") + bytes(4)
+
+
+def payload(number: int, size: int = CHUNK) -> bytes:
+    return np.random.default_rng(number).bytes(size)
+
+
+def ticking() -> Callable[[], int]:
+    """A time of day that never stands still."""
+    return itertools.count(1_700_000_000_000_000_000).__next__
+
+
+def codec(secret: bytes | None = None, time_ns: Callable[[], int] | None = None, **changes: str) -> ChunkCodec:
+    encryption = None if secret is None else EncryptionKey(secret)
+    return ChunkCodec(replace(NAMESPACE, **changes), encryption, time_ns or ticking())
+
+
+def disk_tier(
+    directory: Path,
+    max_bytes: int | str = "2MiB",
+    *,
+    using: ChunkCodec | None = None,
+    chunk_bytes: int = CHUNK,
+    num_shards: int = 1,
+    reserve_bytes: int | str = 0,
+    policy: str = "lru",
+    direct_io: bool = True,
+) -> DiskTier:
+    config = DiskTierConfig(
+        directory=str(directory), max_bytes=max_bytes, reserve_bytes=reserve_bytes, policy=policy, direct_io=direct_io
+    )
+    return DiskTier(config, using or codec(), chunk_bytes, num_shards)
+
+
+def load(tier: Tier, number: int, size: int = CHUNK) -> bytes | LoadOutcome:
+    """A chunk's bytes, or why there are none."""
+    into = bytearray(size)
+    outcome = tier.load(key(number), memoryview(into))
+    return bytes(into) if outcome is LoadOutcome.LOADED else outcome
