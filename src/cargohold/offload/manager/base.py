@@ -8,7 +8,8 @@ must be given back exactly once. The life of a chunk::
        +------- forfeit ---------+                  +-- evicted or removed, only when nobody reads it --> absent
 
 Any other move is a bug of ours: it raises ``LifecycleError`` and changes nothing. At all times
-`X, and pins equal the loads that live handles stand for.
+free + ready + writing + leaving = capacity, and pins equal the loads that live handles stand for. *Leaving* are chunks that
+were removed while somebody reads them: not found any more, their slots not free yet.
 
 Keys come in prefix order, many at once: the scheduler's thread asks for thousands of chunks at a time.
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from cargohold.blocks import ABSENT, READY, BlockPool, KVCacheBlock
 from cargohold.errors import LifecycleError, MissingChunkError
 from cargohold.offload.keys import offload_key, split_key
@@ -11,17 +13,21 @@ from cargohold.offload.manager.base import (
     CannotStore,
     ChunksRemoved,
     ChunksStored,
+    LoadHandle,
     ManagerEvent,
     OffloadKey,
     OffloadManager,
+    StoreHandle,
 )
+from cargohold.offload.manager.handles import ChunkPins, SlotReservation
+from cargohold.offload.policy.base import Slots
 
 
 class BlockPoolManager(OffloadManager):
     """Chunks of one block each, least recently used evicted first.
 
     A slot is a block of the pool: referenced while it is written or read, in the free queue otherwise, where eviction takes
-    it from the head.
+    it from the head. It knows nothing of prefixes: of what is in front of an offer it spares the parent alone.
 
     Args:
         capacity: slots.
@@ -32,7 +38,9 @@ class BlockPoolManager(OffloadManager):
         self.capacity = capacity
         self._pool = BlockPool(capacity, has_null_block=False, on_removed=self._note_removed)
         self._writing: set[OffloadKey] = set()
-        self._num_pins = 0
+        # Blocks of removed chunks that are still being read.
+        self._leaving: set[KVCacheBlock] = set()
+        self._num_handles = self._num_pins = 0
         self._generation = 0
         self._record_events = record_events
         self._events: list[ManagerEvent] = []
@@ -61,7 +69,7 @@ class BlockPoolManager(OffloadManager):
         self._pool.touch(blocks)
         self._pool.free_blocks(blocks)
 
-    def prepare_load(self, keys: Sequence[OffloadKey]) -> PoolLoadHandle:
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
         """Pin ready chunks."""
         blocks = []
         for key in keys:
@@ -70,37 +78,45 @@ class BlockPoolManager(OffloadManager):
                 raise MissingChunkError(key)
             blocks.append(block)
         self._pool.touch(blocks)
+        self._num_handles += 1
         self._num_pins += len(blocks)
-        return PoolLoadHandle(self, keys, blocks)
+        return ChunkPins(tuple(keys), _slots_of(blocks), self._end_load)
 
-    def prepare_store(
-        self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None
-    ) -> PoolStoreHandle | CannotStore:
+    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
         """Reserve slots for the absent ones; if there is room for fewer, for the first of them."""
-        del parent
         absent = [
             key for key in dict.fromkeys(keys) if key not in self._writing and not self._pool.contains(*split_key(key))
         ]
-        present = [block for key in keys if (block := self._find(key)) is not None]
-        # What is offered must not be evicted to make room for the rest of the same offer.
-        self._pool.touch(present)
+        num_waiting = self._num_pins + len(self._writing)
+        # Neither what is offered nor what is in front of it must be evicted to make room for the rest.
+        guarded = [block for key in (*keys, parent) if key is not None and (block := self._find(key)) is not None]
+        self._pool.touch(guarded)
         chosen = absent[: self._pool.num_free_blocks]
         blocks = self._pool.allocate(len(chosen))
-        self._pool.free_blocks(present)
-        if absent and not chosen:
+        self._pool.free_blocks(guarded)
+        deferred = absent[len(chosen) : len(chosen) + num_waiting]
+        if deferred and not chosen:
             return CannotStore.BUSY
+        self._num_handles += 1
         self._writing.update(chosen)
-        return PoolStoreHandle(self, chosen, blocks)
+        return SlotReservation(chosen, _slots_of(blocks), deferred, self._end_store)
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         """Forget chunks at once; their slots are free when nobody reads them."""
+        keys = list(keys)
         for key in keys:
-            while (block := self._find(key)) is not None:
+            if key in self._writing:
+                raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_store",))
+        for key in keys:
+            block = self._find(key)
+            if block is not None:
                 self._pool.uncache_block(block)
+                if block.ref_cnt:
+                    self._leaving.add(block)
 
     def reset(self) -> bool:
-        """Forget everything, unless a slot is in use."""
-        return self._pool.reset_cache()
+        """Forget everything, unless a handle is out."""
+        return not self._num_handles and self._pool.reset_cache()
 
     def take_events(self) -> list[ManagerEvent]:
         """Events since the last call."""
@@ -118,6 +134,11 @@ class BlockPoolManager(OffloadManager):
         return len(self._writing)
 
     @property
+    def num_leaving(self) -> int:
+        """Slots of removed chunks that are still being read."""
+        return len(self._leaving)
+
+    @property
     def num_pins(self) -> int:
         """Pins of live load handles."""
         return self._num_pins
@@ -127,23 +148,29 @@ class BlockPoolManager(OffloadManager):
         self._pool.check()
         num_used = self._pool.num_usable_blocks - self._pool.num_free_blocks
         assert num_used <= self._num_pins + len(self._writing), "slots are referenced that no handle stands for"
+        assert self.num_free >= 0, "more slots are in use than there are"
 
-    def finish_store(self, keys: Sequence[OffloadKey], blocks: Sequence[KVCacheBlock], *, ready: bool) -> None:
-        """End a store handle. Called by the handle."""
-        self._writing.difference_update(keys)
-        if ready:
-            for key, block in zip(keys, blocks, strict=True):
+    def _end_store(self, handle: SlotReservation, is_stored: bool) -> None:
+        blocks = [self._pool.get_block(slot) for slot in handle.slots]
+        self._num_handles -= 1
+        self._writing.difference_update(handle.keys)
+        if is_stored and handle.keys:
+            for key, block in zip(handle.keys, blocks, strict=True):
                 self._pool.cache_block(block, *split_key(key))
             self._generation += 1
-            if self._record_events and keys:
-                self._events.append(ChunksStored(tuple(keys)))
-        self._pool.free_blocks(list(reversed(blocks)), evict_first=not ready)
+            if self._record_events:
+                self._events.append(ChunksStored(tuple(handle.keys)))
+        self._pool.free_blocks(list(reversed(blocks)), evict_first=not is_stored)
 
-    def finish_load(self, blocks: Sequence[KVCacheBlock], bad_keys: Iterable[OffloadKey]) -> None:
-        """End a load handle. Called by the handle."""
+    def _end_load(self, handle: ChunkPins, bad_slots: Sequence[int]) -> None:
+        blocks = [self._pool.get_block(slot) for slot in handle.slots]
+        self._num_handles -= 1
         self._num_pins -= len(blocks)
-        self.remove(bad_keys)
+        for block in map(self._pool.get_block, bad_slots):
+            self._pool.uncache_block(block)
+            self._leaving.add(block)
         self._pool.free_blocks(list(reversed(blocks)))
+        self._leaving = {block for block in self._leaving if block.ref_cnt}
 
     def _find(self, key: OffloadKey) -> KVCacheBlock | None:
         return self._pool.lookup(*split_key(key))
@@ -154,45 +181,5 @@ class BlockPoolManager(OffloadManager):
             self._events.append(ChunksRemoved((offload_key(block_hash, group),)))
 
 
-class PoolStoreHandle:
-    """Slots reserved in a ``BlockPoolManager``; see ``StoreHandle``."""
-
-    def __init__(self, manager: BlockPoolManager, keys: Sequence[OffloadKey], blocks: Sequence[KVCacheBlock]) -> None:
-        self.keys = keys
-        self.slots = [block.block_id for block in blocks]
-        self.deferred: Sequence[OffloadKey] = ()
-        self._manager = manager
-        self._blocks = blocks
-        self._state = "writing"
-
-    def commit(self) -> None:
-        """The chunks are ready."""
-        self._end("commit", ready=True)
-
-    def forfeit(self) -> None:
-        """The slots are free."""
-        self._end("forfeit", ready=False)
-
-    def _end(self, move: str, *, ready: bool) -> None:
-        if self._state != "writing":
-            raise LifecycleError(f"store of {len(self.keys)} chunks", self._state, move)
-        self._state = f"ended by {move}"
-        self._manager.finish_store(self.keys, self._blocks, ready=ready)
-
-
-class PoolLoadHandle:
-    """Chunks pinned in a ``BlockPoolManager``; see ``LoadHandle``."""
-
-    def __init__(self, manager: BlockPoolManager, keys: Sequence[OffloadKey], blocks: Sequence[KVCacheBlock]) -> None:
-        self.keys = keys
-        self.slots = [block.block_id for block in blocks]
-        self._manager = manager
-        self._blocks = blocks
-        self._is_released = False
-
-    def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
-        """The chunks are not read any more."""
-        if self._is_released:
-            raise LifecycleError(f"load of {len(self.keys)} chunks", "released", "release")
-        self._is_released = True
-        self._manager.finish_load(self._blocks, bad_keys)
+def _slots_of(blocks: Sequence[KVCacheBlock]) -> Slots:
+    return np.array([block.block_id for block in blocks], dtype=np.intp)

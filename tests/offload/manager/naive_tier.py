@@ -1,0 +1,141 @@
+"""What a tier is, in dicts and sets: every answer of a manager is compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cargohold.blocks import ABSENT, READY
+from cargohold.offload.manager import CannotStore, LoadHandle, OffloadManager, StoreHandle
+from tests.offload.common import EVERY_KEY, PARENT
+
+
+class NaiveTier:
+    """Keeps book of a manager, and checks what it hands out.
+
+    It does not predict what is evicted, which is the policy's choice: it looks at what has gone, and judges it.
+
+    Args:
+        manager: the manager under test.
+        knows_prefixes: whether it spares all that is in front of an offer, or the chunk right before it alone.
+    """
+
+    def __init__(self, manager: OffloadManager, *, knows_prefixes: bool = True) -> None:
+        self.manager = manager
+        self.knows_prefixes = knows_prefixes
+        self.ready: dict[bytes, int] = {}  # slot by key
+        self.stores: list[StoreHandle] = []
+        self.loads: list[LoadHandle] = []
+        self.leaving: set[int] = set()  # slots of removed chunks that somebody reads
+
+    @property
+    def writing(self) -> dict[bytes, int]:
+        return {key: slot for store in self.stores for key, slot in zip(store.keys, store.slots, strict=True)}
+
+    @property
+    def read_slots(self) -> list[int]:
+        return [slot for load in self.loads for slot in load.slots]
+
+    @property
+    def num_free(self) -> int:
+        return self.manager.capacity - len(self.ready) - len(self.writing) - len(self.leaving)
+
+    # --- operations: each does the same to both -------------------------------------------------------------------
+
+    def store(self, keys: Sequence[bytes], parent: bytes | None) -> StoreHandle | None:
+        """Offer chunks; the handle, unless the manager is busy."""
+        before, num_free, writing = dict(self.ready), self.num_free, self.writing
+        absent = [key for key in dict.fromkeys(keys) if key not in before and key not in writing]
+        num_waiting = len(writing) + len(self.read_slots)
+        pinned = set(self.read_slots)
+        answer = self.manager.prepare_store(keys, parent)
+        evicted = self._note_evictions()
+        stays = {*keys, *(_ancestors(parent, {*before, *writing}) if self.knows_prefixes else {parent})}
+        assert not stays & evicted.keys(), "evicted for its own child, or from the offer"
+        assert not pinned & set(evicted.values()), "evicted while being read"
+        if isinstance(answer, CannotStore):
+            assert absent and num_waiting, "busy although nobody is using anything"
+            assert not evicted, "evicted for nothing"
+            return None
+        self._check_reservation(answer, absent, num_waiting)
+        assert len(evicted) == max(0, len(answer.keys) - num_free), "more evicted than needed"
+        taken = {*self.ready.values(), *writing.values(), *self.leaving}
+        assert not taken & set(answer.slots), "a slot was given twice"
+        self.stores.append(answer)
+        return answer
+
+    def commit(self, store: StoreHandle) -> None:
+        self.stores.remove(store)
+        store.commit()
+        self.ready.update(zip(store.keys, store.slots, strict=True))
+
+    def forfeit(self, store: StoreHandle) -> None:
+        self.stores.remove(store)
+        store.forfeit()
+
+    def load(self, keys: Sequence[bytes]) -> LoadHandle:
+        load = self.manager.prepare_load(keys)
+        assert list(load.keys) == list(keys)
+        assert list(load.slots) == [self.ready[key] for key in keys]
+        self.loads.append(load)
+        return load
+
+    def release(self, load: LoadHandle, bad_keys: Sequence[bytes] = ()) -> None:
+        self.loads.remove(load)
+        slot_of = dict(zip(load.keys, load.slots, strict=True))
+        load.release(bad_keys)
+        for key in bad_keys:
+            if self.ready.get(key) == slot_of[key]:
+                self.leaving.add(self.ready.pop(key))
+        self.leaving &= set(self.read_slots)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self.manager.remove(keys)
+        for key in keys:
+            if key in self.ready:
+                self.leaving.add(self.ready.pop(key))
+        self.leaving &= set(self.read_slots)
+
+    def reset(self) -> None:
+        could = not self.stores and not self.loads
+        assert self.manager.reset() == could
+        if could:
+            self.ready.clear()
+
+    # --- what must hold at all times ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        manager = self.manager
+        manager.check()
+        assert manager.num_ready == len(self.ready)
+        assert manager.num_writing == len(self.writing)
+        assert manager.num_pins == len(self.read_slots)
+        assert manager.num_leaving == len(self.leaving)
+        assert manager.num_free == self.num_free >= 0
+        assert manager.lookup(EVERY_KEY) == bytes(READY if key in self.ready else ABSENT for key in EVERY_KEY)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _note_evictions(self) -> dict[bytes, int]:
+        found = self.manager.lookup(list(self.ready))
+        evicted = {
+            key: slot for (key, slot), state in zip(list(self.ready.items()), found, strict=True) if state != READY
+        }
+        for key in evicted:
+            del self.ready[key]
+        return evicted
+
+    def _check_reservation(self, store: StoreHandle, absent: list[bytes], num_waiting: int) -> None:
+        num_placed, deferred = len(store.keys), list(store.deferred)
+        assert list(store.keys) == absent[:num_placed], "slots go to the leading chunks"
+        assert deferred == absent[num_placed : num_placed + len(deferred)], "what is deferred comes next"
+        assert len(deferred) <= num_waiting, "nobody will let go of so many slots"
+        assert len(set(store.slots)) == num_placed and set(store.slots) <= set(range(self.manager.capacity))
+
+
+def _ancestors(parent: bytes | None, present: set[bytes]) -> set[bytes]:
+    """The chunks in front of an offer, as far as they are there without a gap."""
+    found = set()
+    while parent in present:
+        found.add(parent)
+        parent = PARENT.get(parent)
+    return found

@@ -1,0 +1,149 @@
+"""Every manager with every policy against a naive model, under random operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from cargohold.blocks import READY
+from cargohold.errors import LifecycleError, MissingChunkError
+from cargohold.offload.manager import ChunksStored, OffloadManager, make_manager
+from cargohold.offload.manager.block_pool import BlockPoolManager
+from cargohold.offload.policy import POLICIES
+from tests.offload.common import DEPTH, EVERY_KEY, chain
+from tests.offload.manager.naive_tier import NaiveTier
+
+MakeManager = Callable[[int], OffloadManager]
+
+MANAGERS: dict[str, MakeManager] = {
+    **{name: partial(make_manager, name, record_events=True) for name in POLICIES},
+    "block pool": partial(BlockPoolManager, record_events=True),
+}
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=DEPTH).map(tuple)
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Stores, loads, failures and removals in any order."""
+
+    make: MakeManager
+
+    @initialize(capacity=st.integers(1, 12))
+    def start(self, capacity: int) -> None:
+        self.manager = type(self).make(capacity)
+        self.tier = NaiveTier(self.manager, knows_prefixes=not isinstance(self.manager, BlockPoolManager))
+        self.announced: set[bytes] = set()
+        self.answers = (self.manager.generation, self.manager.lookup(EVERY_KEY))
+
+    @rule(path=paths, data=st.data())
+    def store(self, path: tuple[int, ...], data: st.DataObject) -> None:
+        keys = chain(path)
+        first = data.draw(st.sampled_from([len(self.manager.lookup_run(keys)), data.draw(st.integers(0, len(keys)))]))
+        self.tier.store(keys[first:], keys[first - 1] if first else None)
+
+    @precondition(lambda self: self.tier.stores)
+    @rule(data=st.data(), works=st.booleans())
+    def end_store(self, data: st.DataObject, works: bool) -> None:
+        store = data.draw(st.sampled_from(self.tier.stores))
+        (self.tier.commit if works else self.tier.forfeit)(store)
+        for again in (store.commit, store.forfeit):
+            with pytest.raises(LifecycleError) as raised:
+                again()
+            assert raised.value.history == ("prepare_store", "commit" if works else "forfeit")
+
+    @rule(path=paths)
+    def touch(self, path: tuple[int, ...]) -> None:
+        self.manager.touch(chain(path))
+
+    @rule(path=paths, data=st.data())
+    def load(self, path: tuple[int, ...], data: st.DataObject) -> None:
+        keys = chain(path)[data.draw(st.integers(0, len(path) - 1)) :]
+        missing = [key for key in keys if key not in self.tier.ready]
+        if missing:
+            with pytest.raises(MissingChunkError) as raised:
+                self.manager.prepare_load(keys)
+            assert raised.value.key == missing[0]
+        else:
+            self.tier.load(keys)
+
+    @precondition(lambda self: self.tier.loads)
+    @rule(data=st.data())
+    def end_load(self, data: st.DataObject) -> None:
+        load = data.draw(st.sampled_from(self.tier.loads))
+        others = [key for key in EVERY_KEY if key not in load.keys]
+        with pytest.raises(LifecycleError):
+            load.release([others[0]])
+        bad = data.draw(st.lists(st.sampled_from(list(load.keys)), unique=True, max_size=2))
+        self.tier.release(load, bad)
+        with pytest.raises(LifecycleError) as raised:
+            load.release()
+        assert raised.value.history == ("prepare_load", "release")
+
+    @rule(keys=st.lists(st.sampled_from(EVERY_KEY), max_size=4))
+    def remove(self, keys: list[bytes]) -> None:
+        written = [key for key in keys if key in self.tier.writing]
+        if written:
+            with pytest.raises(LifecycleError) as raised:
+                self.manager.remove(keys)
+            assert written[0].hex() in raised.value.subject and raised.value.history == ("prepare_store",)
+        else:
+            self.tier.remove(keys)
+
+    @rule()
+    def reset(self) -> None:
+        self.tier.reset()
+
+    @rule(path=paths)
+    def look_up_a_run(self, path: tuple[int, ...]) -> None:
+        keys = chain(path)
+        length = next((at for at, key in enumerate(keys) if key not in self.tier.ready), len(keys))
+        assert self.manager.lookup_run(keys) == bytes([READY]) * length
+
+    @invariant()
+    def agrees(self) -> None:
+        self.tier.check()
+
+    @invariant()
+    def events_tell_what_is_there(self) -> None:
+        for event in self.manager.take_events():
+            if isinstance(event, ChunksStored):
+                assert self.announced.isdisjoint(event.keys)
+                self.announced.update(event.keys)
+            else:
+                assert self.announced.issuperset(event.keys)
+                self.announced.difference_update(event.keys)
+        assert self.announced == self.tier.ready.keys()
+
+    @invariant()
+    def equal_generations_mean_equal_answers(self) -> None:
+        generation, answers = self.answers
+        self.answers = (self.manager.generation, self.manager.lookup(EVERY_KEY))
+        assert self.answers[0] != generation or self.answers[1] == answers
+
+    def teardown(self) -> None:
+        if not hasattr(self, "tier"):
+            return
+        for store in list(self.tier.stores):
+            self.tier.forfeit(store)
+        for load in list(self.tier.loads):
+            self.tier.release(load)
+        self.tier.check()
+        self.tier.reset()
+        assert self.manager.num_free == self.manager.capacity
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_under_random_operations(name: str) -> None:
+    machine = type("Machine", (TierMachine,), {"make": staticmethod(MANAGERS[name])})
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
