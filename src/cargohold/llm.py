@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral
@@ -18,6 +18,7 @@ from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
+from cargohold.engine.event_publisher import ZmqEventPublisher
 from cargohold.engine.executor.factory import make_executor
 from cargohold.engine.executor.rank import RankSpec
 from cargohold.engine.llm_engine import EngineLimits, LLMEngine
@@ -151,6 +152,10 @@ class LLM:
         """KV events since the last call, if ``kv_events`` is on."""
         return self.engine.take_events()
 
+    def stats(self) -> dict[str, float]:
+        """Counters of the connector since the start: lookups, hits, blocks moved, failures; see ``docs/offloading.md``."""
+        return self.engine.stats()
+
     def close(self) -> None:
         """End everything and give the memory back. May be called twice."""
         self.engine.shutdown()
@@ -221,9 +226,14 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         applies_locks=True,
         emits_events=plan.scheduler.emit_events,
     )
-    # The connector first: what it refuses is refused before the weights are loaded.
-    connector = factory.make_scheduler_side(environment)
-    try:
+    with ExitStack() as on_failure:
+        # The connector and its address first: what they refuse is refused before the weights are loaded.
+        connector = factory.make_scheduler_side(environment)
+        on_failure.callback(connector.shutdown)
+        publisher = None
+        if plan.config.kv_events_endpoint is not None:
+            publisher = ZmqEventPublisher(plan.config.kv_events_endpoint)
+            on_failure.callback(publisher.close)
         scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock)
         limits = EngineLimits(
             max_model_len=plan.scheduler.max_model_len,
@@ -234,10 +244,8 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         tokenizer = Tokenizer.load(plan.info)
         runners = HFRunners(plan.info, plan.layout, plan.config.device)
         executor = make_executor(plan.executor, RankSpec(runners, factory, plan.layout), connector)
-    except BaseException:
-        connector.shutdown()
-        raise
-    return LLMEngine(scheduler, executor, tokenizer, limits, clock=clock)
+        on_failure.pop_all()
+    return LLMEngine(scheduler, executor, tokenizer, limits, clock=clock, publisher=publisher)
 
 
 def _check_offload(offload: object) -> None:

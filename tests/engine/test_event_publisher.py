@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cargohold import ConfigError
+from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.engine.event_publisher import ZmqEventPublisher
 from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -82,3 +83,36 @@ def test_an_endpoint_that_cannot_be_bound_is_refused_by_name(publisher: ZmqEvent
     for endpoint in (publisher.endpoint, "nonsense"):
         with pytest.raises(ConfigError, match="kv_events_endpoint"):
             ZmqEventPublisher(endpoint)
+
+
+def test_an_engine_publishes_what_its_tiers_hold(
+    tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    llm = make_llm(tiny_model("llama"), kv_events_endpoint=endpoint, offload=OffloadConfig(host_bytes="1MiB"))
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVTIMEO, 20)
+    socket.connect(endpoint)
+    socket.subscribe(b"")
+    media: set[str] = set()
+    for number in range(500):
+        llm.generate([number % 100, *range(40)], SamplingParams(max_tokens=1))
+        try:
+            _, events, _ = msgspec.msgpack.decode(socket.recv_multipart()[2])
+        except zmq.Again:
+            continue
+        media |= {event["medium"] for event in events if event["type"] == "BlockStored"}
+        if len(media) > 1:
+            break
+    socket.close(linger=0)
+    assert media == {"GPU", "CPU"}
+    assert llm.take_events() == [], "they have been published"
+
+
+@pytest.mark.parametrize("endpoint", ["5557", 5557, "nonsense://x"])
+def test_an_impossible_endpoint_is_refused_before_the_weights_are_loaded(
+    endpoint: Any, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("it is too late"))
+    with pytest.raises(ConfigError, match="kv_events_endpoint"):
+        LLM(tiny_model("llama"), kv_events_endpoint=endpoint)

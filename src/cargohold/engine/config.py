@@ -46,6 +46,8 @@ class EngineConfig:
         load_failure_policy: ``recompute`` or ``fail``: what becomes of a request whose KV could not be loaded.
         load_timeout_s: a connector that does not end a load within this time is turned off.
         kv_events: whether KV events are collected.
+        kv_events_endpoint: publish KV events over ZeroMQ, bound to this address, such as ``tcp://127.0.0.1:5557``; needs the
+            extra ``events``.
         tensor_parallel_size: workers over which weights and KV heads are split; it must divide the model's heads.
         executor: ``inline`` (one worker, in this process), ``multiprocess`` or ``ray`` (one process or Ray actor per worker).
             By default inline for one worker, and multiprocess for several.
@@ -66,6 +68,7 @@ class EngineConfig:
     load_failure_policy: str = "recompute"
     load_timeout_s: float = 120.0
     kv_events: bool = False
+    kv_events_endpoint: str | None = None
     tensor_parallel_size: int = 1
     executor: str | None = None
     ray_address: str | None = None
@@ -86,6 +89,9 @@ class EngineConfig:
             self._require(key, is_positive_number(getattr(self, key)), "a number of seconds above 0")
         for key in ("prefix_caching", "kv_events"):
             self._require(key, isinstance(getattr(self, key), bool), "True or False")
+        endpoint = self.kv_events_endpoint
+        is_address = isinstance(endpoint, str) and "://" in endpoint
+        self._require("kv_events_endpoint", endpoint is None or is_address, "an address such as tcp://127.0.0.1:5557")
         self._check_workers()
 
     @property
@@ -169,7 +175,7 @@ def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
             prefix_caching=config.prefix_caching,
             load_failure_policy=LoadFailurePolicy(config.load_failure_policy),
             load_timeout_s=config.load_timeout_s,
-            emit_events=config.kv_events,
+            emit_events=config.kv_events or config.kv_events_endpoint is not None,
         ),
         executor=ExecutorConfig(
             kind=config.executor_kind,

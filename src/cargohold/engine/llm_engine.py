@@ -11,13 +11,14 @@ from typing import Any
 
 from cargohold.engine.core.request import FinishReason, Request, RequestTimes
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
+from cargohold.engine.event_publisher import ZmqEventPublisher
 from cargohold.engine.executor.base import Executor
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.engine.text_stream import TextStream
 from cargohold.errors import EngineDeadError, RequestError, one_line
-from cargohold.protocol import Clock, KVEvent
+from cargohold.protocol import Clock, KVEvent, Stats, add_stats
 from cargohold.units import is_int
 
 IDLE_SLEEP_S = 0.0005
@@ -70,9 +71,10 @@ class LLMEngine:
         clock: monotonic time in seconds.
         sleep: how to wait.
         draw_seed: the seed of a request that brings none.
+        publisher: where KV events go after each step; closed when the engine ends. Without one, ``take_events`` has them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one place where all of it meets
         self,
         scheduler: Scheduler,
         executor: Executor,
@@ -82,6 +84,7 @@ class LLMEngine:
         clock: Clock = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         draw_seed: Callable[[], int] = random_seed,
+        publisher: ZmqEventPublisher | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -90,6 +93,8 @@ class LLMEngine:
         self._clock = clock
         self._sleep = sleep
         self._draw_seed = draw_seed
+        self._publisher = publisher
+        self._stats: Stats = {}
         self._live: dict[str, _Live] = {}
         self._undelivered: list[RequestOutput] = []
         self._num_requests = 0
@@ -192,8 +197,13 @@ class LLMEngine:
         return self.scheduler.reset_cache()
 
     def take_events(self) -> list[KVEvent]:
-        """KV events since the last call."""
+        """KV events since the last call; none if they are published."""
         return self.scheduler.take_events()
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the connector since the start, both sides of it, summed over the workers."""
+        self._stats = add_stats(self._stats, self.scheduler.connector.get_stats())
+        return dict(self._stats)
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """End all requests, let transfers finish, stop the workers and let go of them. May be called twice."""
@@ -221,12 +231,17 @@ class LLMEngine:
                 executor.shutdown()
             finally:
                 self.scheduler.connector.shutdown()
+                if self._publisher is not None:
+                    self._publisher.close()
 
     def _step(self) -> list[RequestOutput]:
         assert self._executor is not None
         step = self.scheduler.schedule()
         output = self._executor.execute(step)
         updates = self.scheduler.update_from_output(output)
+        self._stats = add_stats(self._stats, output.connector.stats)
+        if self._publisher is not None:
+            self._publisher.publish(self.scheduler.take_events())
         if not step.scheduled and not updates and output.connector.is_empty() and self.scheduler.has_work():
             self._sleep(IDLE_SLEEP_S)
         return self._outputs(updates)

@@ -25,7 +25,7 @@ class HostMemory:
         row_bytes: bytes per row.
 
     Raises:
-        ConfigError: this machine does not have so much. A worker's machine need not be the one that the options were checked on.
+        ConfigError: this machine does not have so much; it need not be the one where the options were checked.
     """
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:

@@ -1,0 +1,36 @@
+"""Counters of the connectors, as the engine adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cargohold import LLM, OffloadConfig, SamplingParams
+
+
+def test_stats_count_what_was_moved(tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(
+        tiny_model("llama"),
+        block_tokens=8,
+        num_device_blocks=16,
+        max_model_len=100,
+        offload=OffloadConfig(host_bytes="8MiB"),
+    )
+    prompts = [[number, *range(64)] for number in range(3)]
+    for prompt in prompts:
+        llm.generate(prompt, SamplingParams(max_tokens=1))
+    stats = llm.stats()
+    # 65 tokens are eight whole blocks.
+    assert stats["store_blocks"] == stats["stored_blocks"] == 24
+    assert "load_blocks" not in stats
+    restored = llm.generate(prompts[0], SamplingParams(max_tokens=1))[0].metrics.restored_tokens["host"]
+    assert restored == 64
+    assert llm.stats()["load_blocks"] == 8
+    assert llm.stats() == llm.stats(), "asking changes nothing"
+
+
+def test_there_is_nothing_to_count_without_a_connector(
+    tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    llm = make_llm(tiny_model("llama"))
+    llm.generate([1, 2, 3], SamplingParams(max_tokens=1))
+    assert llm.stats() == {}
