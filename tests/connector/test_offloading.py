@@ -197,6 +197,23 @@ def test_nothing_is_stored_twice() -> None:
     assert len(copied) == len(set(copied)) == 33 // 4
 
 
+def test_chunks_that_found_no_slot_for_a_moment_are_stored_later() -> None:
+    offloading = SimulatedOffloading(6, policy="lru")
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("first", prompt(1, 16), 1)
+    engine.add("second", prompt(2, 17), 3)
+    engine.step()
+    manager = offloading.manager
+    assert manager.num_writing == 6, "four chunks of the first, and two of the four of the second"
+    transfers.auto = True
+    finish(engine, offloading)
+    hashes: list[bytes] = []
+    extend_hashes(hashes, prompt(2, 16), 4, root_hash())
+    assert manager.lookup_run([offload_key(block_hash, 0) for block_hash in hashes]) == bytes([READY]) * 4
+
+
 def test_chunks_are_visible_only_when_they_are_complete() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)

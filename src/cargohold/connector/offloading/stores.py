@@ -93,7 +93,9 @@ class EagerStores:
         if isinstance(handle, CannotStore):
             self._shared.stats["stores_deferred"] += 1
             return None  # the chunks are offered again
-        state.next_chunk[group] = end
+        # What waits for slots that others use is offered again, with all behind it.
+        state.next_chunk[group] = by_key[handle.deferred[0]].index if handle.deferred else end
+        self._shared.stats["stores_deferred"] += bool(handle.deferred)
         if not handle.keys:
             handle.commit()
             return None
