@@ -10,7 +10,7 @@ from cargohold.errors import ConfigError
 from cargohold.offload.policy import POLICIES
 from cargohold.units import is_positive_int, parse_bytes
 
-OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
+OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
 
 

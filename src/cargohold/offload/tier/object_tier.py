@@ -1,0 +1,161 @@
+"""The shared tier on object stores: S3 and what speaks its language, Google's, Azure's, or a plain directory.
+
+An object is ``<namespace id>/<first byte of the key>/<key>``, in hexadecimal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote, urlsplit
+
+from cargohold.errors import ConfigError, TierError, one_line
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.offload.tier.shared import SharedTier
+
+try:
+    import obstore
+    from obstore import exceptions as store_errors
+    from obstore.store import LocalStore, from_url
+except ImportError as missing:
+    raise ConfigError("url", "object store", "this needs the extra: pip install 'cargohold[objects]'") from missing
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION: Final = "namespace.json"
+_PARALLEL_PROBES: Final = 32
+_ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
+_NO_CREDENTIALS: Final = "169.254.169.254"
+"""Where a cloud's machines would find credentials when nobody has given any."""
+
+
+def open_store(config: SharedTierConfig) -> ObjectStore:
+    """The store that a URL names. Asks it nothing.
+
+    Raises:
+        ConfigError: the URL is incomplete, or the directory cannot be used.
+    """
+    try:
+        if config.scheme == "file":
+            directory = Path(unquote(urlsplit(config.url).path))
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return LocalStore(directory)
+        limit = timedelta(seconds=config.request_timeout_s)
+        # Options given here hide those of the environment, of which this one matters for stores on one's own machines.
+        may_use_http = any(os.environ.get(f"{cloud}_ALLOW_HTTP") == "true" for cloud in ("AWS", "AZURE", "GOOGLE"))
+        client = {"timeout": limit, "connect_timeout": limit, "allow_http": may_use_http}
+        retry = {"max_retries": 1, "retry_timeout": limit}
+        return from_url(config.url, client_options=client, retry_config=retry)  # type: ignore[call-overload, no-any-return]  # its overloads are one per store, by literal options
+    except (store_errors.BaseError, OSError, ValueError) as error:
+        raise ConfigError("url", config.url, f"the store cannot be used: {_first_line(error)}") from error
+
+
+class ObjectTier(SharedTier):
+    """Chunks as objects.
+
+    Args:
+        config: which store.
+        codec: makes and checks headers.
+        chunk_bytes: of the largest chunk.
+
+    Raises:
+        ConfigError: the URL is incomplete, the credentials are missing or wrong, or a directory cannot be written to.
+    """
+
+    def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int) -> None:
+        super().__init__(codec, chunk_bytes)
+        self._store = open_store(config)
+        self._prefix = codec.namespace.id
+        self._introduce(config)
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Ask for each object, several at a time."""
+        with self._errors():
+            if len(keys) == 1:
+                return [self._exists(keys[0])]
+            return asyncio.run(self._exist(keys))
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Delete objects."""
+        with self._errors():
+            for key in keys:
+                try:
+                    obstore.delete(self._store, self._path(key))
+                except FileNotFoundError:
+                    continue
+
+    def close(self) -> None:
+        """Connections close when the store is not referred to any more."""
+
+    def _put(self, key: OffloadKey, value: bytearray) -> bool:
+        with self._errors():
+            obstore.put(self._store, self._path(key), value)
+        return True
+
+    def _get(self, key: OffloadKey) -> memoryview | None:
+        with self._errors():
+            try:
+                return memoryview(obstore.get(self._store, self._path(key)).bytes())
+            except FileNotFoundError:
+                return None
+
+    def _path(self, key: OffloadKey) -> str:
+        name = key.hex()
+        return f"{self._prefix}/{name[:2]}/{name}"
+
+    def _exists(self, key: OffloadKey) -> bool:
+        try:
+            obstore.head(self._store, self._path(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def _exist(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        slots = asyncio.Semaphore(_PARALLEL_PROBES)
+
+        async def exists(key: OffloadKey) -> bool:
+            async with slots:
+                try:
+                    await obstore.head_async(self._store, self._path(key))
+                except FileNotFoundError:
+                    return False
+                return True
+
+        return await asyncio.gather(*map(exists, keys))
+
+    def _introduce(self, config: SharedTierConfig) -> None:
+        """Say what the namespace is, for ``cargohold cache``; this also finds out whether the store lets us write."""
+        text = json.dumps(self._codec.namespace.describe(), indent=2).encode()
+        try:
+            obstore.put(self._store, f"{self._prefix}/{DESCRIPTION}", text)
+        except _ACCESS_ERRORS as error:
+            raise ConfigError("url", config.url, f"the store refuses access: {_first_line(error)}") from error
+        except (store_errors.BaseError, OSError, ValueError) as error:
+            if _NO_CREDENTIALS in str(error):
+                raise ConfigError("url", config.url, "no credentials were found in the environment") from error
+            logger.warning("shared tier: %s does not answer yet: %s", config.url, _first_line(error))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (store_errors.BaseError, OSError, ValueError) as error:
+            raise TierError(self.name, _first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    """The error without the debug text that the package puts behind it."""
+    text = str(error).partition("\n")[0]
+    return text or one_line(error)

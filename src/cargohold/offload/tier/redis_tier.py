@@ -1,0 +1,121 @@
+"""The shared tier on Redis or Valkey, for small clusters.
+
+A chunk is the value of ``cargohold:<namespace id>:<key>``; ``cargohold:<namespace id>`` says what the namespace is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from cargohold.errors import ConfigError, TierError, one_line
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.offload.tier.shared import SharedTier
+
+try:
+    import redis
+except ImportError as missing:
+    raise ConfigError("url", "redis", "this needs the extra: pip install 'cargohold[redis]'") from missing
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = "cargohold:"
+_OUT_OF_MEMORY: Final = "OOM"
+
+
+def open_client(config: SharedTierConfig) -> redis.Redis:
+    """A client for the server that a URL names. Asks it nothing.
+
+    Raises:
+        ConfigError: the URL cannot be understood.
+    """
+    url = config.url.replace("valkey", "redis", 1) if config.scheme.startswith("valkey") else config.url
+    try:
+        return redis.Redis.from_url(
+            url, socket_timeout=config.request_timeout_s, socket_connect_timeout=config.request_timeout_s
+        )
+    except ValueError as error:
+        raise ConfigError("url", _without_password(config.url), one_line(error)) from error
+
+
+class RedisTier(SharedTier):
+    """Chunks as values.
+
+    Args:
+        config: which server.
+        codec: makes and checks headers.
+        chunk_bytes: of the largest chunk.
+
+    Raises:
+        ConfigError: the URL cannot be understood, or the server refuses the credentials.
+    """
+
+    def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int) -> None:
+        super().__init__(codec, chunk_bytes)
+        self._client = open_client(config)
+        self._ttl_s = config.ttl_s
+        self._prefix = f"{PREFIX}{codec.namespace.id}".encode()
+        self._introduce(config)
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Ask for all keys in one round trip."""
+        with self._errors(), self._client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.exists(self._name(key))
+            return [bool(count) for count in pipeline.execute()]
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Delete values; the server frees them in the background."""
+        if keys:
+            with self._errors():
+                self._client.unlink(*map(self._name, keys))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def _put(self, key: OffloadKey, value: bytearray) -> bool:
+        with self._errors():
+            try:
+                self._client.set(self._name(key), memoryview(value), ex=self._ttl_s)
+            except redis.exceptions.ResponseError as error:
+                if str(error).startswith(_OUT_OF_MEMORY):
+                    return False
+                raise
+        return True
+
+    def _get(self, key: OffloadKey) -> memoryview | None:
+        with self._errors():
+            value = self._client.get(self._name(key))
+        return memoryview(value) if isinstance(value, bytes) else None
+
+    def _name(self, key: OffloadKey) -> bytes:
+        return b"%b:%b" % (self._prefix, key)
+
+    def _introduce(self, config: SharedTierConfig) -> None:
+        """Say what the namespace is, for ``cargohold cache``; this also finds out whether the server lets us write."""
+        try:
+            self._client.set(self._prefix, json.dumps(self._codec.namespace.describe()))
+        except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+            raise ConfigError(
+                "url", _without_password(config.url), f"the server refuses access: {one_line(error)}"
+            ) from error
+        except redis.exceptions.RedisError as error:
+            logger.warning("shared tier: the server does not answer yet: %s", one_line(error))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except redis.exceptions.RedisError as error:
+            raise TierError(self.name, one_line(error)) from error
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"

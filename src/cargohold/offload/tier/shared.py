@@ -1,0 +1,85 @@
+"""What tiers that several engines share have in common: a chunk is one value, header first, under a name made of its key."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
+from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.staging import copy_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class SharedTier(Tier):
+    """A store of values that others write to as well. There is no master: equal keys mean equal contents.
+
+    What is kept is the store's own affair: its life-cycle rules, its memory policy, or ``cargohold cache prune``.
+
+    Args:
+        codec: makes and checks headers.
+        chunk_bytes: of the largest chunk.
+    """
+
+    def __init__(self, codec: ChunkCodec, chunk_bytes: int) -> None:
+        self.name = "shared"
+        self.chunk_bytes = chunk_bytes
+        self._codec = codec
+        self._count_lock = threading.Lock()
+        self._num_stored = 0
+        self._stored_bytes = 0
+
+    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+        """Write a chunk unless it is there."""
+        if self.probe([key])[0]:
+            return StoreOutcome.PRESENT
+        header, body = self._codec.encode(key, payload, parent)
+        value = bytearray(HEADER_BYTES + len(body))
+        value[:HEADER_BYTES] = header
+        copy_bytes(memoryview(value)[HEADER_BYTES:], body)
+        if not self._put(key, value):
+            return StoreOutcome.REFUSED
+        with self._count_lock:
+            self._num_stored += 1
+            self._stored_bytes += len(value)
+        return StoreOutcome.STORED
+
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
+        """Fetch a chunk and verify it; a bad one is deleted, so that the next store replaces it."""
+        value = self._get(key)
+        if value is None:
+            return LoadOutcome.ABSENT
+        if self._decode(key, value, into):
+            return LoadOutcome.LOADED
+        logger.warning("shared tier: chunk %s is damaged; it is deleted", key.hex())
+        self.remove([key])
+        return LoadOutcome.CORRUPT
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """The store sees for itself what is used."""
+
+    def usage(self) -> TierUsage:
+        """What this worker has stored."""
+        with self._count_lock:
+            return TierUsage(self._num_stored, self._stored_bytes, None)
+
+    @abstractmethod
+    def _put(self, key: OffloadKey, value: bytearray) -> bool:
+        """Write a value; whether there was room. Raises ``TierError``."""
+
+    @abstractmethod
+    def _get(self, key: OffloadKey) -> memoryview | None:
+        """A value, if it is there. Raises ``TierError``."""
+
+    def _decode(self, key: OffloadKey, value: memoryview, into: memoryview) -> bool:
+        header = self._codec.header_of(value[:HEADER_BYTES], key, len(into))
+        if header is None or len(value) != HEADER_BYTES + len(into):
+            return False
+        body = self._codec.body_for(into)
+        copy_bytes(body.view, value[HEADER_BYTES:])
+        return self._codec.decode(header, key, body, into)

