@@ -53,7 +53,7 @@ app = typer.Typer(
 def main() -> int:
     """Run the command line; the exit status: 0, 1 if something failed, 2 if what was asked is impossible, 130 after Ctrl-C."""
     try:
-        from cargohold.cli import chat, demo, run, simulate  # noqa: F401, PLC0415  # they add themselves to the app
+        from cargohold.cli import chat, demo, replay, run, simulate  # noqa: F401, PLC0415  # they add themselves to the app
 
         return int(app(standalone_mode=False) or 0)
     except _UsageError as error:

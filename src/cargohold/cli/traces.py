@@ -32,6 +32,19 @@ from cargohold.units import parse_bytes
 DEFAULT_LOG_BLOCK_TOKENS = 16
 
 
+TracesArgument = Annotated[
+    list[str], typer.Argument(help="Files of one trace: JSON lines, plain, gz or zst; - for standard input.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """How results are shown."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
+    html: Annotated[Path | None, typer.Option(help="Write a page with curves and tables to this file.")] = None
+
+
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
     """Which part of a trace, and how it is cut; see ``Selection``."""

@@ -77,6 +77,8 @@ class RequestLogDecoder:
             TraceError: it describes none.
             ConfigError: it is text, and there is no tokenizer.
         """
+        if b'"hash_ids"' in line.text and b'"token_ids"' not in line.text:
+            return decode_request(line)  # nearly always all lines, and there are many
         try:
             logged = self._decoder.decode(line.text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,0 +1,145 @@
+"""One page about a replay: curves, bytes, and the table behind them. Needs no network and no script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Final
+
+from cargohold.errors import ConfigError, one_line
+from cargohold.replay.chart import Axes, Series, line_chart
+from cargohold.replay.figures import (
+    describe_amount,
+    describe_costs,
+    describe_size,
+    describe_trace,
+    format_amount,
+    format_seconds,
+)
+from cargohold.replay.report import Report
+from cargohold.replay.results import INFINITE, OPTIMUM, ReplayResult
+
+_NUM_STYLES: Final = 6
+
+_STYLE: Final = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --paper: #ffffff; --rule: #d9dee4; --card: #f6f8fa;
+  --c0: #0b62a4; --c1: #c2410c; --c2: #0f7b5f; --c3: #8b3fa8; --c4: #8a6100; --c5: #b3175c; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa5b1; --paper: #14181d; --rule: #333b45;
+  --card: #1c2229; --c0: #6cb6ff; --c1: #ff9f6b; --c2: #4fd1a5; --c3: #d6a1f0; --c4: #e3c04b; --c5: #ff8bbd; } }
+body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .25rem; }
+p { margin: .25rem 0 .75rem; max-width: 46rem; } .soft { color: var(--soft); }
+.remark { background: var(--card); border-left: 4px solid var(--c1); padding: .5rem .75rem; }
+svg { width: 100%; height: auto; display: block; font: 13px system-ui, sans-serif; }
+.grid { stroke: var(--rule); } .tick { fill: var(--soft); } .line { fill: none; stroke-width: 2.25; }
+.dot { stroke: var(--paper); stroke-width: 1.5; } .name { font-weight: 600; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.optimum.line { stroke-dasharray: 7 5; } .infinite.line { stroke-dasharray: 2 5; }
+"""
+
+
+def write_page(path: Path, report: Report) -> None:
+    """Write the page. Raises ``ConfigError`` if the file cannot be written."""
+    try:
+        path.write_text(page(report), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("html", str(path), f"it cannot be written: {error.strerror or one_line(error)}") from error
+
+
+def page(report: Report) -> str:
+    """The page's text."""
+    title = f"Replay of {', '.join(Path(name).name for name in report.names)}"
+    remarks = "".join(f'<p class="remark">{escape(text)}</p>' for text in report.remarks)
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{_STYLE}{_colours(report)}</style></head>
+<body>
+<h1>{escape(title)}</h1>
+<p class="soft">{escape(describe_trace(report))}</p>
+{remarks}
+<h2>Prefix-hit ratio</h2>
+<p>Blocks found with all blocks before them, of all blocks asked for. No policy can be above the optimum, which knows the
+future; {INFINITE} never evicts.</p>
+{_chart(report, _ratio, lambda value: f"{100 * value:.0f}%", "Prefix-hit ratio against size")}
+<h2>Written</h2>
+<p>What goes into the tiers, and evicts what was there: of the disk, it is wear.</p>
+{_chart(report, _stored, lambda value: format_amount(report, value), "Volume written against size")}
+<h2>Loaded</h2>
+<p>What comes back from the tiers instead of being computed.</p>
+{_chart(report, _loaded, lambda value: format_amount(report, value), "Volume loaded against size")}
+<h2>All numbers</h2>
+<p class="soft">{escape(describe_costs(report))}</p>
+<div class="scroll">{_table(report)}</div>
+</body>
+</html>
+"""
+
+
+def _colours(report: Report) -> str:
+    """A colour per policy; bounds are grey."""
+    rules = [f".{bound} {{ --c: var(--soft); }}" for bound in (OPTIMUM, INFINITE)]
+    own = [policy for policy in report.policies if policy not in (OPTIMUM, INFINITE)]
+    rules += [f".p{at} {{ --c: var(--c{at % _NUM_STYLES}); }}" for at in range(len(own))]
+    return "\n".join([*rules, ".line { stroke: var(--c); } .dot, .name { fill: var(--c); }"])
+
+
+def _ratio(result: ReplayResult) -> float | None:
+    return result.prefix_hit_ratio
+
+
+def _stored(result: ReplayResult) -> float | None:
+    return sum(tier.stored for tier in result.tiers) if result.tiers else None
+
+
+def _loaded(result: ReplayResult) -> float | None:
+    return sum(tier.loaded for tier in result.tiers) if result.tiers else None
+
+
+def _chart(
+    report: Report, value: Callable[[ReplayResult], float | None], show: Callable[[float], str], title: str
+) -> str:
+    sizes = report.sizes
+    if not sizes:
+        return '<p class="soft">Nothing to draw: only an infinite cache was replayed.</p>'
+    series = []
+    own = [policy for policy in report.policies if policy not in (OPTIMUM, INFINITE)]
+    for policy in report.policies:
+        found = [(float(size[0]), report.find(policy, size)) for size in sizes]
+        points = [(x, y) for x, result in found if result is not None and (y := value(result)) is not None]
+        if points:
+            series.append(Series(policy, f"p{own.index(policy)}" if policy in own else policy, points))
+    below = f", with {describe_size(report, sizes[0][1:])} of disk below" if len(sizes[0]) > 1 else ""
+    return line_chart(series, Axes(title, f"host memory{below}", lambda x: format_amount(report, x), show))
+
+
+def _table(report: Report) -> str:
+    has_time = report.costs.prefill_tokens_per_s is not None
+    tiers = max((result.tiers for result in report.results), key=len, default=())
+    heads = ["policy", "size", "prefix hits", "block hits"]
+    heads += [f"{what}, {tier.name}" for tier in tiers for what in ("loaded", "written", "evicted")]
+    heads += ["prefill saved"] if has_time else []
+    rows = [_row(heads, "th")]
+    for policy in report.policies:
+        for result in sorted((r for r in report.results if r.policy == policy), key=lambda r: r.capacities):
+            cells = [policy, "everything" if policy == INFINITE else describe_size(report, result.capacities)]
+            cells += [f"{100 * ratio:.2f}%" for ratio in (result.prefix_hit_ratio, result.block_hit_ratio)]
+            for at in range(len(tiers)):
+                amounts = result.tiers[at] if at < len(result.tiers) else None
+                cells += (
+                    ["", "", ""]
+                    if amounts is None
+                    else [describe_amount(report, n) for n in (amounts.loaded, amounts.stored, amounts.evicted)]
+                )
+            if has_time:
+                cells.append(format_seconds(report.costs.saved_s(result, report.workload.chunk_tokens)))
+            rows.append(_row(cells, "td"))
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>\n"

@@ -1,0 +1,142 @@
+"""How many bytes of KV a token takes, by a model's configuration; also for models that the embedded engine cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cargohold.engine.model.source import locate_model
+from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
+from cargohold.units import is_positive_int
+
+_DTYPE_BYTES: Final = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+_WINDOWED: Final = ("sliding_attention", "chunked_attention")
+_FULL: Final = ("full_attention", "attention")
+_STATELESS: Final = ("mlp", "moe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSize:
+    """What a model keeps of a token.
+
+    Attributes:
+        full_layers: layers that look back at everything.
+        windowed_layers: layers that look back at a window. Every token's KV is offloaded while it is inside the window, so for
+            the tier they weigh as much.
+        state_layers: layers that keep a state of fixed size instead; not counted in ``bytes_per_token``.
+        shared_layers: layers that use another layer's KV, and keep none.
+        bytes_per_token: of KV in all layers, on all workers together.
+        is_latent: whether keys and values are kept as one compressed vector (MLA).
+    """
+
+    full_layers: int
+    windowed_layers: int
+    state_layers: int
+    shared_layers: int
+    bytes_per_token: int
+    is_latent: bool
+
+    def describe(self) -> str:
+        """In words."""
+        kinds = [
+            (self.full_layers, "full attention"),
+            (self.windowed_layers, "sliding or chunked attention"),
+            (self.state_layers, "a state of fixed size, not counted"),
+            (self.shared_layers, "another layer's KV"),
+        ]
+        layers = ", ".join(f"{count} with {kind}" for count, kind in kinds if count)
+        latent = "compressed (MLA), " if self.is_latent else ""
+        return f"{self.bytes_per_token:,} bytes per token: {latent}layers: {layers}"
+
+
+def describe_kv(model: str, dtype_bytes: int | None = None) -> KVSize:
+    """The KV of a model, by its configuration alone.
+
+    Args:
+        model: a directory, a GGUF file, a hub id or ``smollm2``.
+        dtype_bytes: bytes per number, if KV is kept in another type than the model was saved in.
+
+    Raises:
+        ModelNotFoundError: nothing is there.
+        UnsupportedModelError: its configuration does not tell.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415  # slow to import
+
+    path = locate_model(model)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except OSError as error:
+        raise ModelNotFoundError(model, f"its config.json cannot be read: {one_line(error)}") from error
+    except Exception as error:  # whatever a model's own checks of its configuration raise
+        raise UnsupportedModelError(model, f"transformers does not know it: {one_line(error)}") from error
+    return kv_size(model, config.get_text_config(), dtype_bytes)
+
+
+def kv_size(model: str, config: Any, dtype_bytes: int | None = None) -> KVSize:
+    """The KV of a model with this configuration, of which only the part about text is looked at.
+
+    Raises:
+        ConfigError: ``dtype_bytes`` cannot be.
+        UnsupportedModelError: the configuration does not tell.
+    """
+    if dtype_bytes is None:
+        dtype_bytes = _DTYPE_BYTES.get(str(getattr(config, "dtype", None)).removeprefix("torch."), 4)
+    elif not is_positive_int(dtype_bytes):
+        raise ConfigError("kv_dtype_bytes", dtype_bytes, "it must be an integer from 1")
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if not num_layers:
+        raise UnsupportedModelError(model, "its configuration does not say how many layers it has")
+    kinds = _layer_kinds(config, num_layers)
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    keeping = kinds[: num_layers - shared]
+    size = KVSize(
+        full_layers=sum(kind in _FULL for kind in keeping),
+        windowed_layers=sum(kind in _WINDOWED for kind in keeping),
+        state_layers=sum(kind not in (*_FULL, *_WINDOWED, *_STATELESS) for kind in keeping),
+        shared_layers=shared,
+        bytes_per_token=dtype_bytes
+        * sum(
+            _numbers_of_layer(model, config, layer)
+            for layer, kind in enumerate(keeping)
+            if kind in (*_FULL, *_WINDOWED)
+        ),
+        is_latent=bool(getattr(config, "kv_lora_rank", None)),
+    )
+    if not size.bytes_per_token:
+        raise UnsupportedModelError(model, "it has no attention layers, so it has no KV cache")
+    return size
+
+
+def _layer_kinds(config: Any, num_layers: int) -> Sequence[str]:
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is not None:
+        return list(kinds)
+    uses_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if uses_window else "full_attention"] * num_layers
+
+
+def _numbers_of_layer(model: str, config: Any, layer: int) -> int:
+    """Numbers that one layer keeps of a token: a key and a value per KV head, or one compressed vector for all."""
+    per_layer = getattr(config, "per_layer_config", None)
+    own = per_layer[layer] if per_layer else config
+    try:
+        if getattr(own, "kv_lora_rank", None):
+            return int(own.kv_lora_rank + own.qk_rope_head_dim)
+        num_heads = own.num_attention_heads
+        num_kv_heads = getattr(own, "num_key_value_heads", None) or num_heads
+        if getattr(own, "multi_query", False) and not getattr(own, "new_decoder_architecture", False):
+            num_kv_heads = 1
+        head_dim = getattr(own, "head_dim", None) or own.hidden_size // num_heads
+    except (AttributeError, RuntimeError, ZeroDivisionError, TypeError) as error:
+        raise UnsupportedModelError(
+            model, f"its configuration does not tell the size of KV: {one_line(error)}"
+        ) from error
+    return int(2 * num_kv_heads * head_dim)

@@ -1,0 +1,140 @@
+"""What is told of a replay, for machines: plain values, ready for JSON. Tables and pages are made of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cargohold.replay.costs import CostModel
+from cargohold.replay.results import BOUNDS, INFINITE, ReplayResult
+from cargohold.replay.workload import Workload
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Results and what they are about.
+
+    Attributes:
+        names: the files of the trace.
+        workload: what was replayed.
+        costs: what a hit is worth.
+        results: in any order.
+        remarks: what a reader should know, as sentences.
+    """
+
+    names: tuple[str, ...]
+    workload: Workload
+    costs: CostModel
+    results: tuple[ReplayResult, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """Bytes of a chunk, ``None`` if not known."""
+        return self.costs.chunk_bytes(self.workload.chunk_tokens)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Those that were replayed; bounds last."""
+        found = dict.fromkeys(result.policy for result in self.results)
+        return tuple(sorted(found, key=lambda policy: (policy in BOUNDS, policy == INFINITE, policy)))
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Slots of the tiers at each size, ascending."""
+        return tuple(sorted({result.capacities for result in self.results if result.policy != INFINITE}))
+
+    def find(self, policy: str, capacities: tuple[int, ...]) -> ReplayResult | None:
+        """The result of a policy at a size; an infinite cache has one for all sizes."""
+        for result in self.results:
+            if result.policy == policy and (policy == INFINITE or result.capacities == capacities):
+                return result
+        return None
+
+    def as_facts(self) -> Facts:
+        """Everything, for JSON."""
+        ordered = sorted(self.results, key=lambda result: (self.policies.index(result.policy), result.capacities))
+        return {
+            "trace": self._trace_facts(),
+            "cost_model": {
+                "bytes_per_token": self.costs.bytes_per_token,
+                "chunk_bytes": self.chunk_bytes,
+                "prefill_tokens_per_s": self.costs.prefill_tokens_per_s,
+                "load_bytes_per_s": dict(self.costs.bytes_per_s),
+            },
+            "remarks": list(self.remarks),
+            "results": [self._result_facts(result) for result in ordered],
+        }
+
+    def _trace_facts(self) -> Facts:
+        workload = self.workload
+        return {
+            "files": list(self.names),
+            "requests": workload.num_requests,
+            "lookups": workload.num_lookups,
+            "unique_chunks": workload.num_unique,
+            "blocks_per_chunk": workload.blocks_per_chunk,
+            "block_tokens": workload.block_tokens,
+            "prompt_tokens": workload.num_prompt_tokens,
+            "duration_s": workload.duration_s,
+            "engine_reused_blocks": workload.num_reused_blocks,
+        }
+
+    def _result_facts(self, result: ReplayResult) -> Facts:
+        return {
+            "policy": result.policy,
+            "prefix_hit_ratio": result.prefix_hit_ratio,
+            "block_hit_ratio": result.block_hit_ratio,
+            "prefix_hits": result.num_prefix_hits,
+            "block_hits": result.num_block_hits,
+            "hit_tokens": result.num_hit_tokens,
+            "saved_prefill_s": self.costs.saved_s(result, self.workload.chunk_tokens),
+            "capacity_chunks": list(result.capacities),
+            "capacity_bytes": [self._bytes(capacity) for capacity in result.capacities],
+            "capacity_of_unique": [capacity / self.workload.num_unique for capacity in result.capacities],
+            "tiers": [
+                {
+                    "tier": tier.name,
+                    "capacity_chunks": tier.capacity,
+                    "loaded_chunks": tier.loaded,
+                    "stored_chunks": tier.stored,
+                    "evicted_chunks": tier.evicted,
+                    "held_chunks": tier.held,
+                    "loaded_bytes": self._bytes(tier.loaded),
+                    "stored_bytes": self._bytes(tier.stored),
+                }
+                for tier in result.tiers
+            ],
+            "seconds": result.seconds,
+        }
+
+    def _bytes(self, num_chunks: int) -> int | None:
+        return None if self.chunk_bytes is None else num_chunks * self.chunk_bytes
+
+
+def remarks_on(workload: Workload, num_skipped: int = 0) -> list[str]:
+    """What is odd about a trace, and what its own engine counted."""
+    remarks = []
+    if num_skipped:
+        remarks.append(f"{num_skipped} broken line(s) of the trace were skipped")
+    num_misplaced = workload.count_misplaced()
+    if num_misplaced:
+        remarks.append(
+            f"{num_misplaced:,} of {len(workload.chunks):,} uses of a block come behind another block than its first use: "
+            f"the ids do not stand for whole prefixes (or files with ids of their own were mixed), so prefix hits mean little"
+        )
+    if not workload.is_sorted:
+        remarks.append("requests were not in the order of their times; they are replayed in it")
+    reused = workload.num_reused_blocks
+    if reused is not None:
+        num_blocks = workload.num_lookups * workload.blocks_per_chunk
+        remarks.append(f"the engine that recorded it reused {reused:,} blocks itself: {reused / num_blocks:.2%}")
+    return remarks
+
+
+def policies_with_bounds(policies: Sequence[str], workload: Workload) -> list[str]:
+    """Policies to replay: without the optimum where there is none, because ids form no trie."""
+    return [policy for policy in policies if policy != "optimum" or not workload.count_misplaced()]
