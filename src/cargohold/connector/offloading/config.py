@@ -9,6 +9,9 @@ from cargohold.machine import memory_limit_bytes
 from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
 from cargohold.units import format_bytes, is_positive_int, parse_bytes
 
+RESTORE_IF_FASTER = "if_faster"
+RESTORE_ALWAYS = "always"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
@@ -23,6 +26,9 @@ class OffloadConfig:
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
         job_timeout_s: if a transfer has not ended on all workers after this time, something is broken, and the connector
             turns itself off.
+        restore: whether chunks are brought up from lower tiers ``if_faster`` than computing them, judged by what both took
+            lately, or ``always``.
+        restore_timeout_s: a request waits for lower tiers no longer than this; what has not come by then is computed.
     """
 
     host_bytes: int | str
@@ -32,6 +38,8 @@ class OffloadConfig:
     max_inflight_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
     job_timeout_s: float = 120.0
+    restore: str = RESTORE_IF_FASTER
+    restore_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         limit = memory_limit_bytes()
@@ -50,6 +58,9 @@ class OffloadConfig:
             self.job_timeout_s > self.transfer_timeout_s,
             "a number of seconds above transfer_timeout_s",
         )
+        choices = (RESTORE_IF_FASTER, RESTORE_ALWAYS)
+        self._require("restore", self.restore in choices, f"one of {', '.join(choices)}")
+        self._require("restore_timeout_s", self.restore_timeout_s > 0, "a number of seconds above 0")
 
     @property
     def num_host_bytes(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cargohold.offload.keys import ChunkKeys, split_key
-from cargohold.offload.manager.base import ChunksStored, OffloadKey, OffloadManager
+from cargohold.offload.manager.base import ChunksStored, ManagerEvent, OffloadKey
 from cargohold.protocol import BlockRemoved, BlockStored, KVEvent, RequestView
 
 
@@ -23,6 +24,14 @@ class _Origin:
     token_ids: tuple[int, ...]
 
 
+class EventSource(Protocol):
+    """A manager, or whatever else knows what a tier holds."""
+
+    def take_events(self) -> Sequence[ManagerEvent]:
+        """What became ready and what was removed since the last call, in order."""
+        ...
+
+
 class TierEvents:
     """Translates a manager's events into KV events.
 
@@ -30,13 +39,13 @@ class TierEvents:
     The same chunk may come and go several times between two looks at the events, so they are translated as they happen.
 
     Args:
-        manager: whose events they are; it must record them.
+        source: whose events they are; it must record them.
         medium: name of the medium.
         chunk_tokens: tokens per chunk, per group.
     """
 
-    def __init__(self, manager: OffloadManager, medium: str, chunk_tokens: Sequence[int]) -> None:
-        self._manager = manager
+    def __init__(self, source: EventSource, medium: str, chunk_tokens: Sequence[int]) -> None:
+        self._source = source
         self._translated: list[KVEvent] = []
         self._medium = medium
         self._chunk_tokens = chunk_tokens
@@ -73,7 +82,7 @@ class TierEvents:
         return events
 
     def _translate(self) -> None:
-        for event in self._manager.take_events():
+        for event in self._source.take_events():
             self._translated += (
                 self._stored(event.keys) if isinstance(event, ChunksStored) else self._removed(event.keys)
             )

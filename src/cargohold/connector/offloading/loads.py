@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 
 from cargohold.connector.offloading.chunks import chunks_to_load
 from cargohold.connector.offloading.jobs import Load
 from cargohold.connector.offloading.messages import LoadJob
+from cargohold.connector.offloading.recall import Recalls
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.offload.manager.base import OffloadKey
@@ -19,15 +21,22 @@ logger = logging.getLogger(__name__)
 class Loads:
     """Plans loads and draws the consequences of their ends."""
 
-    def __init__(self, shared: Shared, requests: Mapping[str, RequestState]) -> None:
+    def __init__(self, shared: Shared, requests: Mapping[str, RequestState], recalls: Recalls | None = None) -> None:
         self._shared = shared
+        self._recalls = recalls
         self._requests = requests
         self._planned: list[LoadJob] = []
         # Blocks that some worker reported as bad, of loads that have not ended on all of them.
         self._invalid_block_ids: set[int] = set()
 
-    def plan(self, state: RequestState, blocks: BlockIds, num_computed_tokens: int, num_hit_tokens: int) -> None:
-        """Load what lies between the computed tokens and the end of the hit into the request's blocks."""
+    def plan(
+        self, state: RequestState, blocks: BlockIds, num_computed_tokens: int, num_hit_tokens: int
+    ) -> Counter[str]:
+        """Load what lies between the computed tokens and the end of the hit into the request's blocks.
+
+        Returns:
+            The tokens loaded, by the tier they came from.
+        """
         shared = self._shared
         per_chunk = shared.config.blocks_per_chunk
         chunks = [
@@ -45,9 +54,13 @@ class Loads:
         load = Load(shared.jobs.new_id(), request_id, handle, num_computed_tokens, block_ids, key_of_block)
         shared.jobs.add_load(load)
         self._planned.append(LoadJob(load.job_id, request_id, block_ids, rows, shared.config.transfer_timeout_s))
-        state.restored_tokens += num_hit_tokens - num_computed_tokens
         shared.stats["loads"] += 1
         shared.stats["loaded_blocks"] += len(block_ids)
+        sources = Counter({shared.tier: num_hit_tokens - num_computed_tokens})
+        if self._recalls is not None:
+            sources = self._recalls.restored_from(state, num_computed_tokens, num_hit_tokens, shared.tier)
+        state.restored_tokens.update(sources)
+        return sources
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """The loads planned since the last call."""
@@ -80,5 +93,5 @@ class Loads:
         state = self._requests.get(load.request_id)
         if state is not None:
             state.notes.append(f"the load from {tier} {reason}; those tokens are computed instead")
-            state.restored_tokens = 0
+            state.restored_tokens.clear()
             state.offer_again_from(load.num_computed_tokens)

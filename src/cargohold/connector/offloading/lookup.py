@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from cargohold.blocks import GroupUnits, longest_hit
 from cargohold.connector.offloading.jobs import JobTable
+from cargohold.connector.offloading.recall import Recalls
 from cargohold.connector.offloading.requests import Lookup, RequestState
-from cargohold.offload.keys import ChunkKeys
+from cargohold.connector.offloading.states import HostStates
 from cargohold.offload.manager.base import OffloadManager
-
-
-class _TierStates:
-    """Presence of one request's chunks of one group in the tier; see ``cargohold.blocks.UnitStates``."""
-
-    def __init__(self, manager: OffloadManager, keys: ChunkKeys) -> None:
-        self._manager = manager
-        self._keys = keys.keys
-
-    def run(self, first: int, end: int) -> bytes:
-        return self._manager.lookup_run(self._keys[first:end])
-
-    def window(self, first: int, end: int) -> bytes:
-        return self._manager.lookup(self._keys[first:end])
 
 
 class TierLookup:
@@ -31,10 +18,20 @@ class TierLookup:
         jobs: transfers in flight.
         shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
         full_hits: whether a request may be hit as a whole.
+        recalls: brings chunks up from lower tiers first, where there are any.
     """
 
-    def __init__(self, manager: OffloadManager, jobs: JobTable, *, shares_loads: bool, full_hits: bool) -> None:
+    def __init__(
+        self,
+        manager: OffloadManager,
+        jobs: JobTable,
+        *,
+        shares_loads: bool,
+        full_hits: bool,
+        recalls: Recalls | None = None,
+    ) -> None:
         self._manager = manager
+        self._recalls = recalls
         self._jobs = jobs
         self._shares_loads = shares_loads
         self._full_hits = full_hits
@@ -53,11 +50,15 @@ class TierLookup:
         num_tokens = state.request.num_tokens
         limit = num_tokens if self._full_hits else num_tokens - 1
         max_load = state.params.max_load_tokens
+        if max_load is not None:
+            limit = min(limit, num_computed_tokens + max_load)
+        if self._recalls is not None and self._recalls.must_wait(state, num_computed_tokens, limit):
+            return Lookup(num_computed_tokens, True, num_computed_tokens, basis)
         hit = longest_hit(
-            [GroupUnits(keys.group, keys.chunk_tokens, _TierStates(self._manager, keys)) for keys in state.keys],
+            [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._manager, keys)) for keys in state.keys],
             num_tokens,
             num_computed_tokens,
-            limit_tokens=limit if max_load is None else min(limit, num_computed_tokens + max_load),
+            limit_tokens=limit,
         )
         if hit.num_tokens - num_computed_tokens < min(keys.chunk_tokens for keys in state.keys):
             # Not worth a transfer: less than one chunk beyond what is there.

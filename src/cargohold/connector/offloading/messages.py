@@ -1,8 +1,11 @@
-"""What the scheduler side tells the workers."""
+"""What the scheduler side tells the workers, and what they answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from cargohold.offload.tiering.commands import TierCommand
+from cargohold.offload.tiering.task import both
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,49 @@ class OffloadingMetadata:
         stores: to start after the forward pass.
         finish_stores: let all stores end before this step overwrites blocks: their sources could not be held.
         release: ended requests whose blocks no store reads any more; workers pass it on as ``finished_sending``.
+        tier_commands: jobs for the tiers below host memory, to start at once.
+        cancelled_tier_jobs: such jobs that nobody needs any more.
     """
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
     finish_stores: bool = False
     release: tuple[str, ...] = ()
+    tier_commands: tuple[TierCommand, ...] = ()
+    cancelled_tier_jobs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierAnswer:
+    """How a job of a tier below host memory went, chunk by chunk.
+
+    Attributes:
+        succeeded: 1 where all of the workers that speak here were successful, else 0.
+        num_workers: how many speak here.
+    """
+
+    succeeded: bytes
+    num_workers: int = 1
+
+    def aggregate(self, other: TierAnswer) -> TierAnswer:
+        """Both workers' answers."""
+        return TierAnswer(both(self.succeeded, other.succeeded), self.num_workers + other.num_workers)
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """What workers tell the scheduler side: jobs of lower tiers that ended.
+
+    Attributes:
+        answers: by job. Workers may report the same job in different steps.
+    """
+
+    answers: dict[int, TierAnswer] = field(default_factory=dict)
+
+    def aggregate(self, other: TierReport) -> TierReport:
+        """Both workers' reports."""
+        merged = dict(self.answers)
+        for job_id, theirs in other.answers.items():
+            mine = merged.get(job_id)
+            merged[job_id] = theirs if mine is None else mine.aggregate(theirs)
+        return TierReport(merged)

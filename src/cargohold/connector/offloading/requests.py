@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from cargohold.connector.offloading.params import TransferParams
 from cargohold.offload.keys import ChunkKeys
+from cargohold.offload.tiering import Promotion
 from cargohold.protocol import KVCacheLayout, RequestView
 
 
@@ -27,6 +29,27 @@ class Lookup:
 
 
 @dataclass(slots=True)
+class Recall:
+    """A request's chunks on their way up from lower tiers; see ``cargohold.connector.offloading.recall``.
+
+    Attributes:
+        deadline: when the request goes on with what there is.
+        promotion: what is being brought up.
+        is_over: whether the request need not wait any more.
+    """
+
+    deadline: float
+    promotion: Promotion | None = None
+    is_over: bool = False
+
+    def end(self) -> None:
+        """Wait for nothing and hold nothing any more."""
+        self.is_over = True
+        if self.promotion is not None:
+            self.promotion.release()
+
+
+@dataclass(slots=True)
 class RequestState:
     """One request.
 
@@ -36,7 +59,8 @@ class RequestState:
         keys: offload keys per group.
         next_chunk: per group, the first chunk not offered for storing yet.
         lookup: the last look-up's answer.
-        restored_tokens: tokens loaded so far.
+        recall: what lower tiers are asked for; ``None`` before the first look-up, and once the request is admitted.
+        restored_tokens: tokens loaded so far, by the tier they came from.
         notes: what was decided and why.
     """
 
@@ -45,7 +69,8 @@ class RequestState:
     keys: tuple[ChunkKeys, ...]
     next_chunk: list[int]
     lookup: Lookup | None = None
-    restored_tokens: int = 0
+    recall: Recall | None = None
+    restored_tokens: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -60,6 +85,12 @@ class RequestState:
         hashes = self.request.block_hashes
         for keys in self.keys:
             keys.extend(hashes)
+
+    def end_recall(self) -> None:
+        """Lower tiers are not needed any more."""
+        recall, self.recall = self.recall, None
+        if recall is not None:
+            recall.end()
 
     def has_unoffered_chunks(self, num_tokens: int) -> bool:
         """Whether the first ``num_tokens`` tokens have full chunks that were not offered for storing."""

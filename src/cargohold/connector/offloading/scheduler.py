@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import LockHolder, RequestHolder, TouchHolder
 from cargohold.connector.offloading.jobs import JobTable, Load, Store
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
-from cargohold.connector.offloading.messages import OffloadingMetadata
+from cargohold.connector.offloading.lower_side import LowerSide
+from cargohold.connector.offloading.messages import OffloadingMetadata, TierReport
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.errors import ContractError
 from cargohold.offload.manager.base import OffloadManager
+from cargohold.offload.tiering import LowerTiers
 from cargohold.protocol import (
     MEDIUM_HOST,
     AttentionKind,
@@ -48,9 +50,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         manager: what the tier holds.
         make_stores: what decides which chunks are copied down; by default all, as they are computed.
         tier: name of the tier in reports.
+        lower: the tiers below it; ``manager`` is then a ``TieringManager`` that they belong to.
     """
 
     name = "offloading"
+    worker_metadata_type = TierReport
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         *,
         make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner] = EagerStores,
         tier: str = "host",
+        lower: LowerTiers | None = None,
     ) -> None:
         holder = LockHolder() if environment.applies_locks else RequestHolder()
         chunk_tokens = [group.block_tokens * config.blocks_per_chunk for group in environment.layout.groups]
@@ -67,10 +72,20 @@ class OffloadingScheduler(KVConnectorScheduler):
         jobs = JobTable(environment.clock)
         self._shared = Shared(config, environment.layout, manager, tier, holder, jobs, events)
         self._requests: dict[str, RequestState] = {}
+        self._lower = None
+        if lower is not None:
+            self._lower = LowerSide(
+                lower, manager, environment, chunk_tokens, only_if_faster=config.restore == RESTORE_IF_FASTER
+            )
+        recalls = None if self._lower is None else self._lower.recalls
         self._lookup = TierLookup(
-            manager, self._shared.jobs, shares_loads=environment.prefix_caching, full_hits=environment.full_hits
+            manager,
+            self._shared.jobs,
+            shares_loads=environment.prefix_caching,
+            full_hits=environment.full_hits,
+            recalls=recalls,
         )
-        self._loads = Loads(self._shared, self._requests)
+        self._loads = Loads(self._shared, self._requests, recalls)
         self._stores = make_stores(self._shared, self._requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
@@ -122,6 +137,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if keeps_blocks:
             self._lingering.add(request.request_id)
         state = self._requests[request.request_id]
+        state.end_recall()
         if not state.params.do_remote_decode:
             return keeps_blocks, None
         return keeps_blocks, {"do_remote_prefill": True, "num_offloaded_tokens": state.num_offered_tokens()}
@@ -129,8 +145,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def explain(self, request_id: str) -> CacheReport:
         """What was decided for the request, and why; forgets it."""
         state = self._requests.pop(request_id)
-        restored = {self._shared.tier: state.restored_tokens} if state.restored_tokens else {}
-        return CacheReport(restored, tuple(state.notes))
+        return CacheReport(dict(state.restored_tokens), tuple(state.notes))
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -152,11 +167,13 @@ class OffloadingScheduler(KVConnectorScheduler):
         for keys in state.keys:
             self._shared.manager.touch(keys.keys)
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
+        sources: Counter[str] = Counter()
         if num_external_tokens:
-            self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
+            sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
+        state.end_recall()
         if not state.params.do_remote_decode:
             state.skip_offers(num_hit_tokens)
-        self._note_lookup(state, lookup.num_computed_tokens, num_external_tokens)
+        self._note_lookup(state, lookup.num_computed_tokens, sources)
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         """This step's loads, and stores of the chunks that its tokens complete.
@@ -169,11 +186,17 @@ class OffloadingScheduler(KVConnectorScheduler):
                 self.name, f"its workers did not end job {lost} within {self._shared.config.job_timeout_s:g} s"
             )
         finish_stores = self._must_finish_stores(step)
+        stores = tuple(self._stores.plan(step))
+        tier_commands, cancelled = (
+            ((), ()) if self._lower is None else self._lower.begin_step(step, self._shared.jobs.new_id)
+        )
         return OffloadingMetadata(
             loads=self._loads.take_planned(),
-            stores=tuple(self._stores.plan(step)),
+            stores=stores,
             finish_stores=finish_stores,
             release=self._take_released(),
+            tier_commands=tier_commands,
+            cancelled_tier_jobs=cancelled,
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -181,7 +204,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._loads.note_invalid(output.invalid_block_ids)
         if output.finished.step_failed or output.invalid_block_ids:
             self._spoil_stores()
+        if self._lower is not None:
+            self._lower.note_answers(output)
         for job_id, outcome in output.finished.jobs.items():
+            if self._lower is not None and self._lower.end(job_id, outcome):
+                continue
             job = self._shared.jobs.end(job_id)
             if isinstance(job, Load):
                 self._loads.end(job, outcome, output)
@@ -192,18 +219,21 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Locks and unlocks, where blocks are held that way."""
+        if self._lower is not None:
+            self._lower.end_step()
         return self._shared.holder.take_report()
 
     def has_pending_work(self) -> bool:
-        """While jobs are in flight, or blocks of ended requests are kept."""
-        return bool(self._shared.jobs or self._lingering)
+        """While jobs are in flight, or blocks of ended requests are kept; a while for what lower tiers are to write."""
+        return bool(self._shared.jobs or self._lingering) or (self._lower is not None and self._lower.has_pending_work)
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[KVEvent]:
-        """What became available in the tier and what was removed, if anyone listens."""
+        """What became available in the tiers and what was removed, if anyone listens."""
         events = self._shared.events
-        return () if events is None else events.take()
+        own = () if events is None else events.take()
+        return own if self._lower is None else (*own, *self._lower.take_events())
 
     def reset_cache(self) -> bool:
         """Forget every chunk, unless a job is in flight."""
@@ -212,7 +242,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def get_stats(self) -> Stats:
         """Counters since the last call."""
         stats, self._shared.stats = dict(self._shared.stats), Counter()
-        return stats
+        return stats if self._lower is None else {**stats, **self._lower.take_stats()}
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -245,13 +275,15 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._lingering.difference_update(released)
         return released
 
-    def _note_lookup(self, state: RequestState, num_computed_tokens: int, num_external_tokens: int) -> None:
-        tier, num_tokens = self._shared.tier, state.request.num_tokens
-        num_missing = num_tokens - num_computed_tokens - num_external_tokens
+    def _note_lookup(self, state: RequestState, num_computed_tokens: int, sources: Counter[str]) -> None:
+        num_tokens = state.request.num_tokens
+        num_missing = num_tokens - num_computed_tokens - sources.total()
+        found = " and ".join(f"{count} more in {tier}" for tier, count in (sources or {self._shared.tier: 0}).items())
         state.notes.append(
-            f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {num_external_tokens} more in {tier}; "
+            f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {found}; "
             f"{num_missing} were left to compute"
         )
         self._shared.stats["asked_tokens"] += num_tokens
         self._shared.stats["device_hit_tokens"] += num_computed_tokens
-        self._shared.stats[f"{tier}_hit_tokens"] += num_external_tokens
+        for tier, count in sources.items():
+            self._shared.stats[f"{tier}_hit_tokens"] += count

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from cargohold.connector.offloading.messages import OffloadingMetadata
+from cargohold.connector.offloading.messages import OffloadingMetadata, TierAnswer, TierReport
+from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.protocol import (
     ConnectorMetadata,
@@ -22,13 +23,18 @@ class OffloadingWorker(KVConnectorWorker):
 
     Args:
         make_transfers: makes the transfer worker once the paged KV is known; called with the regions.
+        tiers: this worker's part of the tiers below host memory, where there are any.
     """
 
     name = "offloading"
     metadata_type = OffloadingMetadata
 
-    def __init__(self, make_transfers: Callable[[Sequence[Any]], TransferWorker]) -> None:
+    def __init__(
+        self, make_transfers: Callable[[Sequence[Any]], TransferWorker], tiers: TierWorker | None = None
+    ) -> None:
         self._make_transfers = make_transfers
+        self._tiers = tiers
+        self._tier_answers: dict[int, TierAnswer] = {}
         self._transfers: TransferWorker | None = None
         self._metadata = OffloadingMetadata()
         # Requests whose loads have not ended, by job.
@@ -53,10 +59,15 @@ class OffloadingWorker(KVConnectorWorker):
             self._running.finish_stores()
 
     def start_load_kv(self) -> None:
-        """Start the loads."""
+        """Start the loads, and the work of lower tiers."""
         for load in self._metadata.loads:
             self._waiting[load.job_id] = load.request_id
             self._running.submit(CopyJob(load.job_id, Direction.LOAD, load.block_ids, load.rows, load.timeout_s))
+        if self._tiers is not None:
+            for command in self._metadata.tier_commands:
+                self._tiers.start(command)
+            for job_id in self._metadata.cancelled_tier_jobs:
+                self._tiers.cancel(job_id)
 
     def wait_for_save(self) -> None:
         """Start the stores: the forward pass has written what they read."""
@@ -78,6 +89,10 @@ class OffloadingWorker(KVConnectorWorker):
                     self._invalid_block_ids |= result.failed_block_ids
                 elif result.outcome is not TransferOutcome.DONE:
                     failed.add(request_id)
+        if self._tiers is not None:
+            for job_id, (outcome, answer) in self._tiers.poll().items():
+                jobs[job_id] = outcome
+                self._tier_answers[job_id] = answer
         return FinishedTransfers(
             finished_sending=frozenset(self._metadata.release),
             finished_recving=frozenset(received),
@@ -95,12 +110,19 @@ class OffloadingWorker(KVConnectorWorker):
         stats, self._stats = self._stats, {}
         return stats
 
+    def build_connector_worker_meta(self) -> TierReport | None:
+        """How the chunks fared whose jobs in lower tiers ended."""
+        answers, self._tier_answers = self._tier_answers, {}
+        return TierReport(answers) if answers else None
+
     def clear_connector_metadata(self) -> None:
         """Forget this step's jobs."""
         self._metadata = OffloadingMetadata()
 
     def shutdown(self) -> None:
         """Let running copies end."""
+        if self._tiers is not None:
+            self._tiers.shutdown()
         if self._transfers is not None:
             self._transfers.shutdown()
 

@@ -1,0 +1,150 @@
+"""Bringing a waiting request's chunks up from lower tiers, before it is looked up in host memory.
+
+::
+
+    first look-up ---> ask the tiers about what host memory does not have
+                         | all have answered
+                         v
+                       how far is it worth while? --not at all--> over: host memory's answer counts
+                         | so far
+                         v
+                       bring these chunks up, hold those that are there
+                         | they have arrived, or failed
+                         v
+                       over, with the chunks held until the request is admitted
+
+At every point a deadline ends it: what has not come by then is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from cargohold.blocks import READY, GroupUnits, longest_hit
+from cargohold.connector.offloading.pacing import StepPace
+from cargohold.connector.offloading.recall_plan import chains_to_promote, count_sources, needed_keys
+from cargohold.connector.offloading.requests import Recall, RequestState
+from cargohold.connector.offloading.states import DeepStates, HostStates
+from cargohold.offload.manager.base import CannotStore, OffloadManager
+from cargohold.offload.tiering import Chain, LowerTiers
+from cargohold.protocol import Clock
+
+PATIENCE = 0.5
+"""Part of the time a request may wait that loads are planned to take: estimates err."""
+
+
+class Recalls:
+    """Decides what to bring up for whom.
+
+    Args:
+        host: what host memory holds.
+        lower: what is below it.
+        clock: monotonic time in seconds.
+        pace: how long computing takes; ``None`` to bring up whatever there is, without asking whether that is faster.
+    """
+
+    def __init__(self, host: OffloadManager, lower: LowerTiers, clock: Clock, pace: StepPace | None) -> None:
+        self._host = host
+        self._lower = lower
+        self._clock = clock
+        self._pace = pace
+
+    def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
+        """Whether a request should be looked up in host memory later. Mutates ``state``, host memory and lower tiers.
+
+        Args:
+            state: the request.
+            num_computed_tokens: leading tokens that are on the device.
+            limit_tokens: leading tokens that may be restored at most.
+        """
+        recall = state.recall
+        if recall is None:
+            recall = state.recall = Recall(self._clock() + self._lower.config.restore_timeout_s)
+            self._lower.wake_at(recall.deadline)
+        if recall.is_over:
+            return False
+        if self._clock() >= recall.deadline:
+            state.notes.append(f"lower tiers took longer than {self._lower.config.restore_timeout_s:g} s")
+            recall.end()
+        elif recall.promotion is not None:
+            recall.is_over = not recall.promotion.num_running
+        else:
+            self._begin(recall, state, num_computed_tokens, limit_tokens)
+        return not recall.is_over
+
+    def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:
+        """Ask the tiers, or bring up what they have; end ``recall`` if that is not worth while."""
+        num_hit_tokens = self._deep_hit(state, num_computed_tokens, limit_tokens)
+        if num_hit_tokens is None:
+            return  # asked, or somebody else is bringing it up
+        num_tokens = self._worth_while(state, num_computed_tokens, num_hit_tokens)
+        chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_tokens)
+        if not chains:
+            recall.end()
+            return
+        needed = needed_keys(state, num_computed_tokens, num_tokens)
+        kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
+        promotion = self._lower.promote(chains, kept)
+        if not isinstance(promotion, CannotStore):
+            recall.promotion = promotion
+            recall.is_over = not promotion.num_running
+
+    def _deep_hit(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> int | None:
+        """The longest prefix that all tiers have together; ``None``, and the tiers asked, if it is not known."""
+        deep = [DeepStates(self._host, self._lower, keys) for keys in state.keys]
+        groups = [
+            GroupUnits(keys.group, keys.chunk_tokens, states) for keys, states in zip(state.keys, deep, strict=True)
+        ]
+        hit = longest_hit(groups, state.request.num_tokens, num_computed_tokens, limit_tokens)
+        if not hit.undecided:
+            return hit.num_tokens
+        self._lower.probe(list(dict.fromkeys(key for states in deep for key in states.unknown)))
+        return None
+
+    def _worth_while(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int:
+        """How many leading tokens to restore with the help of lower tiers: all of the hit, a part, or the computed ones."""
+        chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
+        load_s = self._lower.estimate_s(_count(chains))
+        limit_s = PATIENCE * self._lower.config.restore_timeout_s
+        if load_s is not None and load_s > limit_s:
+            # As much as will come in time.
+            part = int(limit_s / load_s * (num_hit_tokens - num_computed_tokens))
+            shorter = self._deep_hit(state, num_computed_tokens, num_computed_tokens + part)
+            num_hit_tokens = num_computed_tokens if shorter is None else shorter
+            chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
+            load_s = self._lower.estimate_s(_count(chains))
+        if self._pace is None or load_s is None or not chains:
+            return num_hit_tokens
+        compute_s = self._pace.predict(num_hit_tokens - self._host_hit(state, num_computed_tokens, num_hit_tokens))
+        if compute_s is None or load_s <= compute_s:
+            return num_hit_tokens
+        tiers = " and ".join(self._lower.tiers[at].name for at in sorted(_count(chains)))
+        state.notes.append(
+            f"computing was expected to be faster than loading from {tiers}: {compute_s:.3f} s against {load_s:.3f} s"
+        )
+        return num_computed_tokens
+
+    def restored_from(
+        self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, host_name: str
+    ) -> Counter[str]:
+        """The tokens about to be loaded, by the tier they came from."""
+        promotion = None if state.recall is None else state.recall.promotion
+        if promotion is None:
+            return Counter({host_name: num_hit_tokens - num_computed_tokens})
+        names = [host_name, *(tier.name for tier in self._lower.tiers)]
+        counts = count_sources(state, promotion.sources, num_computed_tokens, num_hit_tokens)
+        return Counter({names[at + 1]: count for at, count in counts.items()})
+
+    def _host_hit(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> int:
+        """Leading tokens that need no lower tier."""
+        groups = [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._host, keys)) for keys in state.keys]
+        return longest_hit(groups, state.request.num_tokens, num_computed_tokens, limit_tokens).num_tokens
+
+
+def _count(chains: Sequence[Chain]) -> Counter[int]:
+    """Chunks per tier."""
+    counts: Counter[int] = Counter()
+    for chain in chains:
+        counts[chain.tier] += len(chain.keys)
+    return counts

@@ -1,0 +1,78 @@
+"""Which chunks a hit needs, and which of them have to be brought up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from cargohold.blocks import ABSENT
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.offload.keys import ChunkKeys
+from cargohold.offload.manager.base import OffloadKey, OffloadManager
+from cargohold.offload.tiering import Chain, LowerTiers
+
+
+def needed_keys(state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> list[OffloadKey]:
+    """The chunks that are read when the tokens between the computed ones and the end of the hit are loaded."""
+    return [key for keys in state.keys for key in keys.keys[_needed(state, keys, num_computed_tokens, num_hit_tokens)]]
+
+
+def chains_to_promote(
+    state: RequestState, host: OffloadManager, lower: LowerTiers, num_computed_tokens: int, num_hit_tokens: int
+) -> list[Chain]:
+    """Those that host memory lacks, in pieces of one prefix and one tier."""
+    return [
+        chain
+        for keys in state.keys
+        for chain in _chains(keys, _needed(state, keys, num_computed_tokens, num_hit_tokens), host, lower)
+    ]
+
+
+def count_sources(
+    state: RequestState, sources: Mapping[OffloadKey, int], num_computed_tokens: int, num_hit_tokens: int
+) -> Counter[int]:
+    """Tokens to be loaded, by the tier they came from: -1 for host memory. The slowest counts where groups differ.
+
+    Leading tokens that no group reads any more, because windows have moved on, count like the first that is read.
+
+    Args:
+        sources: tier of each chunk that was brought up.
+    """
+    # One mark per token: 0 if it is not read, 1 for host memory, 2 and up for tiers.
+    marks = bytearray(num_hit_tokens - num_computed_tokens)
+    spans = sorted(
+        (sources.get(keys.keys[index], -1), index * keys.chunk_tokens - num_computed_tokens, keys.chunk_tokens)
+        for keys in state.keys
+        for index in range(*_needed(state, keys, num_computed_tokens, num_hit_tokens).indices(num_hit_tokens))
+    )
+    for tier, start, length in spans:
+        first = max(0, start)
+        marks[first : start + length] = bytes([tier + 2]) * (start + length - first)
+    num_unread = len(marks) - len(marks.lstrip(b"\0"))
+    counts = Counter({mark - 2: count for mark, count in Counter(marks[num_unread:]).items()})
+    counts[marks[num_unread] - 2] += num_unread
+    return counts
+
+
+def _needed(state: RequestState, keys: ChunkKeys, num_computed_tokens: int, num_hit_tokens: int) -> slice:
+    """Those of one group: a window does not look back to the start. See ``cargohold.blocks.longest_hit``."""
+    next_query = min(num_hit_tokens, state.request.num_tokens - 1)
+    first_token = max(num_computed_tokens, keys.group.num_skipped_tokens(next_query))
+    end = num_hit_tokens // keys.chunk_tokens
+    return slice(min(first_token // keys.chunk_tokens, end), end)
+
+
+def _chains(keys: ChunkKeys, needed: slice, host: OffloadManager, lower: LowerTiers) -> Iterator[Chain]:
+    chain: list[OffloadKey] = []
+    tier = -1
+    parent = keys.keys[needed.start - 1] if needed.start else None
+    for key, state in zip(keys.keys[needed], host.lookup(keys.keys[needed]), strict=True):
+        source = lower.tier_of(key) if state == ABSENT else -1
+        if source != tier:
+            if chain and tier >= 0:
+                yield Chain(tier, chain, parent)
+            parent = chain[-1] if chain else parent
+            chain, tier = [], source
+        chain.append(key)
+    if chain and tier >= 0:
+        yield Chain(tier, chain, parent)

@@ -1,0 +1,93 @@
+"""Worker side of lower tiers: this worker's shard of host memory, and its shards of what is below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from cargohold.connector.offloading.messages import TierAnswer
+from cargohold.offload.tier.host import ByteRows
+from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob, TierResult
+from cargohold.offload.tiering.commands import TierCommand
+from cargohold.protocol import Clock, TransferOutcome
+
+_OUTCOMES = {
+    JobStatus.DONE: TransferOutcome.DONE,
+    JobStatus.FAILED: TransferOutcome.FAILED,
+    JobStatus.EXPIRED: TransferOutcome.ABANDONED,
+    JobStatus.CANCELLED: TransferOutcome.ABANDONED,
+}
+
+
+class JobQueue(Protocol):
+    """What ``cargohold.offload.tier.TierQueue`` offers: jobs go in, results come out, nobody waits."""
+
+    def submit(self, job: TierJob) -> bool:
+        """Take a job; ``False`` if it cannot be taken now, and then there is no result."""
+        ...
+
+    def poll(self) -> Sequence[TierResult]:
+        """The jobs that ended. Nothing touches their buffers any more."""
+        ...
+
+    def cancel(self, job_id: int) -> None:
+        """End a job soon, if it has not ended."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop."""
+        ...
+
+
+class TierWorker:
+    """Hands commands to the queues of one worker's tiers.
+
+    Args:
+        queues: one per tier, the fastest first.
+        rows: this worker's shard of host memory.
+        rows_per_slot: rows that make a chunk.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, queues: Sequence[JobQueue], rows: ByteRows, rows_per_slot: int, clock: Clock) -> None:
+        self._queues = queues
+        self._chunks = rows.reshape(len(rows) // rows_per_slot, -1)
+        self._clock = clock
+        self._refused: list[TierCommand] = []
+        # Which queue has which job.
+        self._queue_of: dict[int, JobQueue] = {}
+
+    def start(self, command: TierCommand) -> None:
+        """Start a job."""
+        buffers: list[memoryview] = []
+        if command.kind in (JobKind.LOAD, JobKind.STORE):
+            buffers = [self._chunks[slot].data for slot in command.slots]
+        deadline = self._clock() + command.timeout_s
+        queue = self._queues[command.tier]
+        if queue.submit(TierJob(command.job_id, command.kind, command.keys, deadline, buffers, parent=command.parent)):
+            self._queue_of[command.job_id] = queue
+        else:
+            self._refused.append(command)
+
+    def cancel(self, job_id: int) -> None:
+        """Nobody needs a job any more. It is reported all the same."""
+        queue = self._queue_of.get(job_id)
+        if queue is not None:
+            queue.cancel(job_id)
+
+    def poll(self) -> dict[int, tuple[TransferOutcome, TierAnswer]]:
+        """Jobs that ended, with how each of their chunks fared."""
+        refused, self._refused = self._refused, []
+        ended = {
+            command.job_id: (TransferOutcome.ABANDONED, TierAnswer(bytes(len(command.keys)))) for command in refused
+        }
+        for queue in self._queues:
+            for result in queue.poll():
+                self._queue_of.pop(result.job.job_id, None)
+                ended[result.job.job_id] = (_OUTCOMES[result.status], TierAnswer(bytes(result.succeeded)))
+        return ended
+
+    def shutdown(self) -> None:
+        """Stop all queues."""
+        for queue in self._queues:
+            queue.shutdown()

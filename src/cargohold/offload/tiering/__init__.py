@@ -1,0 +1,21 @@
+"""Tiers below host memory, as the scheduler side sees them: what they hold, what to bring up and what to write down."""
+
+from cargohold.offload.tiering.commands import Admission, TierCommand, TieringConfig, TierOptions, WriteMode
+from cargohold.offload.tiering.lower_tiers import UNKNOWN, LowerTiers
+from cargohold.offload.tiering.manager import TieringManager
+from cargohold.offload.tiering.pace import Pace
+from cargohold.offload.tiering.promotion import Chain, Promotion
+
+__all__ = [
+    "UNKNOWN",
+    "Admission",
+    "Chain",
+    "LowerTiers",
+    "Pace",
+    "Promotion",
+    "TierCommand",
+    "TierOptions",
+    "TieringConfig",
+    "TieringManager",
+    "WriteMode",
+]

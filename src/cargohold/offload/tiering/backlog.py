@@ -1,0 +1,86 @@
+"""What waits to be written to a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cargohold.offload.manager.base import OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Chunks to write in one job, each the parent of the next.
+
+    Attributes:
+        keys: which.
+        parent: the chunk before the first, if there is one.
+    """
+
+    keys: tuple[OffloadKey, ...]
+    parent: OffloadKey | None
+
+
+class Backlog:
+    """Chunks in host memory that a tier does not have, first to be written first.
+
+    Only names are kept. A chunk may leave host memory before its turn comes: then it is passed over.
+
+    Args:
+        limit: chunks to remember; the oldest are given up first.
+
+    Attributes:
+        num_given_up: chunks forgotten for want of room.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._parents: dict[OffloadKey, OffloadKey | None] = {}
+        self.num_given_up = 0
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def add(self, key: OffloadKey, parent: OffloadKey | None) -> None:
+        """A chunk is to be written, unless it already waits."""
+        self._parents.setdefault(key, parent)
+        if len(self._parents) > self._limit:
+            del self._parents[next(iter(self._parents))]
+            self.num_given_up += 1
+
+    def postpone(self, keys: Iterable[OffloadKey]) -> None:
+        """These were used just now: they are written last, the end of their prefix before its start."""
+        for key in reversed(list(keys)):
+            if key in self._parents:
+                self._parents[key] = self._parents.pop(key)
+
+    def discard(self, keys: Iterable[OffloadKey]) -> None:
+        """These need not be written any more."""
+        for key in keys:
+            self._parents.pop(key, None)
+
+    def take(self, limit: int, is_ready: Callable[[OffloadKey], bool]) -> Batch | None:
+        """Take out the chunk whose turn it is, and those right behind it in its prefix, at most ``limit`` in all.
+
+        Args:
+            limit: at least 1.
+            is_ready: whether a chunk is still in host memory.
+        """
+        keys: list[OffloadKey] = []
+        first_parent: OffloadKey | None = None
+        while self._parents and len(keys) < limit:
+            key = next(iter(self._parents))
+            parent = self._parents[key]
+            if keys and parent != keys[-1]:
+                break
+            del self._parents[key]
+            if is_ready(key):
+                first_parent = parent if not keys else first_parent
+                keys.append(key)
+            elif keys:
+                break
+        return Batch(tuple(keys), first_parent) if keys else None
+
+    def clear(self) -> None:
+        """Nothing is to be written any more."""
+        self._parents.clear()

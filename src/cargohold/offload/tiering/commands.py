@@ -1,0 +1,84 @@
+"""What the scheduler side knows of a tier before it starts, and what it tells the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.jobs import JobKind
+
+
+class Admission(Enum):
+    """Which chunks a tier is worth the writing."""
+
+    ALL = "all"
+    """Every chunk that host memory keeps."""
+    REUSED = "reused"
+    """Those that are used a second time: one-shot prompts do not wear a disk."""
+
+
+class WriteMode(Enum):
+    """When a chunk is written to a tier."""
+
+    THROUGH = "through"
+    """As soon as host memory has it: it survives the process."""
+    BACK = "back"
+    """When host memory is filling up, the chunks unused for longest first: fewer writes, and a crash loses more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOptions:
+    """How a tier is to be used.
+
+    Attributes:
+        name: what users call it.
+        admission: which chunks are written to it.
+        write_mode: when.
+        max_inflight_chunks: chunks that are being written at the same time; each keeps its slot in host memory meanwhile.
+    """
+
+    name: str
+    admission: Admission = Admission.ALL
+    write_mode: WriteMode = WriteMode.THROUGH
+    max_inflight_chunks: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieringConfig:
+    """What all tiers have in common.
+
+    Attributes:
+        num_workers: workers that each have a shard of every chunk.
+        restore_timeout_s: how long a request waits for lower tiers at most.
+        store_timeout_s: how long writing a batch of chunks may take.
+        record_events: whether events are wanted.
+    """
+
+    num_workers: int = 1
+    restore_timeout_s: float = 5.0
+    store_timeout_s: float = 30.0
+    record_events: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TierCommand:
+    """A job for every worker's queue of one tier.
+
+    Attributes:
+        job_id: the job.
+        tier: which tier, from 0, the fastest.
+        kind: what to do.
+        keys: which chunks, in prefix order.
+        slots: loads and stores: where they are in host memory, parallel to ``keys``.
+        parent: stores: the chunk before the first, if there is one.
+        timeout_s: give up after this time.
+    """
+
+    job_id: int
+    tier: int
+    kind: JobKind
+    keys: tuple[OffloadKey, ...]
+    slots: tuple[int, ...]
+    parent: OffloadKey | None
+    timeout_s: float

@@ -1,0 +1,154 @@
+"""One tier below host memory, as the scheduler side sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from cargohold.blocks import READY
+from cargohold.offload.manager.base import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
+from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, CircuitBreaker
+from cargohold.offload.tiering.backlog import Backlog
+from cargohold.offload.tiering.commands import Admission, TieringConfig, TierOptions, WriteMode
+from cargohold.offload.tiering.pace import Pace
+from cargohold.offload.tiering.presence import Presence
+from cargohold.protocol import Clock
+
+logger = logging.getLogger(__name__)
+
+ANSWERS_PER_SLOT = 4
+"""Answers remembered, and chunks known to have been seen once, per slot of host memory."""
+MAX_ANSWER_AGE_S = 10.0
+REMEASURE_S = 30.0
+"""A tier that was too slow is tried again after this time."""
+
+
+class LowerTier:
+    """What is known of a tier, whether it works, how fast it is, and what waits to be written to it.
+
+    Args:
+        options: how it is to be used.
+        host_capacity: slots of host memory.
+        clock: monotonic time in seconds.
+        config: what it has in common with other tiers.
+
+    Attributes:
+        stats: counters since they were last taken.
+        probing: chunks it was asked for and has not answered.
+        num_writing: chunks that are being written to it.
+    """
+
+    def __init__(self, options: TierOptions, host_capacity: int, clock: Clock, config: TieringConfig) -> None:
+        self.options = options
+        self.presence = Presence(ANSWERS_PER_SLOT * host_capacity + 1024, MAX_ANSWER_AGE_S, clock)
+        self.breaker = CircuitBreaker(clock, BreakerConfig())
+        self.pace = Pace(clock, REMEASURE_S)
+        self.backlog = Backlog(host_capacity)
+        self.probing: set[OffloadKey] = set()
+        self.num_writing = 0
+        self.stats: Counter[str] = Counter()
+        self._max_writing = max(1, min(options.max_inflight_chunks, host_capacity // 4))
+        self._max_dirty = host_capacity * 3 // 4
+        self._writing: set[OffloadKey] = set()
+        # Chunks used once, for admission; oldest first.
+        self._seen: dict[OffloadKey, None] = {}
+        self._max_seen = ANSWERS_PER_SLOT * host_capacity
+        # Chunks whose presence was announced, where anyone listens.
+        self._announced: set[OffloadKey] | None = set() if config.record_events else None
+        self._events: list[ManagerEvent] = []
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return self.options.name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is left alone because it kept failing."""
+        return self.breaker.state is BreakerState.OPEN
+
+    def is_wanted(self, key: OffloadKey) -> bool:
+        """Whether a chunk would have to be written."""
+        return key not in self._writing and self.presence.get(key) is not True
+
+    def note_stored(self, key: OffloadKey, parent: OffloadKey | None) -> None:
+        """Host memory has a new chunk."""
+        if self._is_admitted(key) and self.is_wanted(key):
+            self.backlog.add(key, parent)
+
+    @property
+    def follows_use(self) -> bool:
+        """Whether ``note_used`` matters to it."""
+        return self.options.admission is Admission.REUSED or self.options.write_mode is WriteMode.BACK
+
+    def note_used(self, keys: Sequence[OffloadKey], states: bytes) -> None:
+        """A request uses these chunks, in prefix order; ``states`` says which of them host memory has."""
+        if self.options.write_mode is WriteMode.BACK:
+            self.backlog.postpone(keys)
+        if self.options.admission is Admission.REUSED:
+            for at, (key, state) in enumerate(zip(keys, states, strict=True)):
+                if state == READY and self.is_wanted(key):
+                    self.backlog.add(key, keys[at - 1] if at else None)
+
+    @property
+    def num_writable(self) -> int:
+        """Chunks that are to be handed out for writing now."""
+        num_waiting = len(self.backlog)
+        if self.options.write_mode is WriteMode.BACK:
+            # The rest of host memory can be evicted without loss.
+            num_waiting -= self._max_dirty
+        return max(0, min(num_waiting, self._max_writing - self.num_writing))
+
+    def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
+        """The tier has said whether it has these chunks."""
+        for key, is_there in zip(keys, are_there, strict=True):
+            self.presence.note(key, is_there=is_there)
+        if self._announced is not None:
+            self._announce([key for key, is_there in zip(keys, are_there, strict=True) if is_there], ChunksStored)
+            self._announce([key for key, is_there in zip(keys, are_there, strict=True) if not is_there], ChunksRemoved)
+
+    def take_events(self) -> list[ManagerEvent]:
+        """What became known of the tier's contents since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def begin_writing(self, keys: Iterable[OffloadKey]) -> None:
+        """These are being written."""
+        self._writing.update(keys)
+        self.num_writing = len(self._writing)
+
+    def end_writing(self, keys: Iterable[OffloadKey]) -> None:
+        """They are not being written any more."""
+        self._writing.difference_update(keys)
+        self.num_writing = len(self._writing)
+
+    def blame(self, reason: str) -> None:
+        """A job failed, or did not end in time."""
+        self.stats["failures"] += 1
+        if self.breaker.note_failure():
+            logger.warning("tier %s is left alone for a while: %s", self.name, reason)
+
+    def clear(self) -> None:
+        """Host memory was emptied, and what the tier holds must not be found any more."""
+        self.presence.clear()
+        self.backlog.clear()
+        self._seen.clear()
+        if self._announced:
+            self._announce(list(self._announced), ChunksRemoved)
+
+    def _announce(self, keys: Sequence[OffloadKey], kind: type[ChunksStored | ChunksRemoved]) -> None:
+        assert self._announced is not None
+        is_stored = kind is ChunksStored
+        news = tuple(key for key in keys if (key in self._announced) is not is_stored)
+        if news:
+            self._events.append(kind(news))
+            (self._announced.update if is_stored else self._announced.difference_update)(news)
+
+    def _is_admitted(self, key: OffloadKey) -> bool:
+        if self.options.admission is Admission.ALL or key in self._seen:
+            return True
+        self._seen[key] = None
+        if len(self._seen) > self._max_seen:
+            del self._seen[next(iter(self._seen))]
+        return False

@@ -1,0 +1,345 @@
+"""The tiers below host memory: what to ask them, what to bring up, what to write down.
+
+A pure state machine: it does no I/O and moves no bytes. What is to be done it hands out as commands for the workers, who
+answer with one byte per chunk; a chunk counts only when every worker has it::
+
+    unknown --probe--> known to be there --promote--> host: writing --all workers done--> host: ready
+               |                 |                       |
+               +-> absent        +- no slot free         +- failed, late, cancelled --> forfeited: a miss
+
+    host: ready --backlog--> pinned and written --> known to be there, too
+
+Loads to the device are from host memory alone. Nobody waits for a tier beyond a deadline, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+
+from cargohold.blocks import ABSENT, NOT_YET, READY
+from cargohold.offload.manager.base import CannotStore, ManagerEvent, OffloadKey, OffloadManager
+from cargohold.offload.tier.jobs import JobKind
+from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
+from cargohold.offload.tiering.lower_tier import LowerTier
+from cargohold.offload.tiering.promotion import Chain, Promotion
+from cargohold.offload.tiering.promotions import BATCH_CHUNKS, Promotions
+from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.tasks import TaskTable
+from cargohold.protocol import Clock, TransferOutcome
+
+UNKNOWN = 3
+"""Nobody has asked the tiers yet: ``LowerTiers.probe`` does. A state beside ``ABSENT``, ``READY`` and ``NOT_YET``."""
+SETTLE_S = 5.0
+"""How long an idle engine steps on to have written down what was stored last. What is left then waits for the next steps."""
+
+
+PROGRESS_S = 1.0
+"""It does not step on for a tier that has done nothing for this time."""
+
+
+def random_epoch() -> bytes:
+    """A name that nobody else has, and nobody can foresee."""
+    return secrets.token_bytes(16)
+
+
+class LowerTiers:
+    """What is known of the tiers below host memory, and what is on its way from and to them.
+
+    Args:
+        host: host memory's manager.
+        tiers: how each is to be used, the fastest first.
+        clock: monotonic time in seconds.
+        config: workers and deadlines.
+        new_epoch: names what is stored after a reset.
+    """
+
+    def __init__(
+        self,
+        host: OffloadManager,
+        tiers: Sequence[TierOptions],
+        clock: Clock,
+        config: TieringConfig,
+        *,
+        new_epoch: Callable[[], bytes] = random_epoch,
+    ) -> None:
+        self.tiers = [LowerTier(options, host.capacity, clock, config) for options in tiers]
+        self.config = config
+        self._host = host
+        self._clock = clock
+        self._new_epoch = new_epoch
+        self._epoch = b""
+        self._tasks = TaskTable(clock)
+        self._promotions = Promotions(host, self._tasks, clock, config.restore_timeout_s)
+        self._alarms: list[float] = []
+        self._num_changes = 0
+        # Until when to step on, and since when there is nothing new.
+        self._settles_at = self._progressed_at = clock()
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_changes(self) -> int:
+        """Grows when an answer of ``lookup`` may have changed, and when an alarm goes off."""
+        now = self._clock()
+        while self._alarms and self._alarms[0] <= now:
+            heapq.heappop(self._alarms)
+            self._num_changes += 1
+        return self._num_changes + self._promotions.num_released
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way, wanted, or held for somebody."""
+        return not self._tasks and not self._promotions
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether steps are worth while even if there is nothing to compute: chunks stored lately are to be written."""
+        now = self._clock()
+        if now >= self._settles_at or now >= self._progressed_at + PROGRESS_S:
+            return False
+        return bool(self._tasks) or any(tier.num_writable and tier.breaker.would_admit() for tier in self.tiers)
+
+    def lookup(self, key: OffloadKey) -> int:
+        """``READY`` if a usable tier has the chunk, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``. Host memory is not asked."""
+        if key in self._promotions.arriving:
+            return NOT_YET
+        for tier in self.tiers:
+            if tier.is_open:
+                continue
+            if key in tier.probing:
+                return NOT_YET
+            is_there = tier.presence.get(key)
+            if is_there is not False:
+                return UNKNOWN if is_there is None else READY
+        return ABSENT
+
+    def tier_of(self, key: OffloadKey) -> int:
+        """The fastest usable tier that has a chunk, which ``lookup`` has called ready."""
+        return next(at for at, tier in enumerate(self.tiers) if not tier.is_open and tier.presence.get(key))
+
+    def wake_at(self, time: float) -> None:
+        """``num_changes`` is to grow at that time: somebody will not wait any longer."""
+        heapq.heappush(self._alarms, time)
+
+    def estimate_s(self, num_chunks: Mapping[int, int]) -> float | None:
+        """How long it takes to bring up so many chunks per tier; ``None`` if that is not known."""
+        times = [self.tiers[at].pace.predict(count) for at, count in num_chunks.items() if count]
+        return None if None in times else sum(time for time in times if time is not None)
+
+    # --- for requests -------------------------------------------------------------------------------------------------
+
+    def probe(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask for chunks of which nothing is known: each in the first usable tier that has not said that it is absent."""
+        asked: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            if self.lookup(key) == UNKNOWN:
+                asked.setdefault(self._first_unknown(key), []).append(key)
+        for at, asked_keys in asked.items():
+            self.tiers[at].probing.update(asked_keys)
+            self._tasks.want(TierTask(JobKind.PROBE, at, asked_keys))
+
+    def promote(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | CannotStore:
+        """Bring chunks into host memory, as far as slots can be had, and hold ``kept``, which are there already.
+
+        Returns:
+            What to wait for, and to release in the end; ``BUSY`` if there is no slot at the moment, and then nothing is held.
+        """
+        return self._promotions.begin(chains, kept)
+
+    def note_stored(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        """Host memory has new chunks."""
+        self._note_new(self.tiers, keys, parents)
+
+    def note_used(self, keys: Sequence[OffloadKey]) -> None:
+        """A request uses these chunks, in prefix order."""
+        followers = [tier for tier in self.tiers if tier.follows_use]
+        if followers:
+            states = self._host.lookup(keys)
+            for tier in followers:
+                tier.note_used(keys, states)
+            self._expect_writes()
+
+    def reset(self) -> None:
+        """Forget everything; only while idle. What tiers hold is not found any more: chunks have other names from now on."""
+        assert self.is_idle, "jobs in flight would be remembered under the wrong name"
+        for tier in self.tiers:
+            tier.clear()
+        self._epoch = self._new_epoch()
+        self._num_changes += 1
+
+    # --- for workers --------------------------------------------------------------------------------------------------
+
+    def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
+        """What the workers are to do now; call it once in every step."""
+        self._give_up_late()
+        return (*self._requested(new_id), *self._writes(new_id))
+
+    def take_cancelled(self) -> tuple[int, ...]:
+        """Jobs that nobody needs any more; they end like all others, only sooner."""
+        return self._tasks.take_cancelled()
+
+    def note_answers(self, job_id: int, succeeded: bytes, num_workers: int) -> None:
+        """What so many of the workers say of a job's chunks: 1 where all of them were successful, else 0."""
+        task = self._tasks.get(job_id)
+        if task is not None:
+            task.note_answers(succeeded, num_workers)
+
+    def end(self, job_id: int, outcome: TransferOutcome) -> bool:
+        """All workers have reported a job; ``False`` if it is none of these."""
+        task = self._tasks.end(job_id)
+        if task is None:
+            return False
+        self._progressed_at = self._clock()
+        self._judge(task, outcome)
+        self._conclude(task, outcome)
+        return True
+
+    def take_events(self) -> Iterator[tuple[str, ManagerEvent]]:
+        """What became known of the tiers' contents, with the tier's name."""
+        for tier in self.tiers:
+            for event in tier.take_events():
+                yield tier.name, event
+
+    def take_stats(self) -> Counter[str]:
+        """Counters since the last call."""
+        total: Counter[str] = Counter()
+        for tier in self.tiers:
+            stats, tier.stats = tier.stats, Counter()
+            total.update({f"{tier.name}_{name}": amount for name, amount in stats.items()})
+        return total
+
+    def check(self) -> None:
+        """Verify every invariant. Raises ``AssertionError``."""
+        tasks = list(self._tasks)
+        for at, tier in enumerate(self.tiers):
+            own = [task for task in tasks if task.tier == at]
+            assert tier.probing == {k for t in own if t.kind is JobKind.PROBE for k in t.keys}, "asked by nobody"
+            assert tier.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
+            assert len(tier.backlog) <= self._host.capacity, "the backlog is longer than it may be"
+        self._promotions.check()
+        num_read = sum(len(task.keys) for task in tasks if task.pins is not None)
+        assert num_read + self._promotions.num_held <= self._host.num_pins, "a chunk is held without a pin"
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _note_new(
+        self,
+        tiers: Sequence[LowerTier],
+        keys: Sequence[OffloadKey],
+        parents: Mapping[OffloadKey, OffloadKey | None],
+    ) -> None:
+        for tier in tiers:
+            for key in keys:
+                tier.note_stored(key, parents[key])
+        self._expect_writes()
+
+    def _expect_writes(self) -> None:
+        self._progressed_at = self._clock()
+        self._settles_at = self._progressed_at + SETTLE_S
+
+    def _first_unknown(self, key: OffloadKey) -> int:
+        return next(at for at, tier in enumerate(self.tiers) if not tier.is_open and tier.presence.get(key) is None)
+
+    def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
+        """Draw the consequences of a job's end."""
+        self._num_changes += 1
+        tier, succeeded = self.tiers[task.tier], task.succeeded(self.config.num_workers)
+        match task.kind:
+            case JobKind.PROBE:
+                tier.probing.difference_update(task.keys)
+                if not task.is_cancelled:
+                    tier.note_presence(task.keys, succeeded)  # who does not answer does not have it
+            case JobKind.LOAD:
+                self._promotions.end_load(task, succeeded)
+                self._note_loaded(task, succeeded)
+                if outcome is TransferOutcome.DONE:
+                    tier.note_presence(task.keys, succeeded)
+                elif not task.is_cancelled:
+                    tier.presence.forget(task.keys)
+            case JobKind.STORE:
+                assert task.pins is not None
+                task.pins.release()
+                tier.end_writing(task.keys)
+                tier.stats["stored_chunks"] += sum(succeeded)
+                tier.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
+                tier.note_presence(task.keys, succeeded)
+            case JobKind.REMOVE:
+                raise AssertionError("nobody removes")
+
+    def _note_loaded(self, task: TierTask, succeeded: Sequence[bool]) -> None:
+        tier, promotion = self.tiers[task.tier], task.promotion
+        tier.stats["loaded_chunks"] += sum(succeeded)
+        tier.stats["not_loaded_chunks"] += len(succeeded) - sum(succeeded)
+        arrived = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
+        parents = dict(zip(task.keys, (task.parent, *task.keys), strict=False))
+        # What came from further away is worth keeping nearer.
+        self._note_new(self.tiers[: task.tier], arrived, parents)
+        if promotion is not None and promotion.was_undisturbed and not task.is_late:
+            tier.pace.note(promotion.num_wanted, self._clock() - promotion.started_at)
+
+    def _judge(self, task: TierTask, outcome: TransferOutcome) -> None:
+        """What a job's end says of the tier's health."""
+        tier = self.tiers[task.tier]
+        if task.is_late:
+            return  # it was blamed for that
+        if outcome is TransferOutcome.DONE:
+            tier.breaker.note_success()
+        elif task.is_cancelled:
+            tier.breaker.note_cancelled()
+        else:
+            tier.blame(f"a {task.kind.value} of {len(task.keys)} chunks was {outcome.name.lower()}")
+
+    def _give_up_late(self) -> None:
+        for task in self._tasks.newly_late():
+            self.tiers[task.tier].blame(f"a {task.kind.value} of {len(task.keys)} chunks did not end in time")
+            self._num_changes += 1
+        self._promotions.release_expired()
+
+    def _requested(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
+        """Probes and loads."""
+        for task in self._tasks.take_wanted():
+            tier = self.tiers[task.tier]
+            if task.is_cancelled or not tier.breaker.admit():
+                self._conclude(task, TransferOutcome.ABANDONED)
+            else:
+                yield self._command(new_id(), task, self.config.restore_timeout_s)
+
+    def _writes(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
+        """As much of the backlogs as may be in flight."""
+        for at, tier in enumerate(self.tiers):
+            while (room := tier.num_writable) and tier.breaker.would_admit():
+                batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._is_writable, tier))
+                if batch is None:
+                    break
+                tier.breaker.admit()
+                tier.begin_writing(batch.keys)
+                pins = self._host.prepare_load(batch.keys)
+                task = TierTask(JobKind.STORE, at, batch.keys, pins.slots, batch.parent, pins=pins)
+                yield self._command(new_id(), task, self.config.store_timeout_s)
+
+    def _is_writable(self, tier: LowerTier, key: OffloadKey) -> bool:
+        return tier.is_wanted(key) and self._host.lookup([key])[0] == READY
+
+    def _command(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
+        self._tasks.begin(job_id, task, timeout_s)
+        return TierCommand(
+            job_id,
+            task.tier,
+            task.kind,
+            tuple(map(self._name, task.keys)),
+            tuple(task.slots),
+            None if task.parent is None else self._name(task.parent),
+            timeout_s,
+        )
+
+    def _name(self, key: OffloadKey) -> OffloadKey:
+        """What a chunk is called in lower tiers."""
+        if not self._epoch:
+            return key
+        # As long as other keys; the group stays readable.
+        return blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]

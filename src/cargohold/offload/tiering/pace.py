@@ -1,0 +1,55 @@
+"""How long things take, judged by how long they took lately."""
+
+from __future__ import annotations
+
+from cargohold.protocol import Clock
+
+_KEEP = 0.8
+"""Weight that the past keeps with each new measurement."""
+
+
+class Pace:
+    """Fits ``seconds = fixed + each * amount`` to recent measurements, the latest counting most.
+
+    As long as only one amount was measured, all of the time is taken for fixed: the estimate for more is then too low, so more
+    is tried, and measured.
+
+    Args:
+        clock: monotonic time in seconds.
+        max_age_s: after so long without a measurement nothing is known any more.
+    """
+
+    def __init__(self, clock: Clock, max_age_s: float) -> None:
+        self._clock = clock
+        self._max_age_s = max_age_s
+        self._noted_at = 0.0
+        # Weighted sums over measurements: of 1, amount, seconds, amount², amount·seconds.
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def note(self, amount: float, seconds: float) -> None:
+        """``amount`` took so long."""
+        fresh = (1.0, amount, seconds, amount * amount, amount * seconds)
+        keep = _KEEP if self._is_known() else 0.0
+        weight, x, y, xx, xy = (keep * old + new for old, new in zip(self._sums, fresh, strict=True))
+        self._sums = (weight, x, y, xx, xy)
+        self._noted_at = self._clock()
+
+    def predict(self, amount: float, times: int = 1) -> float | None:
+        """Seconds for ``amount`` in all, done in so many goes; ``None`` if nothing is known."""
+        if not self._is_known():
+            return None
+        fixed, each = self._fit()
+        return fixed * times + each * amount
+
+    def _is_known(self) -> bool:
+        return self._sums[0] > 0 and self._clock() - self._noted_at <= self._max_age_s
+
+    def _fit(self) -> tuple[float, float]:
+        weight, x, y, xx, xy = self._sums
+        spread = xx - x * x / weight
+        each = max(0.0, (xy - x * y / weight) / spread) if spread > 1e-9 * xx else 0.0
+        fixed = (y - each * x) / weight
+        if fixed < 0:
+            # Time that is proportional, with some noise.
+            return 0.0, xy / xx
+        return fixed, each

@@ -1,0 +1,53 @@
+"""What is known of a tier's contents without asking it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.protocol import Clock
+
+
+class Presence:
+    """Answers of a tier, remembered for a while.
+
+    A tier may evict what it holds, and others may write to it, so an answer grows old. Acting on an old one does no harm: a
+    chunk that has gone is a miss when it is loaded, and one that has come is found a little later.
+
+    Args:
+        limit: answers to remember; the oldest go first.
+        max_age_s: how long an answer counts.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, limit: int, max_age_s: float, clock: Clock) -> None:
+        self._limit = limit
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._answers: dict[OffloadKey, tuple[bool, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, key: OffloadKey) -> bool | None:
+        """Whether the chunk is there; ``None`` if that is not known."""
+        answer = self._answers.get(key)
+        if answer is None or self._clock() - answer[1] > self._max_age_s:
+            return None
+        return answer[0]
+
+    def note(self, key: OffloadKey, *, is_there: bool) -> None:
+        """The tier has answered, or has just been given the chunk."""
+        self._answers.pop(key, None)
+        self._answers[key] = (is_there, self._clock())
+        while len(self._answers) > self._limit:
+            del self._answers[next(iter(self._answers))]
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Nothing is known of these chunks any more."""
+        for key in keys:
+            self._answers.pop(key, None)
+
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        self._answers.clear()

@@ -1,0 +1,121 @@
+"""Chunks on their way up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
+from cargohold.offload.tier.jobs import JobKind
+from cargohold.offload.tiering.promotion import Chain, Promotion
+from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.tasks import TaskTable
+from cargohold.protocol import Clock
+
+BATCH_CHUNKS = 32
+"""Chunks in one job: a bad end of one costs no more than that."""
+
+
+class Promotions:
+    """Reserves slots of host memory for chunks of lower tiers, and holds what has arrived.
+
+    Args:
+        host: host memory's manager.
+        tasks: where jobs are wanted.
+        clock: monotonic time in seconds.
+        timeout_s: how long a request waits at most; afterwards it has the same time to be admitted.
+
+    Attributes:
+        arriving: chunks on their way.
+        num_released: promotions that were released so far: others may find slots then.
+    """
+
+    def __init__(self, host: OffloadManager, tasks: TaskTable, clock: Clock, timeout_s: float) -> None:
+        self._host = host
+        self._tasks = tasks
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._live: set[Promotion] = set()
+        self.arriving: set[OffloadKey] = set()
+        self.num_released = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def num_held(self) -> int:
+        """Chunks held for promotions, counted once per promotion."""
+        return sum(len(pins.keys) for promotion in self._live for pins in promotion.pins)
+
+    def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | CannotStore:
+        """See ``LowerTiers.promote``."""
+        now = self._clock()
+        promotion = Promotion(now, now + 2 * self._timeout_s, self._forget)
+        self._live.add(promotion)
+        promotion.pins.append(self._host.prepare_load(kept))
+        is_busy = False
+        for chain in chains:
+            is_busy |= self._reserve(chain, promotion) is CannotStore.BUSY
+        if is_busy and not promotion.num_running:
+            promotion.release()
+            return CannotStore.BUSY
+        return promotion
+
+    def end_load(self, task: TierTask, succeeded: Sequence[bool]) -> None:
+        """A job has ended: what arrived on all workers is ready, the rest is forgotten."""
+        handle, promotion = task.reserved, task.promotion
+        assert handle is not None and promotion is not None
+        self.arriving.difference_update(task.keys)
+        good = [key for key, is_good in zip(task.keys, succeeded, strict=True) if is_good]
+        promotion.end_job(task.tier, good)
+        if not good:
+            handle.forfeit()
+            return
+        # One handle has one end, so what did not arrive is ready for the length of these lines; nobody can see it.
+        handle.commit()
+        self._host.remove([key for key, is_good in zip(task.keys, succeeded, strict=True) if not is_good])
+        if not promotion.is_released:
+            promotion.pins.append(self._host.prepare_load(good))
+
+    def release_expired(self) -> None:
+        """Nobody may hold chunks for ever."""
+        now = self._clock()
+        for promotion in [promotion for promotion in self._live if promotion.expires_at <= now]:
+            promotion.release()
+
+    def check(self) -> None:
+        """Verify every invariant. Raises ``AssertionError``."""
+        loads = [task for task in self._tasks if task.kind is JobKind.LOAD]
+        assert self.arriving == {key for task in loads for key in task.keys}, "brought up by nobody"
+        assert len(self.arriving) <= self._host.num_writing, "a slot is filled that is not reserved"
+        for promotion in self._live:
+            assert not promotion.is_released, "held for nobody"
+            num_running = sum(task.promotion is promotion for task in loads)
+            assert promotion.num_running == num_running, "waits for a job that does not exist"
+
+    def _reserve(self, chain: Chain, promotion: Promotion) -> CannotStore | None:
+        """Find slots for a chain's leading chunks, and want them filled. Mutates host memory and ``promotion``."""
+        parent = chain.parent
+        for start in range(0, len(chain.keys), BATCH_CHUNKS):
+            keys = chain.keys[start : start + BATCH_CHUNKS]
+            handle = self._host.prepare_store(keys, parent)
+            if isinstance(handle, CannotStore):
+                return handle
+            if not handle.keys:
+                handle.commit()
+                return None
+            self.arriving.update(handle.keys)
+            promotion.begin_job(chain.tier, len(handle.keys))
+            self._tasks.want(
+                TierTask(
+                    JobKind.LOAD, chain.tier, handle.keys, handle.slots, parent, reserved=handle, promotion=promotion
+                )
+            )
+            if len(handle.keys) < len(keys):
+                return None
+            parent = keys[-1]
+        return None
+
+    def _forget(self, promotion: Promotion) -> None:
+        self._live.discard(promotion)
+        self._tasks.cancel(lambda task: task.promotion is promotion)
+        self.num_released += 1

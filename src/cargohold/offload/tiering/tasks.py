@@ -1,0 +1,85 @@
+"""The jobs of all lower tiers: wanted, in flight, ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from cargohold.offload.tiering.task import TierTask
+from cargohold.protocol import Clock
+
+GRACE_S = 1.0
+"""Workers end a job at its deadline by themselves. After this much more the tier is blamed."""
+GRACE_CHECKS = 3
+"""But not before they had an occasion to report: an idle engine may not have stepped for hours."""
+
+
+class TaskTable:
+    """Who is waiting to be handed out, and who has been.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._wanted: deque[TierTask] = deque()
+        self._in_flight: dict[int, TierTask] = {}
+        self._cancelled: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._wanted or self._in_flight)
+
+    def __iter__(self) -> Iterator[TierTask]:
+        yield from self._wanted
+        yield from self._in_flight.values()
+
+    def want(self, task: TierTask) -> None:
+        """Hand it out when there is an occasion."""
+        self._wanted.append(task)
+
+    def take_wanted(self) -> Sequence[TierTask]:
+        """What is to be handed out now, the oldest first."""
+        wanted, self._wanted = self._wanted, deque()
+        return wanted
+
+    def begin(self, job_id: int, task: TierTask, timeout_s: float) -> None:
+        """It is handed out."""
+        task.deadline = self._clock() + timeout_s
+        self._in_flight[job_id] = task
+
+    def get(self, job_id: int) -> TierTask | None:
+        """A job in flight."""
+        return self._in_flight.get(job_id)
+
+    def end(self, job_id: int) -> TierTask | None:
+        """All workers have reported it."""
+        return self._in_flight.pop(job_id, None)
+
+    def cancel(self, is_meant: Callable[[TierTask], bool]) -> None:
+        """These are not needed any more. They end like all others, only sooner."""
+        for task in self._wanted:
+            task.is_cancelled |= is_meant(task)
+        for job_id, task in self._in_flight.items():
+            if not task.is_cancelled and is_meant(task):
+                task.is_cancelled = True
+                self._cancelled.append(job_id)
+
+    def take_cancelled(self) -> tuple[int, ...]:
+        """Jobs in flight that were cancelled since the last call, and have not ended."""
+        cancelled, self._cancelled = self._cancelled, []
+        return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
+
+    def newly_late(self) -> list[TierTask]:
+        """Jobs in flight that are found to be late; they are cancelled. Call it once in every step."""
+        now = self._clock()
+        late: list[TierTask] = []
+        for task in self._in_flight.values():
+            if now > task.deadline + GRACE_S:
+                task.num_overdue_checks += 1
+                if task.num_overdue_checks == GRACE_CHECKS:
+                    task.is_late = True
+                    late.append(task)
+        if late:
+            self.cancel(lambda task: task.is_late)
+        return late

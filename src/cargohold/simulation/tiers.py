@@ -1,0 +1,187 @@
+"""Tiers below host memory, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
+from cargohold.connector.offloading.tier_worker import TierWorker
+from cargohold.offload.manager import OffloadKey, make_manager
+from cargohold.offload.tier import Answer, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierJob, TierResult
+from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager, TierOptions
+from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
+from cargohold.simulation.transfers import HeldTransfers
+
+
+class SimulatedMedium:
+    """One worker's shard of a medium, which outlives engines.
+
+    Attributes:
+        chunks: what is there.
+        max_chunks: what there is room for; the oldest go first.
+        is_gone: whether every access fails.
+        stalls: whether accesses do not end.
+    """
+
+    def __init__(self, max_chunks: int = 10**9) -> None:
+        self.chunks: dict[OffloadKey, bytes] = {}
+        self.max_chunks = max_chunks
+        self.is_gone = False
+        self.stalls = False
+
+    def access(self, kind: JobKind, key: OffloadKey, buffer: memoryview | None) -> Answer:
+        """Probe, load or store one chunk."""
+        chunk = self.chunks.get(key)
+        if kind is JobKind.PROBE:
+            return chunk is not None
+        assert buffer is not None
+        if kind is JobKind.STORE:
+            self.chunks.setdefault(key, bytes(buffer))
+            while len(self.chunks) > self.max_chunks:
+                del self.chunks[next(iter(self.chunks))]
+            return StoreOutcome.STORED if chunk is None else StoreOutcome.PRESENT
+        if chunk is None:
+            return LoadOutcome.ABSENT
+        if len(chunk) != len(buffer):
+            del self.chunks[key]
+            return LoadOutcome.CORRUPT
+        buffer[:] = chunk
+        return LoadOutcome.LOADED
+
+    def corrupt(self, key: OffloadKey) -> None:
+        """Damage a chunk, in a way that a check would notice."""
+        self.chunks[key] = self.chunks[key][:-1]
+
+
+class HeldQueue:
+    """Carries out a job at the next poll, or when told to. Satisfies ``JobQueue``.
+
+    Args:
+        medium: what the jobs access.
+        clock: virtual time.
+        auto: whether jobs are carried out without being told to.
+
+    Attributes:
+        pending: jobs that have not ended.
+    """
+
+    def __init__(self, medium: SimulatedMedium, clock: Clock, *, auto: bool = True) -> None:
+        self.medium = medium
+        self.auto = auto
+        self.pending: list[TierJob] = []
+        self.on_job: Callable[[TierJob], None] = lambda _: None
+        self._clock = clock
+        self._results: list[TierResult] = []
+
+    def submit(self, job: TierJob) -> bool:
+        """Remember the job."""
+        self.pending.append(job)
+        return True
+
+    def complete(self, job: TierJob, status: JobStatus = JobStatus.DONE) -> None:
+        """Carry out a pending job now, or let it end otherwise: then each chunk but the first has no answer."""
+        self.pending.remove(job)
+        self.on_job(job)
+        num_done = len(job.keys) if status is JobStatus.DONE else 1
+        buffers: Sequence[memoryview | None] = job.buffers or [None] * len(job.keys)
+        answers: list[Answer | None] = [
+            self.medium.access(job.kind, key, buffer) if at < num_done else None
+            for at, (key, buffer) in enumerate(zip(job.keys, buffers, strict=True))
+        ]
+        self._results.append(TierResult(job, status, tuple(answers), 0.0))
+
+    def poll(self) -> list[TierResult]:
+        """What has ended, late jobs included."""
+        for job in list(self.pending):
+            if self._clock() > job.deadline:
+                self._end(job, JobStatus.EXPIRED)
+            elif self.auto and not self.medium.stalls:
+                if self.medium.is_gone:
+                    self._end(job, JobStatus.FAILED)
+                else:
+                    self.complete(job)
+        results, self._results = self._results, []
+        return results
+
+    def cancel(self, job_id: int) -> None:
+        """End a job."""
+        for job in [job for job in self.pending if job.job_id == job_id]:
+            self._end(job, JobStatus.CANCELLED)
+
+    def shutdown(self) -> None:
+        """End all."""
+        for job in list(self.pending):
+            self._end(job, JobStatus.CANCELLED)
+
+    def _end(self, job: TierJob, status: JobStatus) -> None:
+        self.pending.remove(job)
+        self._results.append(TierResult(job, status, (None,) * len(job.keys), 0.0))
+
+
+class SimulatedTiering:
+    """Makes offloading connectors with simulated tiers. Satisfies ``KVConnectorFactory``.
+
+    Every engine made with the same object has a host memory of its own; the media outlive it.
+
+    Args:
+        num_slots: chunks that host memory holds.
+        tiers: how each tier is used, the fastest first.
+        world_size: workers, each with a shard of every medium.
+        options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
+
+    Attributes:
+        media: per tier, one per rank.
+        manager, lower: those of the engine made last.
+        transfers, queues: those of the engine made last: copies per rank; queues per rank and tier.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        tiers: Sequence[TierOptions] = (TierOptions(name="disk"),),
+        world_size: int = 1,
+        **options: Any,
+    ) -> None:
+        self.num_slots = num_slots
+        self.options = tuple(tiers)
+        self.config = OffloadConfig(host_bytes=1, **options)
+        self.media = [[SimulatedMedium() for _ in range(world_size)] for _ in self.options]
+        self.manager: TieringManager
+        self.lower: LowerTiers
+        self.transfers: list[HeldTransfers] = []
+        self.queues: list[list[HeldQueue]] = []
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        """A scheduler side with an empty host memory."""
+        host = make_manager(self.config.policy, self.num_slots, record_events=True)
+        config = TieringConfig(
+            num_workers=environment.layout.world_size,
+            restore_timeout_s=self.config.restore_timeout_s,
+            store_timeout_s=self.config.transfer_timeout_s,
+            record_events=True,
+        )
+        self.lower = LowerTiers(host, self.options, environment.clock, config)
+        self.manager = TieringManager(host, self.lower)
+        self.transfers, self.queues = [], []
+        return OffloadingScheduler(self.config, environment, self.manager, lower=self.lower)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        """A worker side with an empty host memory, and the rank's shards of the media."""
+        num_rows = self.num_slots * self.config.blocks_per_chunk
+        rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
+        queues = [HeldQueue(media[environment.rank], environment.clock) for media in self.media]
+        self.queues.append(queues)
+
+        def make_transfers(regions: Sequence[Any]) -> HeldTransfers:
+            self.transfers.append(HeldTransfers(regions[0], rows, environment.clock))
+            return self.transfers[-1]
+
+        tiers = TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock)
+        return OffloadingWorker(make_transfers, tiers)
+
+    def all_queues(self) -> list[HeldQueue]:
+        """Every queue of the engine made last."""
+        return [queue for queues in self.queues for queue in queues]
