@@ -2,10 +2,14 @@
 
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
 from cargohold.offload.tier.breaker import BreakerConfig, BreakerState
+from cargohold.offload.tier.config import DiskTierConfig, SharedTierConfig, TierConfig
+from cargohold.offload.tier.encryption import EncryptionKey
+from cargohold.offload.tier.factory import open_tier
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState
 from cargohold.offload.tier.host import ByteRows, HostMemory
 from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult
 from cargohold.offload.tier.memory import MemoryTier, NullTier
+from cargohold.offload.tier.namespace import Namespace, digest_weights
 from cargohold.offload.tier.queue import TierQueue
 from cargohold.offload.tier.wrappers import CountingTier, FaultyTier, SlowTier
 
@@ -15,21 +19,28 @@ __all__ = [
     "BreakerState",
     "ByteRows",
     "CountingTier",
+    "DiskTierConfig",
+    "EncryptionKey",
     "FaultyTier",
     "HostMemory",
     "JobKind",
     "JobStatus",
     "LoadOutcome",
     "MemoryTier",
+    "Namespace",
     "NullTier",
     "QueueConfig",
+    "SharedTierConfig",
     "SlowTier",
     "StoreOutcome",
     "Tier",
+    "TierConfig",
     "TierHealth",
     "TierJob",
     "TierQueue",
     "TierResult",
     "TierState",
     "TierUsage",
+    "digest_weights",
+    "open_tier",
 ]
