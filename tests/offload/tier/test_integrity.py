@@ -1,0 +1,191 @@
+"""Damage of any kind is found; keys for encryption are handled with care."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cargohold.errors import ConfigError
+from cargohold.offload.tier import LoadOutcome, Namespace, StoreOutcome, Tier, digest_weights
+from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.offload.tier.encryption import read_key
+from cargohold.offload.tier.header import HEADER_BYTES, Header, unpack_header
+from cargohold.offload.tier.object_tier import ObjectTier
+from tests.offload.tier.common import NAMESPACE, codec, disk_tier, key, load, payload
+
+SECRET = bytes(range(32))
+SMALL = 200
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+class Damaged:
+    """A tier with one chunk, whose stored bytes can be changed behind its back."""
+
+    def __init__(self, directory: Path, kind: str, secret: bytes | None) -> None:
+        self.tier: Tier
+        if kind == "disk":
+            self.tier = disk_tier(directory, using=codec(secret), chunk_bytes=SMALL, max_bytes="1MiB")
+        else:
+            self.tier = ObjectTier(SharedTierConfig(url=f"file://{directory}"), codec(secret), SMALL)
+        assert self.tier.store(key(1), memoryview(payload(1, SMALL))) is StoreOutcome.STORED
+        self._places = list(self._find(directory, kind))
+        self.num_bits = 8 * sum(length for _, length in self._places)
+
+    def _find(self, directory: Path, kind: str) -> Iterator[tuple[Path, int]]:
+        if kind == "disk":
+            (headers,) = directory.glob("*/segment-00000.headers")
+            yield headers, HEADER_BYTES
+            yield headers.with_suffix(".data"), SMALL
+        else:
+            (value,) = directory.glob(f"*/*/{key(1).hex()}")
+            yield value, HEADER_BYTES + SMALL
+
+    def damage(self, bit: int) -> None:
+        for path, length in self._places:
+            if bit < 8 * length:
+                with path.open("r+b") as file:
+                    data = flipped(file.read(length), bit)
+                    file.seek(0)
+                    file.write(data)
+                return
+            bit -= 8 * length
+        raise AssertionError
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("kind", ["disk", "directory"])
+def test_every_flipped_bit_is_found_and_the_next_store_repairs_it(
+    tmp_path: Path, kind: str, secret: bytes | None
+) -> None:
+    chunk = Damaged(tmp_path, kind, secret)
+    for bit in range(0, chunk.num_bits, 7):  # every byte, every position in turn
+        chunk.damage(bit)
+        assert load(chunk.tier, 1, SMALL) is LoadOutcome.CORRUPT, f"bit {bit}"
+        assert chunk.tier.probe([key(1)]) == [False], "a bad chunk is not there any more"
+        assert chunk.tier.store(key(1), memoryview(payload(1, SMALL))) is StoreOutcome.STORED
+        assert load(chunk.tier, 1, SMALL) == payload(1, SMALL)
+
+
+def test_a_swapped_chunk_is_found(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path, chunk_bytes=SMALL, max_bytes="1MiB")
+    for number in (1, 2):
+        tier.store(key(number), memoryview(payload(number, SMALL)))
+    (headers,) = tmp_path.glob("*/segment-00000.headers")
+    data = headers.read_bytes()
+    with headers.open("r+b") as file:
+        file.write(data[HEADER_BYTES : 2 * HEADER_BYTES] + data[:HEADER_BYTES])
+    assert load(tier, 1, SMALL) is LoadOutcome.CORRUPT
+    assert load(tier, 2, SMALL) is LoadOutcome.CORRUPT
+
+
+def test_headers_and_payloads_damaged_while_nobody_looked(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path, chunk_bytes=SMALL, max_bytes="1MiB")
+    for number in range(3):
+        tier.store(key(number), memoryview(payload(number, SMALL)))
+    tier.close()
+    (headers,) = tmp_path.glob("*/segment-00000.headers")
+    with headers.open("r+b") as file:
+        file.seek(HEADER_BYTES + 100)
+        file.write(b"?")
+    data = headers.with_suffix(".data")
+    with data.open("r+b") as file:
+        file.seek(2 * 4096 + 5)
+        file.write(b"?")
+    tier = disk_tier(tmp_path, chunk_bytes=SMALL, max_bytes="1MiB")
+    assert tier.probe([key(number) for number in range(3)]) == [True, False, True]
+    assert load(tier, 0, SMALL) == payload(0, SMALL)
+    assert load(tier, 2, SMALL) is LoadOutcome.CORRUPT
+    tier.check()
+    tier.close()
+    tier = disk_tier(tmp_path, chunk_bytes=SMALL, max_bytes="1MiB")
+    assert tier.probe([key(number) for number in range(3)]) == [True, False, False]
+
+
+headers = st.builds(
+    Header,
+    namespace=st.binary(min_size=32, max_size=32),
+    key=st.binary(min_size=1, max_size=64),
+    parent=st.binary(max_size=64),
+    num_bytes=st.integers(0, 2**64 - 1),
+    checksum=st.binary(min_size=16, max_size=16),
+    stored_ns=st.integers(0, 2**64 - 1),
+)
+
+
+@given(headers, st.integers(0, 8 * HEADER_BYTES - 1))
+def test_headers_come_back_as_they_were_or_not_at_all(header: Header, bit: int) -> None:
+    packed = header.pack()
+    assert len(packed) == HEADER_BYTES
+    assert unpack_header(packed) == header
+    assert unpack_header(flipped(packed, bit)) is None
+    assert unpack_header(packed[:-1]) is None
+    assert unpack_header(bytes(HEADER_BYTES)) is None
+
+
+@given(st.data())
+def test_namespaces_differ_when_any_field_but_the_label_does(data: st.DataObject) -> None:
+    fields = [name for name in NAMESPACE.__dataclass_fields__ if name != "label"]
+    values = {name: data.draw(st.sampled_from(["", "a", "b", "ab"])) for name in fields}
+    other = {name: data.draw(st.sampled_from(["", "a", "b", "ab"])) for name in fields}
+    digests = {Namespace(label="x", **values).digest, Namespace(label="y", **other).digest}
+    assert len(digests) == (1 if values == other else 2)
+
+
+def test_weights_are_told_apart_by_their_bytes_and_not_by_their_order() -> None:
+    first = {"a": b"123", "b": b"45"}
+    digest = digest_weights((name, memoryview(data)) for name, data in first.items())
+    assert digest == digest_weights((name, memoryview(first[name])) for name in reversed(first))
+    for other in ({"a": b"124", "b": b"45"}, {"a": b"1234", "b": b"5"}, {"a": b"123", "c": b"45"}, {"a": b"123"}):
+        assert digest != digest_weights((name, memoryview(data)) for name, data in other.items())
+
+
+# --- keys for encryption --------------------------------------------------------------------------------------------------
+
+
+def test_a_key_may_be_written_as_it_is_or_in_hexadecimal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, text = tmp_path / "raw", tmp_path / "hex"
+    raw.write_bytes(SECRET)
+    text.write_text(SECRET.hex() + "\n")
+    for path in (raw, text):
+        path.chmod(0o600)
+    monkeypatch.setenv("KV_KEY", SECRET.hex())
+    ids = {read_key(source).id for source in (f"file:{raw}", f"file:{text}", "env:KV_KEY")}
+    assert len(ids) == 1
+    assert SECRET.hex() not in repr(read_key(f"file:{raw}")) and SECRET.hex()[:16] not in ids
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("env:CARGOHOLD_NO_SUCH_VARIABLE", "is not set"),
+        ("file:/no/such/file", "cannot be read"),
+        ("0123", "file:PATH or env:NAME"),
+        ("env:", "file:PATH or env:NAME"),
+        ("env:KV_SHORT", "no key of 32 bytes"),
+        ("env:KV_NO_HEX", "no key of 32 bytes"),
+    ],
+)
+def test_keys_that_are_none_are_refused_by_name(source: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_SHORT", "abcd")
+    monkeypatch.setenv("KV_NO_HEX", "x" * 64)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        read_key(source)
+    assert caught.value.key == "encryption_key"
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(SECRET)
+    os.chmod(path, 0o640)  # noqa: PTH101
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_key(f"file:{path}")
