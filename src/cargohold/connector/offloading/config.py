@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
-from cargohold.units import format_bytes, is_positive_int, parse_bytes
+from cargohold.units import format_bytes, is_positive_int, is_positive_number, parse_bytes
 
 RESTORE_IF_FASTER = "if_faster"
 RESTORE_ALWAYS = "always"
@@ -45,22 +45,26 @@ class OffloadConfig:
         limit = memory_limit_bytes()
         if self.num_host_bytes > limit:
             raise ConfigError("host_bytes", self.host_bytes, f"this machine allows {format_bytes(limit)} in all")
-        self._require("policy", self.policy in POLICIES, f"one of {', '.join(sorted(POLICIES))}")
+        self._require("policy", self.policy in list(POLICIES), f"one of {', '.join(sorted(POLICIES))}")
         self._require(
             "blocks_per_chunk",
             is_positive_int(self.blocks_per_chunk),
             "an integer from 1",
         )
-        self._require("max_inflight_fraction", 0 < self.max_inflight_fraction <= 1, "a number above 0 and at most 1")
-        self._require("transfer_timeout_s", self.transfer_timeout_s > 0, "a number of seconds above 0")
+        self._require("store_generated", isinstance(self.store_generated, bool), "True or False")
+        fraction = self.max_inflight_fraction
+        self._require(
+            "max_inflight_fraction", is_positive_number(fraction) and fraction <= 1, "a number above 0 and at most 1"
+        )
+        self._require("transfer_timeout_s", is_positive_number(self.transfer_timeout_s), "a number of seconds above 0")
         self._require(
             "job_timeout_s",
-            self.job_timeout_s > self.transfer_timeout_s,
+            is_positive_number(self.job_timeout_s) and self.job_timeout_s > self.transfer_timeout_s,
             "a number of seconds above transfer_timeout_s",
         )
         choices = (RESTORE_IF_FASTER, RESTORE_ALWAYS)
         self._require("restore", self.restore in choices, f"one of {', '.join(choices)}")
-        self._require("restore_timeout_s", self.restore_timeout_s > 0, "a number of seconds above 0")
+        self._require("restore_timeout_s", is_positive_number(self.restore_timeout_s), "a number of seconds above 0")
 
     @property
     def num_host_bytes(self) -> int:

@@ -77,17 +77,15 @@ class LeafQueue:
             worth: of the chunks that want in, in prefix order.
             now: the time.
             busy: which slots must be passed over.
-
         """
         if now - self._queued_at >= self._queue_age:
-            self._queue_leaves(now)
+            self._queue_leaves(now, busy)
         victims: list[int] = []
         last_uses: list[int] = []
         passed: list[tuple[float, int, int]] = []
-        is_busy = busy.data
         refused = False
         for worth_in in worth:
-            found = self._lowest(now, is_busy, passed)
+            found = self._lowest(now, busy, passed)
             if found is None:
                 break
             slot, worth_out = found
@@ -103,9 +101,11 @@ class LeafQueue:
             heappush(self._heap, entry)
         return Eviction(np.array(victims, dtype=np.intp), np.array(last_uses, dtype=np.int64), refused)
 
-    def _lowest(self, now: int, is_busy: memoryview, passed: list[tuple[float, int, int]]) -> tuple[int, float] | None:
+    def _lowest(
+        self, now: int, busy: BusyCounts, passed: list[tuple[float, int, int]]
+    ) -> tuple[int, float] | None:
         """The leaf at the head of the queue and its worth, or ``None``. Mutates the queue; busy leaves go to ``passed``."""
-        heap = self._heap
+        heap, is_busy = self._heap, busy.data
         for _ in range(2 + (len(self._last_uses) - 1) // _WINDOW):
             while heap:
                 queued_worth, last_use, slot = heap[0]
@@ -118,7 +118,7 @@ class LeafQueue:
                     self._queue_if_low(slot, now)
                 else:
                     return slot, worth
-            self._queue_leaves(now)
+            self._queue_leaves(now, busy)
         return None
 
     def _worth(self, slot: int, now: int) -> float:
@@ -129,12 +129,13 @@ class LeafQueue:
         if slot != NO_SLOT and (worth := self._worth(slot, now)) <= self._highest:
             heappush(self._heap, (worth, self._last_use_of[slot], slot))
 
-    def _queue_leaves(self, now: int) -> None:
-        """Look at all leaves, or at the next part of them, and queue the lowest. Mutates the queue."""
+    def _queue_leaves(self, now: int, busy: BusyCounts) -> None:
+        """Look at all leaves, or at the next part of them, and queue the lowest that are not busy. Mutates the queue."""
         window = slice(self._window_start, self._window_start + _WINDOW)
         self._window_start = window.stop if window.stop < len(self._last_uses) else 0
         last_uses = self._last_uses[window]
-        leaves = ((last_uses != NEVER) & (self._tree.num_children[window] == 0)).nonzero()[0]
+        is_leaf = (last_uses != NEVER) & (self._tree.num_children[window] == 0) & (busy[window] == 0)
+        leaves = is_leaf.nonzero()[0]
         last_uses = last_uses[leaves]
         leaves += window.start
         worth = self._index[self._classes[leaves], age_buckets(now - last_uses)]

@@ -1,0 +1,68 @@
+"""What is impossible is refused by name, at start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cargohold import OffloadConfig
+from cargohold.errors import ConfigError
+from cargohold.offload.manager import TierManager, make_manager
+from cargohold.offload.policy import POLICIES, make_policy
+from cargohold.offload.policy.lru import LRUPolicy
+
+
+@pytest.mark.parametrize("name", ["", "LRU", "belady", "lru "])
+def test_an_unknown_policy_names_those_there_are(name: str) -> None:
+    for make in (make_policy, make_manager):
+        with pytest.raises(ConfigError) as raised:
+            make(name, 8)
+        assert (raised.value.key, raised.value.value) == ("policy", name)
+        assert raised.value.expected == "one of arc, fifo, lru, reuse-index"
+    with pytest.raises(ConfigError, match="arc, fifo, lru, reuse-index"):
+        OffloadConfig(host_bytes=1, policy=name)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_tier_has_at_least_one_slot(policy: str, capacity: int) -> None:
+    for make in (make_policy, make_manager):
+        with pytest.raises(ConfigError) as raised:
+            make(policy, capacity)
+        assert (raised.value.key, raised.value.value) == ("capacity", capacity)
+
+
+def test_a_manager_without_slots_is_refused_whoever_makes_it() -> None:
+    with pytest.raises(ConfigError, match="capacity=0"):
+        TierManager(0, LRUPolicy(1))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("policy", 3),
+        ("policy", ["lru"]),
+        ("blocks_per_chunk", 0),
+        ("blocks_per_chunk", 1.5),
+        ("blocks_per_chunk", True),
+        ("blocks_per_chunk", "2"),
+        ("host_bytes", "lots"),
+        ("host_bytes", 0),
+        ("host_bytes", "1PiB"),
+        ("store_generated", "yes"),
+        ("max_inflight_fraction", 0),
+        ("max_inflight_fraction", 1.1),
+        ("max_inflight_fraction", "half"),
+        ("max_inflight_fraction", float("nan")),
+        ("transfer_timeout_s", 0),
+        ("transfer_timeout_s", "soon"),
+        ("job_timeout_s", 1),
+        ("job_timeout_s", None),
+    ],
+)
+def test_an_impossible_option_is_named(option: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        OffloadConfig(**{"host_bytes": 1 << 20, option: value})
+    assert raised.value.key == option
+    assert raised.value.value is value

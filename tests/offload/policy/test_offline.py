@@ -1,0 +1,82 @@
+"""The offline optimum against a search through everything that could be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cargohold.offload.manager import CannotStore, make_manager
+from cargohold.offload.policy import POLICIES
+from cargohold.offload.policy.offline import OfflineTrace
+from tests.offload.common import chain
+
+Requests = Sequence[Sequence[bytes]]
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple)
+
+
+def best_by_search(requests: Requests, capacity: int) -> int:
+    """Hits of the best possible choice of what to keep after each request."""
+
+    @cache
+    def best(at: int, tier: frozenset[bytes]) -> int:
+        if at == len(requests):
+            return 0
+        request = requests[at]
+        hits = next((place for place, name in enumerate(request) if name not in tier), len(request))
+        at_hand = sorted(tier | set(request))
+        keeps = combinations(at_hand, min(capacity, len(at_hand)))
+        return hits + max(best(at + 1, frozenset(kept)) for kept in keeps)
+
+    return best(0, frozenset())
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=st.lists(paths.map(chain), max_size=6), capacity=st.integers(1, 4))
+def test_no_choice_whatever_gives_more_hits(requests: Requests, capacity: int) -> None:
+    assert sum(OfflineTrace(requests).optimal_hits(capacity)) == best_by_search(requests, capacity)
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple), max_size=30))
+def test_no_policy_gives_more_and_more_room_never_gives_less(requests: list[tuple[int, ...]]) -> None:
+    keys = [chain(path) for path in requests]
+    trace = OfflineTrace(keys)
+    optimum = [sum(trace.optimal_hits(capacity)) for capacity in range(1, 14)]
+    assert optimum == sorted(optimum)
+    assert optimum[-1] <= sum(trace.hits_without_eviction())
+    for policy in POLICIES:
+        assert hits_of(policy, keys, 4) <= optimum[3]
+
+
+def test_without_eviction_what_was_used_before_is_a_hit() -> None:
+    trace = OfflineTrace([chain((0, 0)), chain((0, 1)), chain((0, 0, 0)), []])
+    assert trace.hits_without_eviction() == [0, 1, 2, 0]
+    assert (trace.num_chunks, trace.num_lookups) == (4, 7)
+
+
+def test_an_empty_trace_has_no_hits() -> None:
+    assert OfflineTrace([]).optimal_hits(3) == []
+
+
+@pytest.mark.parametrize("requests", [[["a", "b"], ["b"]], [["a", "b"], ["c", "b"]], [["a", "a"]]])
+def test_names_that_do_not_stand_for_their_prefix_are_refused(requests: list[list[str]]) -> None:
+    with pytest.raises(ValueError, match="do not form a trie"):
+        OfflineTrace(requests)
+
+
+def hits_of(policy: str, requests: Requests, capacity: int) -> int:
+    manager = make_manager(policy, capacity)
+    hits = 0
+    for keys in requests:
+        length = len(manager.lookup_run(keys))
+        hits += length
+        manager.touch(keys)
+        handle = manager.prepare_store(keys[length:], keys[length - 1] if length else None)
+        assert not isinstance(handle, CannotStore)
+        handle.commit()
+    return hits
