@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cargohold import LLM
+from tests.command import cargohold, chat_model
+
+__all__ = ["cargohold", "chat_model"]
 
 # How fast a machine makes examples depends on what else it does.
 settings.register_profile("cargohold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("cargohold")
-from tests.command import cargohold, chat_model
-
-__all__ = ["cargohold", "chat_model"]
 
 
 @pytest.fixture(scope="session")
