@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 800
 MAX_POSITIONS = 8192
@@ -44,7 +44,7 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, chat_template=CHAT_TEMPLATE)
 
 
-def _make_model(tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
+def _make_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -59,7 +59,8 @@ def _make_model(tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    scores = model.get_output_embeddings().weight
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.dim() == 2:
@@ -67,5 +68,5 @@ def _make_model(tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
         for token_id in range(len(tokenizer)):
             text = tokenizer.decode([token_id])
             if token_id == tokenizer.eos_token_id or not (text.isascii() and text.isprintable()):
-                model.lm_head.weight[token_id] = 0  # never the likeliest, so that answers are long, and can be read
+                scores[token_id] = 0  # never the likeliest, so that answers are long, and can be read
     return model

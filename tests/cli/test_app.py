@@ -13,7 +13,7 @@ import pytest
 
 from cargohold import __version__
 from cargohold.machine import memory_limit_bytes
-from tests.cli.conftest import Command
+from tests.command import Command
 
 MODEL = "(the tiny model)"
 

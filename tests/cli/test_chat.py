@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold import LLM, SamplingParams
-from tests.cli.conftest import Command
+from tests.command import Command
 
 QUESTIONS = ("How many ships came in?", "And how many left?")
 

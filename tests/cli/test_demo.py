@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, RequestOutput
-from tests.cli.conftest import Command, Result
+from tests.command import Command, Result
 
 
 def demo(cargohold: Command, chat_model: str, *options: str) -> Result:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from cargohold import LLM, SamplingParams
-from tests.cli.conftest import Command
+from tests.command import Command
 
 PROMPT = "The harbour master wrote down every ship that"
 

@@ -294,12 +294,13 @@ class LLMEngine:
             if update.new_token_ids:
                 return None  # the update that ended it follows
             del self._live[request.request_id]
+        new_text = live.stream.release(finished=request.is_finished)
         return RequestOutput(
             request_id=request.request_id,
             prompt=live.prompt,
             prompt_token_ids=live.prompt_token_ids,
-            text=live.stream.text,
-            new_text=live.stream.release(finished=request.is_finished),
+            text=live.stream.released,
+            new_text=new_text,
             token_ids=tuple(request.output_token_ids),
             finished=request.is_finished,
             finish_reason=_finish_reason(live),

@@ -41,7 +41,7 @@ class RequestOutput:
         request_id: the request.
         prompt: the prompt as text; ``None`` if it was given as token ids.
         prompt_token_ids: the prompt's tokens.
-        text: generated text, without what ended it.
+        text: generated text, without what ended it; while unfinished, without an end that may begin a stop string.
         new_text: the part of it that is new since the last output of this request.
         token_ids: generated tokens, with the one that ended it.
         finished: whether this is the last output.

@@ -37,8 +37,13 @@ class TextStream:
                 self.stopped = True
         return self.stopped
 
+    @property
+    def released(self) -> str:
+        """All text that was released so far."""
+        return self.text[: self._num_released]
+
     def release(self, *, finished: bool) -> str:
-        """The text that was not released before; all of it if ``finished``."""
+        """Release text, all of it if ``finished``; returns what was not released before."""
         end = len(self.text) - (0 if finished or self.stopped else self._num_held_back())
         new = self.text[self._num_released : end]
         self._num_released = max(self._num_released, end)

@@ -1,4 +1,4 @@
-"""The command, called as a user calls it, in this process."""
+"""The command, called as a user calls it, in this process; fixtures that ``tests.conftest`` offers to all."""
 
 from __future__ import annotations
 

@@ -1,0 +1,99 @@
+"""The documentation says what the code does: its examples run, and its tables list the options there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cargohold import LLM, LazyOffloadConfig, OffloadConfig, RequestMetrics, RequestOutput, SamplingParams
+from cargohold.engine.config import EngineConfig
+from tests.command import Command
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+USAGE = (REPOSITORY / "docs" / "usage.md").read_text(encoding="utf-8")
+
+
+def code_blocks(text: str) -> list[str]:
+    """Indented blocks, dedented."""
+    blocks = re.findall(r"(?:(?<=\n\n)|^)((?:    .*\n|\n(?=    ))+)", text)
+    return [re.sub(r"(?m)^    ", "", block) for block in blocks]
+
+
+def snippets(text: str) -> list[str]:
+    return [block for block in code_blocks(text) if "from cargohold import" in block]
+
+
+@pytest.mark.parametrize("snippet", [*snippets(README), *snippets(USAGE)])
+def test_library_examples_run(snippet: str, chat_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert '"smollm2"' in snippet
+    prompts = ["Once upon a time", "In 1969,"]
+    names: dict[str, Any] = {"prompts": prompts}
+    exec(snippet.replace('"smollm2"', repr(chat_model)), names)  # the example that readers will try first
+    names["llm"].close()
+    outputs = names.get("outputs")
+    if outputs is None:
+        assert capsys.readouterr().out.count("RequestMetrics(") == len(prompts)
+    else:
+        assert [output.prompt for output in outputs] == prompts
+
+
+def test_there_is_an_example_in_the_readme_and_in_the_manual() -> None:
+    assert len(snippets(README)) >= 1 and len(snippets(USAGE)) >= 1
+
+
+def commands(text: str) -> list[list[str]]:
+    lines = [line for block in code_blocks(text) for line in block.splitlines() if line.startswith("cargohold ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("args", commands(README), ids=" ".join)
+def test_commands_in_the_readme_work(args: list[str], cargohold: Command, chat_model: str) -> None:
+    args = [chat_model if arg == "smollm2" else arg for arg in args]
+    if args == ["demo"]:
+        args = ["demo", "--model", chat_model, "--turns", "2", "--answer-tokens", "1", "--num-device-blocks", "300"]
+    result = cargohold(*args, stdin="Hello\n/quit\n")
+    assert result.status == 0, result.err
+
+
+def options_in_table(heading: str) -> dict[str, str]:
+    """Name and default of each row of the first table under a heading of the manual."""
+    section = USAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return {name: default.strip() for name, default in re.findall(r"(?m)^\| `(\w+)` \|([^|]*)\|", section)}
+
+
+@pytest.mark.parametrize(("heading", "kind"), [("LLM", EngineConfig), ("OffloadConfig", OffloadConfig)])
+def test_the_manual_lists_every_option_with_its_default(heading: str, kind: type) -> None:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    listed = options_in_table(heading)
+    if kind is EngineConfig:
+        assert listed.pop("offload") == "`None`"
+    assert listed.keys() == fields.keys()
+    for name, default in listed.items():
+        if re.fullmatch(r"`\w+`|[0-9.]+", default):
+            value = fields[name].default
+            assert default.strip("`") == (f"{value:g}" if isinstance(value, float) else str(value)), name
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, LazyOffloadConfig, RequestMetrics])
+def test_the_manual_mentions_every_field(kind: type) -> None:
+    assert [field.name for field in dataclasses.fields(kind) if f"`{field.name}`" not in USAGE] == []
+
+
+def test_the_manual_does_not_mention_what_is_not_there() -> None:
+    names = {
+        name for kind in (EngineConfig, OffloadConfig, LazyOffloadConfig, SamplingParams) for name in _fields(kind)
+    }
+    methods = {name for kind in (LLM, RequestOutput, RequestMetrics) for name in (*dir(kind), *_fields(kind))}
+    written = set(re.findall(r"`(\w+_\w+)`", USAGE))
+    elsewhere = {"add_request", "has_work", "if_faster", "make_scheduler_side", "make_worker_side"}
+    assert written - names - methods - elsewhere == set()
+
+
+def _fields(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
