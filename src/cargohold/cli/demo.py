@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -15,9 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from cargohold.cli.app import app
-from cargohold.cli.common import errors, loaded
+from cargohold.cli.common import errors, loaded, quiet_transformers
 from cargohold.cli.conversations import Conversation, load_conversations
 from cargohold.connector.offloading import OffloadConfig
+from cargohold.engine.model.info import describe_model
+from cargohold.engine.model.silent_heads import write_with_silent_heads
+from cargohold.engine.model.source import SMOLLM2
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, UnsupportedModelError
@@ -53,6 +59,9 @@ def demo(
         int, typer.Option("--num-device-blocks", help="Device pool: too small for two conversations.")
     ] = 192,
     host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", min=1, help="Split the model over so many worker processes.")
+    ] = 1,
 ) -> None:
     """Show what offloading does for conversations that come back: same answers, first token much sooner."""
     offload = OffloadConfig(host_bytes=host_bytes)  # what it refuses is refused before minutes are spent
@@ -62,18 +71,43 @@ def demo(
         f"{len(conversations)} conversations of {turns} questions, visited in turn. Together they are several times larger "
         f"than the device pool, so every visit finds its context evicted.\n"
     )
-    options: dict[str, Any] = {"num_device_blocks": device_blocks, "dtype": "float32"}
-    with _progress() as bar:
+    options: dict[str, Any] = {
+        "num_device_blocks": device_blocks,
+        "dtype": "float32",
+        "tensor_parallel_size": tensor_parallel_size,
+    }
+    with _splittable(model, tensor_parallel_size, out) as path, _progress() as bar:
         total = len(conversations) * turns
-        without = _visit_all(model, conversations, answer_tokens, _ticker(bar, "without offloading", total), options)
+        without = _visit_all(path, conversations, answer_tokens, _ticker(bar, "without offloading", total), options)
         options["offload"] = offload
-        with_offload = _visit_all(model, conversations, answer_tokens, _ticker(bar, "with offloading", total), options)
+        with_offload = _visit_all(path, conversations, answer_tokens, _ticker(bar, "with offloading", total), options)
     out.print(_table(without, with_offload))
     summary = _summarize(without, with_offload)
     out.print(_sentence(summary))
     out.print(json.dumps(summary), soft_wrap=True, highlight=False)
     if not summary["identical"]:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+@contextmanager
+def _splittable(model: str, num_shards: int, out: Console) -> Iterator[str]:
+    """The model; or, if it is the built-in one and its heads do not split, the same with silent heads added."""
+    if model != SMOLLM2 or num_shards == 1:
+        yield model
+        return
+    info = describe_model(model)
+    if info.geometry.splits_over(num_shards):
+        yield model
+        return
+    out.print(
+        f"SmolLM2 has {info.geometry.num_query_heads} query heads and {info.geometry.num_kv_heads} KV heads, which do not "
+        f"split over {num_shards} workers. For this demo it gets more heads, which stay silent: its answers are the same.\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="cargohold-") as directory:
+        with errors.status("adding silent heads"):
+            quiet_transformers()
+            write_with_silent_heads(info, num_shards, Path(directory))
+        yield directory
 
 
 def _visit_all(
