@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big") + bytes(4)
 
 
+@cache
 def payload(number: int, size: int = CHUNK) -> bytes:
     return np.random.default_rng(number).bytes(size)
 

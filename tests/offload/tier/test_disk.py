@@ -1,0 +1,379 @@
+"""The disk tier among disks that fill up, directories that vanish, and other processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cargohold.errors import ConfigError, TierError
+from cargohold.offload.policy import POLICIES
+from cargohold.offload.tier import LoadOutcome, StoreOutcome
+from cargohold.offload.tier.config import DiskTierConfig
+from cargohold.offload.tier.disk import DiskTier
+from cargohold.offload.tier.disk import files as disk_files
+from cargohold.offload.tier.disk import shard as disk_shard
+from cargohold.offload.tier.disk.root import bytes_in
+from cargohold.offload.tier.factory import open_tier
+from tests.offload.tier.common import CHUNK, NAMESPACE, codec, disk_tier, key, load, payload
+
+MIB = 1024**2
+
+
+def store(tier: DiskTier, number: int, parent: int | None = None) -> StoreOutcome:
+    return tier.store(key(number), memoryview(payload(number)), None if parent is None else key(parent))
+
+
+def present(tier: DiskTier, count: int) -> list[int]:
+    return [number for number, is_there in enumerate(tier.probe([key(n) for n in range(count)])) if is_there]
+
+
+def fill(tier: DiskTier, count: int) -> list[StoreOutcome]:
+    return [store(tier, number) for number in range(count)]
+
+
+# --- budget and eviction ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_budget_is_kept_at_every_moment_and_the_oldest_make_room(tmp_path: Path, policy: str) -> None:
+    tier = disk_tier(tmp_path, 1 * MIB, policy=policy)
+    usage = tier.usage()
+    assert usage.capacity_bytes is not None and 0.8 * MIB < usage.capacity_bytes <= 1 * MIB
+    for number in range(150):
+        assert store(tier, number) is not StoreOutcome.PRESENT
+        assert bytes_in(tmp_path) <= 1 * MIB
+        tier.check()
+    kept = present(tier, 150)
+    assert 60 <= len(kept) < 90
+    assert tier.usage().num_bytes <= usage.capacity_bytes
+    assert all(load(tier, number) == payload(number) for number in kept)
+    if policy in {"lru", "fifo"}:
+        assert kept == list(range(150 - len(kept), 150))
+
+
+def test_what_is_touched_stays(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path, 1 * MIB)
+    fill(tier, 60)
+    for number in range(60, 150):
+        tier.touch([key(3), key(5)])
+        store(tier, number)
+    assert {3, 5} <= set(present(tier, 150)) and 4 not in present(tier, 150)
+
+
+def test_a_chunk_is_never_evicted_for_its_own_child(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path, 1 * MIB)
+    number = 0
+    while store(tier, number, number - 1 if number else None) is StoreOutcome.STORED:
+        number += 1
+    assert 60 <= number < 90
+    assert present(tier, 150) == list(range(number))
+    assert store(tier, 1000) is StoreOutcome.STORED, "another prefix may have the place of the last"
+    assert present(tier, 150) == list(range(number - 1))
+
+
+def test_shards_share_the_budget(tmp_path: Path) -> None:
+    tiers = [disk_tier(tmp_path, 2 * MIB, using=codec(split=f"rank {rank} of 2"), num_shards=2) for rank in range(2)]
+    for number in range(150):
+        for tier in tiers:
+            store(tier, number)
+        assert bytes_in(tmp_path) <= 2 * MIB
+    assert all(len(present(tier, 150)) > 50 for tier in tiers)
+
+
+def test_a_smaller_budget_takes_effect_at_the_next_start(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path, 4 * MIB)
+    fill(tier, 300)
+    tier.close()
+    tier = disk_tier(tmp_path, 1 * MIB)
+    assert bytes_in(tmp_path) <= 1 * MIB
+    kept = present(tier, 300)
+    assert 20 < len(kept) < 90
+    assert all(load(tier, number) == payload(number) for number in kept)
+    tier.check()
+
+
+def test_chunks_of_another_size_make_the_shard_start_anew(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path)
+    fill(tier, 3)
+    tier.close()
+    tier = disk_tier(tmp_path, chunk_bytes=3 * CHUNK)
+    assert present(tier, 3) == []
+    assert store(tier, 1) is StoreOutcome.STORED and load(tier, 1) == payload(1)
+
+
+# --- what others left -----------------------------------------------------------------------------------------------------
+
+
+def test_unused_namespaces_go_when_room_is_needed_the_oldest_first(tmp_path: Path) -> None:
+    for at, weights in enumerate(["old", "newer"]):
+        tier = disk_tier(tmp_path, 1 * MIB, using=codec(weights=weights))
+        fill(tier, 20)
+        tier.close()
+        os.utime(tmp_path / codec(weights=weights).namespace.id / "lock", (at + 1, at + 1))
+    tier = disk_tier(tmp_path, 1 * MIB)
+    assert fill(tier, 40) == [StoreOutcome.STORED] * 40
+    assert bytes_in(tmp_path) <= 1 * MIB
+    left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert codec(weights="old").namespace.id not in left
+    assert codec(weights="newer").namespace.id in left, "no more than needed"
+
+
+def test_namespaces_in_use_are_left_alone(tmp_path: Path) -> None:
+    other = disk_tier(tmp_path, 1 * MIB, using=codec(weights="other"))
+    fill(other, 40)
+    tier = disk_tier(tmp_path, 1 * MIB)
+    fill(tier, 100)
+    assert bytes_in(tmp_path) <= 1 * MIB
+    assert present(other, 40) == list(range(40))
+    assert 10 < len(present(tier, 100)) < 60
+    assert all(load(other, number) == payload(number) for number in range(40))
+
+
+def test_strange_files_are_counted_and_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_bytes(bytes(MIB // 2))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").write_bytes(b"cat")
+    tier = disk_tier(tmp_path, 1 * MIB)
+    fill(tier, 100)
+    assert bytes_in(tmp_path) <= 1 * MIB
+    assert (tmp_path / "photos" / "cat.png").read_bytes() == b"cat"
+
+
+# --- disks that fill up ------------------------------------------------------------------------------------------------
+
+
+def test_the_reserve_of_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10 * MIB]
+    monkeypatch.setattr(disk_shard, "free_bytes", lambda directory: free[0] - bytes_in(tmp_path))
+    tier = disk_tier(tmp_path, 4 * MIB, reserve_bytes=9 * MIB)
+    fill(tier, 300)
+    assert free[0] - bytes_in(tmp_path) >= 9 * MIB
+    assert 30 < len(present(tier, 300)) < 90
+    free[0] = 100 * MIB  # somebody has tidied up
+    for number in range(300, 800):
+        store(tier, number)
+    assert len(present(tier, 800)) > 200
+
+
+def full_disk(*arguments: object) -> None:
+    del arguments
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_without_room_refuses_and_goes_on_when_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = disk_tier(tmp_path, 4 * MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full_disk)
+        assert fill(tier, 3) == [StoreOutcome.REFUSED] * 3
+        assert present(tier, 3) == [] and not list(tmp_path.glob("*/segment-*"))
+    outcomes = fill(tier, 100)
+    assert outcomes[-1] is StoreOutcome.STORED
+    tier.check()
+
+
+def test_a_write_without_room_is_refused_and_leaves_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = disk_tier(tmp_path)
+    store(tier, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_files.Segment, "write_payload", full_disk)
+        assert store(tier, 1) is StoreOutcome.REFUSED
+    assert present(tier, 2) == [0]
+    tier.check()
+    assert store(tier, 1) is StoreOutcome.STORED
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no tmpfs in /dev/shm")
+def test_a_budget_above_the_disk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the file system has") as caught:
+        disk_tier(tmp_path, "900000TiB")
+    assert caught.value.key == "max_bytes"
+
+
+# --- disks that break ------------------------------------------------------------------------------------------------------
+
+
+def broken_disk(*arguments: object) -> None:
+    del arguments
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_bad_place_on_the_disk_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = disk_tier(tmp_path)
+    fill(tier, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_files.Segment, "read_payload", broken_disk)
+        with pytest.raises(TierError, match="Input/output error"):
+            load(tier, 0)
+    assert load(tier, 0) is LoadOutcome.ABSENT
+    assert load(tier, 1) == payload(1)
+    tier.check()
+    assert store(tier, 0) is StoreOutcome.STORED
+
+
+@pytest.mark.parametrize("method", ["write_header", "write_payload"])
+def test_a_failed_write_is_an_error_and_leaves_no_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    tier = disk_tier(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_files.Segment, method, broken_disk)
+        with pytest.raises(TierError, match="Input/output error"):
+            store(tier, 0)
+    assert load(tier, 0) is LoadOutcome.ABSENT
+    tier.check()
+    assert store(tier, 0) is StoreOutcome.STORED and load(tier, 0) == payload(0)
+
+
+def delete(directory: Path) -> None:
+    for path in sorted(directory.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("what", ["everything", "the root too", "the files"])
+def test_a_deleted_directory_is_noticed_and_made_anew(tmp_path: Path, what: str) -> None:
+    root = tmp_path / "kv"
+    tier = disk_tier(root)
+    fill(tier, 10)
+    if what == "the files":
+        for path in root.glob("*/segment-*"):
+            path.unlink()
+    else:
+        delete(root)
+    if what == "the root too":
+        root.rmdir()
+    assert load(tier, 3) in {payload(3), LoadOutcome.ABSENT}
+    assert fill(tier, 20) == [StoreOutcome.STORED] * 20
+    assert present(tier, 20) == list(range(20))
+    tier.check()
+    tier.close()
+    assert present(disk_tier(root), 20) == list(range(20)), "they are in the new directory"
+
+
+def test_a_directory_that_cannot_be_made_anew_is_an_error_until_it_can(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    tier = disk_tier(root)
+    fill(tier, 2)
+    delete(root)
+    root.rmdir()
+    root.write_text("a file now")
+    for _ in range(2):
+        with pytest.raises(TierError):
+            store(tier, 5)
+    assert load(tier, 0) in {payload(0), LoadOutcome.ABSENT}
+    root.unlink()
+    assert store(tier, 5) is StoreOutcome.STORED
+
+
+# --- who may use it ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_for_its_owner_only(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    old = os.umask(0)
+    try:
+        fill(disk_tier(root), 3)
+    finally:
+        os.umask(old)
+    for path in (root, *root.rglob("*")):
+        if path.suffix != ".json":  # in a directory that nobody else can enter
+            assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_two_never_share_a_directory(tmp_path: Path) -> None:
+    first = disk_tier(tmp_path)
+    store(first, 1)
+    with pytest.raises(ConfigError, match="another process uses it"):
+        disk_tier(tmp_path)
+    script = (
+        "import sys; sys.path.insert(0, '.');"
+        "from pathlib import Path; from tests.offload.tier.common import disk_tier;"
+        f"disk_tier(Path({str(tmp_path)!r}))"
+    )
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert other.returncode and "another process uses it" in other.stderr
+    first.close()
+    assert load(disk_tier(tmp_path), 1) == payload(1)
+
+
+def run_as_nobody(action: Callable[[], None]) -> int:
+    """Exit status of a child process without the rights of the superuser: 0 if ``action`` went well."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        os.setgid(65534)
+        os.setuid(65534)
+        action()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can become somebody else")
+
+
+@needs_root
+def test_an_unwritable_directory_is_refused_by_name(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    tmp_path.parent.chmod(0o755)
+    tmp_path.parent.parent.chmod(0o755)
+
+    def action() -> None:
+        with pytest.raises(ConfigError, match="Permission denied") as caught:
+            disk_tier(tmp_path / "kv")
+        assert caught.value.key == "directory"
+
+    assert run_as_nobody(action) == 0
+
+
+@needs_root
+def test_lost_permissions_are_errors_and_nothing_else(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        path.chmod(0o777)
+
+    def action() -> None:
+        tier = disk_tier(tmp_path / "kv", 4 * MIB)
+        store(tier, 0)
+        (tmp_path / "kv").chmod(0)
+        outcomes: set[object] = set()
+        for number in range(1, 100):
+            try:
+                outcomes.add(store(tier, number))
+            except TierError as error:
+                outcomes.add(error.reason)
+        assert "Permission denied" in outcomes, "it cannot grow"
+        assert load(tier, 0) == payload(0)
+        (tmp_path / "kv").chmod(0o700)
+        assert store(tier, 500) is StoreOutcome.STORED
+
+    assert run_as_nobody(action) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "key_of_error"),
+    [
+        ({"directory": ""}, "directory"),
+        ({"directory": "/dev/null/kv"}, "directory"),
+        ({"directory": "/dev/null"}, "directory"),
+        ({"max_bytes": "lots"}, "max_bytes"),
+        ({"max_bytes": "8KiB"}, "max_bytes"),
+        ({"policy": "magic"}, "policy"),
+        ({"reserve_bytes": "much"}, "reserve_bytes"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"encryption_key": "password"}, "encryption_key"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(tmp_path: Path, options: dict[str, object], key_of_error: str) -> None:
+    given = {"directory": str(tmp_path), "max_bytes": "2MiB", "reserve_bytes": 0, **options}
+    with pytest.raises(ConfigError) as caught:
+        open_tier(DiskTierConfig(**given), NAMESPACE, CHUNK)  # type: ignore[arg-type]  # wrong on purpose
+    assert caught.value.key == key_of_error
