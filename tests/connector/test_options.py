@@ -10,6 +10,7 @@ import pytest
 from cargohold import LazyOffloadConfig, OffloadConfig
 from cargohold.connector.options import parse_offload
 from cargohold.errors import ConfigError
+from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
 
 
 def test_the_default_is_eager() -> None:
@@ -31,9 +32,45 @@ def test_several() -> None:
     ]
 
 
+def test_tiers() -> None:
+    disk = {
+        "kind": "disk",
+        "directory": "/var/kv",
+        "max_bytes": "9GiB",
+        "admission": "reused",
+        "max_daily_bytes": "1TB",
+    }
+    shared = {"kind": "shared", "url": "s3://bucket/kv", "write": "back"}
+    assert parse_offload({"host_bytes": "8MiB", "tiers": [disk, shared], "restore": "always"}) == OffloadConfig(
+        host_bytes="8MiB",
+        tiers=(
+            DiskTierConfig(directory="/var/kv", max_bytes="9GiB", admission="reused", max_daily_bytes="1TB"),
+            SharedTierConfig(url="s3://bucket/kv", write="back"),
+        ),
+        restore="always",
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [
+        ({"host_bytes": "8MiB", "restore": "maybe"}, "restore"),
+        ({"host_bytes": "8MiB", "restore_timeout_s": 0}, "restore_timeout_s"),
+        ({"host_bytes": "8MiB", "tiers": "disk"}, "tiers"),
+        ({"host_bytes": "8MiB", "tiers": ["disk"]}, "tiers[0]"),
+        ({"host_bytes": "8MiB", "tiers": [{"directory": "/var/kv"}]}, "tiers[0].kind"),
+        ({"host_bytes": "8MiB", "tiers": [{"kind": "tape"}]}, "tiers[0].kind"),
+        ({"host_bytes": "8MiB", "tiers": [{"kind": "disk", "directory": "/var/kv"}]}, "tiers[0].max_bytes"),
+        (
+            {
+                "host_bytes": "8MiB",
+                "tiers": [{"kind": "disk", "directory": "/var/kv", "max_bytes": 9, "admission": "some"}],
+            },
+            "tiers[0].admission",
+        ),
+        ({"host_bytes": "8MiB", "tiers": [{"kind": "shared", "url": "s3://kv", "write": "twice"}]}, "tiers[0].write"),
+        ({"host_bytes": "8MiB", "tiers": [{"kind": "shared", "url": "ftp://kv"}]}, "tiers[0].url"),
+        ({"mode": "lazy", "host_bytes": "8MiB", "tiers": []}, "tiers"),
         ({}, "host_bytes"),
         ({"host_bytes": "8MiB", "polcy": "lru"}, "polcy"),
         ({"host_bytes": "8MiB", "mode": "fast"}, "mode"),

@@ -4,6 +4,8 @@
 
     {"host_bytes": "8GiB"}                                          eager: the fields of OffloadConfig
     {"mode": "lazy", "host_bytes": "8GiB"}                          the fields of LazyOffloadConfig
+    {"host_bytes": "8GiB", "tiers": [{"kind": "disk", "directory": "/var/kv", "max_bytes": "200GiB"}]}
+                                                                    with tiers: the fields of DiskTierConfig, SharedTierConfig
     {"mode": "multi", "connectors": [{...}, {"mode": "lazy", ...}]}  several, most preferred first
 
 Whatever is unknown or of the wrong type is refused by name.
@@ -20,9 +22,11 @@ from cargohold.connector.factory import Offload
 from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.errors import ConfigError
+from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
 
 MODES: Mapping[str, type[OffloadConfig | LazyOffloadConfig]] = {"eager": OffloadConfig, "lazy": LazyOffloadConfig}
 MULTI = "multi"
+TIERS: Mapping[str, type[TierConfig]] = {"disk": DiskTierConfig, "shared": SharedTierConfig}
 
 T = TypeVar("T")
 
@@ -42,7 +46,10 @@ def parse_offload(options: Mapping[str, Any], path: str = "") -> Offload | Seque
         return _several(options, path)
     if not isinstance(mode, str) or mode not in MODES:
         raise ConfigError(f"{path}mode", mode, f"it must be one of {', '.join((*MODES, MULTI))}")
-    return cast("Offload", parse_dataclass(MODES[mode], {k: v for k, v in options.items() if k != "mode"}, path))
+    own = {key: value for key, value in options.items() if key != "mode"}
+    if "tiers" in own and mode == "eager":
+        own["tiers"] = _tiers(own["tiers"], f"{path}tiers")
+    return cast("Offload", parse_dataclass(MODES[mode], own, path))
 
 
 def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "") -> T:
@@ -67,6 +74,22 @@ def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "") -
         raise ConfigError(f"{path}{error.key}", error.value, error.expected) from None
 
 
+def _tiers(tiers: object, path: str) -> tuple[TierConfig, ...]:
+    if not isinstance(tiers, list | tuple):
+        raise ConfigError(path, tiers, "it must be a list of objects with options")
+    return tuple(_tier(tier, f"{path}[{at}]") for at, tier in enumerate(tiers))
+
+
+def _tier(options: object, path: str) -> TierConfig:
+    if not isinstance(options, Mapping):
+        raise ConfigError(path, options, "it must be an object with options")
+    kind = options.get("kind")
+    if not isinstance(kind, str) or kind not in TIERS:
+        raise ConfigError(f"{path}.kind", kind, f"it must be one of {', '.join(TIERS)}")
+    own = {key: value for key, value in options.items() if key != "kind"}
+    return parse_dataclass(TIERS[kind], own, f"{path}.")
+
+
 def _several(options: Mapping[str, Any], path: str) -> list[Offload]:
     unknown = sorted(options.keys() - {"mode", "connectors"})
     if unknown:
@@ -88,7 +111,8 @@ def _several(options: Mapping[str, Any], path: str) -> list[Offload]:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return tuple(get_origin(alternative) or alternative for alternative in alternatives)
 
 
 def _fits(value: object, hint: Any) -> bool:

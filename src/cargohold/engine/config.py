@@ -15,7 +15,7 @@ from cargohold.engine.executor.factory import ExecutorConfig, ExecutorKind
 from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
-from cargohold.protocol import KVCacheGroup, KVCacheLayout
+from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
 from cargohold.units import format_bytes, is_int, is_positive_int, is_positive_number
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,14 @@ def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
     return EnginePlan(
         config=config,
         info=info,
-        layout=KVCacheLayout(groups, num_blocks, block_bytes, config.block_tokens, world_size),
+        layout=KVCacheLayout(
+            groups,
+            num_blocks,
+            block_bytes,
+            config.block_tokens,
+            world_size,
+            ServedModel(info.name, info.path, info.dtype),
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

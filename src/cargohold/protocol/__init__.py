@@ -20,7 +20,14 @@ from cargohold.protocol.factory import (
     WorkerEnvironment,
 )
 from cargohold.protocol.guard import ConnectorGuard
-from cargohold.protocol.kv_cache import NULL_BLOCK_ID, AttentionKind, BlockIds, KVCacheGroup, KVCacheLayout
+from cargohold.protocol.kv_cache import (
+    NULL_BLOCK_ID,
+    AttentionKind,
+    BlockIds,
+    KVCacheGroup,
+    KVCacheLayout,
+    ServedModel,
+)
 from cargohold.protocol.messages import (
     CacheReport,
     ConnectorMetadata,
@@ -72,6 +79,7 @@ __all__ = [
     "ScheduledRequest",
     "SchedulerContext",
     "SchedulerEnvironment",
+    "ServedModel",
     "Stats",
     "StepView",
     "TransferOutcome",

@@ -76,6 +76,21 @@ class KVCacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Whose KV it is. Connectors that keep KV beyond the engine's life make sure that only the same model finds it.
+
+    Attributes:
+        name: as the user wrote it; others may have the same.
+        path: directory with its weights and configuration, or hub id.
+        dtype: type of weights and KV.
+    """
+
+    name: str
+    path: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheLayout:
     """The paged KV cache of one engine replica, as scheduler and workers agree on it.
 
@@ -85,6 +100,7 @@ class KVCacheLayout:
         block_bytes: bytes of one block on one worker. Every group's blocks have this size, so that all groups share one pool.
         hash_block_tokens: tokens per entry of a request's ``block_hashes``; divides every group's ``block_tokens``.
         world_size: workers that each hold a shard of every block.
+        model: whose KV it is; ``None`` if the engine cannot say, and then its KV cannot outlive it.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -92,6 +108,7 @@ class KVCacheLayout:
     block_bytes: int
     hash_block_tokens: int
     world_size: int = 1
+    model: ServedModel | None = None
 
     def __post_init__(self) -> None:
         if [group.index for group in self.groups] != list(range(len(self.groups))) or not self.groups:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
+from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
 from cargohold.units import format_bytes, is_positive_int, is_positive_number, parse_bytes
 
 RESTORE_IF_FASTER = "if_faster"
@@ -26,6 +28,8 @@ class OffloadConfig:
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
         job_timeout_s: if a transfer has not ended on all workers after this time, something is broken, and the connector
             turns itself off.
+        tiers: below host memory, the fastest first: where chunks go that host memory has no room for, and what outlives the
+            process.
         restore: whether chunks are brought up from lower tiers ``if_faster`` than computing them, judged by what both took
             lately, or ``always``.
         restore_timeout_s: a request waits for lower tiers no longer than this; what has not come by then is computed.
@@ -38,6 +42,7 @@ class OffloadConfig:
     max_inflight_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
     job_timeout_s: float = 120.0
+    tiers: Sequence[TierConfig] = ()
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
 
@@ -61,6 +66,12 @@ class OffloadConfig:
             "job_timeout_s",
             is_positive_number(self.job_timeout_s) and self.job_timeout_s > self.transfer_timeout_s,
             "a number of seconds above transfer_timeout_s",
+        )
+        is_list = isinstance(self.tiers, list | tuple)
+        self._require(
+            "tiers",
+            is_list and all(isinstance(tier, DiskTierConfig | SharedTierConfig) for tier in self.tiers),
+            "a list of DiskTierConfig and SharedTierConfig",
         )
         choices = (RESTORE_IF_FASTER, RESTORE_ALWAYS)
         self._require("restore", self.restore in choices, f"one of {', '.join(choices)}")

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.make_tiers import make_lower_tiers, open_queues
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError
 from cargohold.offload.manager import make_manager
 from cargohold.offload.tier import HostMemory
+from cargohold.offload.tiering import TieringManager
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
 from cargohold.units import format_bytes
@@ -29,22 +32,28 @@ class OffloadingFactory:
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """The scheduler side. Raises ``ConfigError`` if the tier cannot hold a single chunk."""
-        manager = make_manager(
+        host = make_manager(
             self.config.policy, self.num_slots(environment.layout), record_events=environment.emits_events
         )
-        return OffloadingScheduler(self.config, environment, manager)
+        if not self.config.tiers:
+            return OffloadingScheduler(self.config, environment, host)
+        lower = make_lower_tiers(self.config, environment, host)
+        return OffloadingScheduler(self.config, environment, TieringManager(host, lower), lower=lower)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
-        """The worker side, with this worker's shard of the tier."""
-        layout = environment.layout
-        num_rows = self.num_slots(layout) * self.config.blocks_per_chunk
+        """The worker side, with this worker's shards of the tiers. Raises ``ConfigError`` if one cannot be opened."""
+        layout, per_chunk = environment.layout, self.config.blocks_per_chunk
+        memory = HostMemory(self.num_slots(layout) * per_chunk, layout.block_bytes)
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
             from cargohold.offload.transfer.factory import make_transfer_worker  # noqa: PLC0415  # imports torch
 
-            return make_transfer_worker(regions, HostMemory(num_rows, layout.block_bytes), environment.clock)
+            return make_transfer_worker(regions, memory, environment.clock)
 
-        return OffloadingWorker(make_transfers)
+        if not self.config.tiers:
+            return OffloadingWorker(make_transfers)
+        queues = open_queues(self.config, environment)
+        return OffloadingWorker(make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock))
 
     def num_slots(self, layout: KVCacheLayout) -> int:
         """Chunks that the host memory holds. Raises ``ConfigError`` if it cannot hold one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
@@ -12,6 +13,24 @@ from cargohold.units import is_positive_int, parse_bytes
 
 OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
+
+
+class Admission(Enum):
+    """Which chunks a tier is worth the writing."""
+
+    ALL = "all"
+    """Every chunk that host memory keeps."""
+    REUSED = "reused"
+    """Those that are used a second time: one-shot prompts do not wear a disk."""
+
+
+class WriteMode(Enum):
+    """When a chunk is written to a tier."""
+
+    THROUGH = "through"
+    """As soon as host memory has it: it survives the process."""
+    BACK = "back"
+    """When host memory is filling up, the chunks unused for longest first: fewer writes, and more is lost at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +43,9 @@ class DiskTierConfig:
             limit; what other models left is deleted before something of the running one is.
         reserve_bytes: free space of the file system that is never taken.
         policy: what is evicted; one of ``cargohold.offload.policy.POLICIES``.
+        admission: which chunks are written: ``all``, or only ``reused`` ones, so that one-shot prompts do not wear the disk.
+        write: when: ``through``, at once, or ``back``, when host memory fills up.
+        max_daily_bytes: what is written in a day at most, over all workers; ``None`` for no limit.
         direct_io: go around the page cache where the file system allows: it would cost memory that host memory could use.
         encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
         num_threads: requests to the disk at the same time, per worker.
@@ -33,6 +55,9 @@ class DiskTierConfig:
     max_bytes: int | str
     reserve_bytes: int | str = "1GiB"
     policy: str = "lru"
+    admission: str = "all"
+    write: str = "through"
+    max_daily_bytes: int | str | None = None
     direct_io: bool = True
     encryption_key: str | None = None
     num_threads: int = 4
@@ -42,6 +67,9 @@ class DiskTierConfig:
             raise ConfigError("directory", self.directory, "the path of a directory")
         if self.policy not in POLICIES:
             raise ConfigError("policy", self.policy, f"one of {', '.join(sorted(POLICIES))}")
+        _require_usage(self.admission, self.write)
+        if self.max_daily_bytes is not None:
+            parse_bytes("max_daily_bytes", self.max_daily_bytes)
         _require_threads(self.num_threads)
         parse_bytes("max_bytes", self.max_bytes)
         if self.reserve_bytes != 0:
@@ -51,6 +79,11 @@ class DiskTierConfig:
     def num_max_bytes(self) -> int:
         """``max_bytes`` as a number."""
         return parse_bytes("max_bytes", self.max_bytes)
+
+    @property
+    def num_daily_bytes(self) -> int | None:
+        """``max_daily_bytes`` as a number."""
+        return None if self.max_daily_bytes is None else parse_bytes("max_daily_bytes", self.max_daily_bytes)
 
     @property
     def num_reserve_bytes(self) -> int:
@@ -66,6 +99,8 @@ class SharedTierConfig:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///directory`` or
             ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``). Credentials come from the
             environment, as the store's own tools read them.
+        admission: which chunks are written: ``all``, or only ``reused`` ones.
+        write: when: ``through``, at once, or ``back``, when host memory fills up.
         request_timeout_s: how long one request to the store may take.
         ttl_s: redis only: chunks go when they are that old, or never.
         encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
@@ -73,6 +108,8 @@ class SharedTierConfig:
     """
 
     url: str
+    admission: str = "all"
+    write: str = "through"
     request_timeout_s: float = 10.0
     ttl_s: int | None = None
     encryption_key: str | None = None
@@ -90,6 +127,7 @@ class SharedTierConfig:
             raise ConfigError(
                 "ttl_s", self.ttl_s, f"only {', '.join(REDIS_SCHEMES)} can do that; buckets have life-cycle rules"
             )
+        _require_usage(self.admission, self.write)
         _require_threads(self.num_threads)
 
     @property
@@ -99,6 +137,13 @@ class SharedTierConfig:
 
 
 TierConfig: TypeAlias = DiskTierConfig | SharedTierConfig
+
+
+def _require_usage(admission: object, write: object) -> None:
+    for key, value, kind in (("admission", admission, Admission), ("write", write, WriteMode)):
+        values = [member.value for member in kind]
+        if value not in values:
+            raise ConfigError(key, value, f"one of {', '.join(values)}")
 
 
 def _require_threads(num_threads: int) -> None:

@@ -1,6 +1,7 @@
 """Tiers below host memory, as the scheduler side sees them: what they hold, what to bring up and what to write down."""
 
-from cargohold.offload.tiering.commands import Admission, TierCommand, TieringConfig, TierOptions, WriteMode
+from cargohold.offload.tier.config import Admission, WriteMode
+from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
 from cargohold.offload.tiering.lower_tiers import UNKNOWN, LowerTiers
 from cargohold.offload.tiering.manager import TieringManager
 from cargohold.offload.tiering.pace import Pace

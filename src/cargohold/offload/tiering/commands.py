@@ -3,28 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.tier.config import Admission, WriteMode
 from cargohold.offload.tier.jobs import JobKind
-
-
-class Admission(Enum):
-    """Which chunks a tier is worth the writing."""
-
-    ALL = "all"
-    """Every chunk that host memory keeps."""
-    REUSED = "reused"
-    """Those that are used a second time: one-shot prompts do not wear a disk."""
-
-
-class WriteMode(Enum):
-    """When a chunk is written to a tier."""
-
-    THROUGH = "through"
-    """As soon as host memory has it: it survives the process."""
-    BACK = "back"
-    """When host memory is filling up, the chunks unused for longest first: fewer writes, and a crash loses more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +17,14 @@ class TierOptions:
         name: what users call it.
         admission: which chunks are written to it.
         write_mode: when.
+        max_daily_chunks: how many are written in a day at most; ``None`` for no limit.
         max_inflight_chunks: chunks that are being written at the same time; each keeps its slot in host memory meanwhile.
     """
 
     name: str
     admission: Admission = Admission.ALL
     write_mode: WriteMode = WriteMode.THROUGH
+    max_daily_chunks: int | None = None
     max_inflight_chunks: int = 64
 
 

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from cargohold.blocks import READY
 from cargohold.offload.manager.base import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
 from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, CircuitBreaker
+from cargohold.offload.tier.config import Admission, WriteMode
+from cargohold.offload.tiering.allowance import Allowance
 from cargohold.offload.tiering.backlog import Backlog
-from cargohold.offload.tiering.commands import Admission, TieringConfig, TierOptions, WriteMode
+from cargohold.offload.tiering.commands import TieringConfig, TierOptions
 from cargohold.offload.tiering.pace import Pace
 from cargohold.offload.tiering.presence import Presence
 from cargohold.protocol import Clock
@@ -49,6 +51,8 @@ class LowerTier:
         self.num_writing = 0
         self.stats: Counter[str] = Counter()
         self._max_writing = max(1, min(options.max_inflight_chunks, host_capacity // 4))
+        daily = options.max_daily_chunks
+        self._allowance = None if daily is None else Allowance(daily, clock)
         self._max_dirty = host_capacity * 3 // 4
         self._writing: set[OffloadKey] = set()
         # Chunks used once, for admission; oldest first.
@@ -98,7 +102,10 @@ class LowerTier:
         if self.options.write_mode is WriteMode.BACK:
             # The rest of host memory can be evicted without loss.
             num_waiting -= self._max_dirty
-        return max(0, min(num_waiting, self._max_writing - self.num_writing))
+        limit = self._max_writing - self.num_writing
+        if self._allowance is not None:
+            limit = min(limit, self._allowance.available)
+        return max(0, min(num_waiting, limit))
 
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """The tier has said whether it has these chunks."""
@@ -115,6 +122,9 @@ class LowerTier:
 
     def begin_writing(self, keys: Iterable[OffloadKey]) -> None:
         """These are being written."""
+        keys = list(keys)
+        if self._allowance is not None:
+            self._allowance.spend(len(keys))
         self._writing.update(keys)
         self.num_writing = len(self._writing)
 

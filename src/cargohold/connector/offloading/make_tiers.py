@@ -1,0 +1,74 @@
+"""Makes both sides of the tiers below host memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.namespaces import namespace_of, served_model
+from cargohold.offload.manager import OffloadManager
+from cargohold.offload.tier import DiskTierConfig, QueueConfig, TierConfig, TierQueue, open_tier
+from cargohold.offload.tiering import Admission, LowerTiers, TieringConfig, TierOptions, WriteMode
+from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
+
+MAX_INFLIGHT_BYTES = 256 * 1024**2
+"""What is being written to one tier at the same time, over all workers."""
+
+
+def make_lower_tiers(config: OffloadConfig, environment: SchedulerEnvironment, host: OffloadManager) -> LowerTiers:
+    """The scheduler side of the tiers in ``config``. Raises ``ConfigError`` if this engine cannot have any."""
+    layout = environment.layout
+    served_model(layout)
+    chunk_bytes = layout.block_bytes * layout.world_size * config.blocks_per_chunk
+    seen: Counter[str] = Counter()
+    options = []
+    for tier in config.tiers:
+        kind = "disk" if isinstance(tier, DiskTierConfig) else "shared"
+        seen[kind] += 1
+        options.append(_options(tier, kind if seen[kind] == 1 else f"{kind}{seen[kind]}", chunk_bytes))
+    return LowerTiers(
+        host,
+        options,
+        environment.clock,
+        TieringConfig(
+            num_workers=layout.world_size,
+            restore_timeout_s=config.restore_timeout_s,
+            store_timeout_s=config.transfer_timeout_s,
+            record_events=environment.emits_events,
+        ),
+    )
+
+
+def open_queues(config: OffloadConfig, environment: WorkerEnvironment) -> list[TierQueue]:
+    """The worker side: each tier opened, with threads of its own. Reads the model's weights.
+
+    Raises:
+        ConfigError: a tier cannot be opened; none is left open.
+    """
+    layout = environment.layout
+    namespace = namespace_of(layout, environment.rank, config.blocks_per_chunk)
+    queues: list[TierQueue] = []
+    try:
+        for tier in config.tiers:
+            opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.world_size)
+            queues.append(TierQueue(opened, environment.clock, QueueConfig(num_threads=tier.num_threads)))
+    except BaseException:
+        for queue in queues:
+            queue.shutdown()
+        raise
+    return queues
+
+
+def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
+    return layout.block_bytes * config.blocks_per_chunk
+
+
+def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
+    daily_bytes = tier.num_daily_bytes if isinstance(tier, DiskTierConfig) else None
+    return TierOptions(
+        name=name,
+        admission=Admission(tier.admission),
+        write_mode=WriteMode(tier.write),
+        max_daily_chunks=None if daily_bytes is None else daily_bytes // chunk_bytes,
+        max_inflight_chunks=max(1, MAX_INFLIGHT_BYTES // chunk_bytes),
+    )

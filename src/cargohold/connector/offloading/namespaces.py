@@ -1,0 +1,39 @@
+"""Who may find chunks that outlive an engine: only one whose KV would be the same bytes."""
+
+from __future__ import annotations
+
+from cargohold.errors import ConfigError
+from cargohold.offload.tier import Namespace
+from cargohold.offload.tier.weights import digest_model
+from cargohold.protocol import KVCacheLayout, ServedModel
+
+
+def served_model(layout: KVCacheLayout) -> ServedModel:
+    """The model whose KV it is. Raises ``ConfigError`` if the engine does not say."""
+    if layout.model is None:
+        raise ConfigError("tiers", None, "this engine does not say which model it serves, so KV cannot outlive it")
+    return layout.model
+
+
+def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int) -> Namespace:
+    """Everything that changes the bytes of one worker's chunks, and what their keys stand for. Reads the model's weights."""
+    model = served_model(layout)
+    weights, config = digest_model(model.path)
+    return Namespace(
+        label=model.name,
+        weights=weights,
+        config=config,
+        dtype=model.dtype,
+        layout=_describe(layout, blocks_per_chunk),
+        split=f"rank {rank} of {layout.world_size}",
+        hashing=f"{layout.hash_block_tokens} tokens per hash",
+    )
+
+
+def _describe(layout: KVCacheLayout, blocks_per_chunk: int) -> str:
+    groups = "; ".join(
+        f"group {group.index}: {group.kind.value}, window {group.window_tokens}, {group.block_tokens} tokens per block, "
+        f"layers {' '.join(group.layer_names)}"
+        for group in layout.groups
+    )
+    return f"{blocks_per_chunk} blocks of {layout.block_bytes} bytes per chunk; {groups}"

@@ -1,0 +1,152 @@
+"""Real tiers under real models: prompts are restored by a process that comes later, and tokens are those without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cargohold import LLM, ConfigError, OffloadConfig, RequestOutput, SamplingParams
+from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
+from tests.models import CONFIGS, VOCAB_SIZE, save_model
+
+SAMPLING = SamplingParams(max_tokens=9)
+OPTIONS: dict[str, Any] = {"block_tokens": 4, "num_device_blocks": 200, "max_model_len": 200}
+
+
+def prompts(num: int = 3, length: int = 100) -> list[list[int]]:
+    generator = random.Random(5)
+    return [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for _ in range(num)]
+
+
+def disk(directory: Path, **options: Any) -> DiskTierConfig:
+    return DiskTierConfig(**{"directory": str(directory), "max_bytes": "64MiB", "reserve_bytes": 0, **options})
+
+
+def offload(*tiers: TierConfig, **options: Any) -> OffloadConfig:
+    return OffloadConfig(**{"host_bytes": "16MiB", "tiers": tiers, "restore": "always", **options})
+
+
+def ask(llm: LLM, asked: list[list[int]]) -> list[RequestOutput]:
+    return [llm.generate([prompt], SAMPLING)[0] for prompt in asked]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+def restored(outputs: list[RequestOutput]) -> list[dict[str, int]]:
+    return [dict(output.metrics.restored_tokens) for output in outputs]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_a_restarted_engine_restores_from_disk(
+    kind: str, blocks_per_chunk: int, tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    with LLM(tiny_model(kind), **OPTIONS) as plain:
+        expected = tokens(ask(plain, prompts()))
+    config = offload(disk(tmp_path), blocks_per_chunk=blocks_per_chunk)
+    with LLM(tiny_model(kind), offload=config, **OPTIONS) as first:
+        assert tokens(ask(first, prompts())) == expected
+    again = ask(make_llm(tiny_model(kind), offload=config, **OPTIONS), prompts())
+    assert tokens(again) == expected
+    chunk = 4 * blocks_per_chunk
+    assert restored(again) == [{"disk": 100 // chunk * chunk}] * 3
+
+
+def test_a_directory_shared_by_url_serves_another_engine_while_the_first_runs(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    pytest.importorskip("obstore", reason="object stores need cargohold[shared]")
+    config = offload(SharedTierConfig(url=f"file://{tmp_path}"))
+    first = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
+    expected = tokens(ask(first, prompts()))
+    second = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
+    again = ask(second, prompts())
+    assert tokens(again) == expected
+    assert restored(again) == [{"shared": 100}] * 3
+
+
+def test_other_weights_under_the_same_name_find_nothing(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    path = Path(save_model("llama", tmp_path / "models"))
+    config = offload(disk(tmp_path / "kv"))
+    with LLM(str(path), offload=config, **OPTIONS) as first:
+        ask(first, prompts())
+    (weights,) = path.glob("*.safetensors")
+    contents = bytearray(weights.read_bytes())
+    contents[-1] ^= 1  # a bit of the last weight
+    weights.write_bytes(contents)
+    assert restored(ask(make_llm(str(path), offload=config, **OPTIONS), prompts())) == [{}] * 3
+
+
+def test_damaged_files_are_misses(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    config = offload(disk(tmp_path))
+    with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
+        expected = tokens(ask(first, prompts()))
+    generator = random.Random(1)
+    num_flipped = 0
+    for file in (file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size > 2**16):
+        contents = bytearray(file.read_bytes())
+        for at in range(0, len(contents) - 512, 512):  # padding may be damaged unnoticed, so often enough
+            contents[at + generator.randrange(512)] ^= 1 << generator.randrange(8)
+            num_flipped += 1
+        file.write_bytes(contents)
+    assert num_flipped > 100
+    again = ask(make_llm(tiny_model("llama"), offload=config, **OPTIONS), prompts())
+    assert tokens(again) == expected
+    assert restored(again) == [{}] * 3
+
+
+def test_a_directory_that_disappears_costs_misses(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    """Moved away while the engine runs; what the engine has open does not matter to a rename, so its names go as well."""
+    config = offload(disk(tmp_path / "kv"), host_bytes="1MiB")
+    llm = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
+    expected = tokens(ask(llm, prompts(8)))
+    for file in sorted((tmp_path / "kv").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    assert tokens(ask(llm, prompts(8))) == expected
+    assert tokens(ask(llm, prompts(8))) == expected
+
+
+def test_two_engines_do_not_share_a_directory(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    config = offload(disk(tmp_path))
+    make_llm(tiny_model("llama"), offload=config, **OPTIONS)
+    with pytest.raises(ConfigError) as caught:
+        LLM(tiny_model("llama"), offload=config, **OPTIONS)
+    assert caught.value.key == "directory"
+
+
+@pytest.mark.parametrize("directory", ["/proc/cargohold", "/dev/null/kv"])
+def test_a_directory_that_cannot_be_is_refused_by_name(directory: str, tiny_model: Callable[[str], str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(tiny_model("llama"), offload=offload(disk(Path(directory))), **OPTIONS)
+    assert caught.value.key == "directory"
+
+
+def test_a_small_host_over_a_large_disk(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    """More conversations than host memory and device together hold: what comes back comes from disk, batched."""
+    asked = prompts(12)
+    options = OPTIONS | {"num_device_blocks": 60, "max_model_len": 120}
+    with LLM(tiny_model("llama"), **options) as plain:
+        expected = tokens(ask(plain, asked))
+    llm = make_llm(tiny_model("llama"), offload=offload(disk(tmp_path), host_bytes="400KiB"), **options)
+    num_restored = 0
+    for _ in range(3):
+        outputs = llm.generate(asked, SAMPLING)
+        assert tokens(outputs) == expected
+        num_restored += sum(counts.get("disk", 0) for counts in restored(outputs))
+    assert num_restored > 600
