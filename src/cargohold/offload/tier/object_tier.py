@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 DESCRIPTION: Final = "namespace.json"
 _PARALLEL_PROBES: Final = 32
 _ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
-_NO_CREDENTIALS: Final = "169.254.169.254"
-"""Where a cloud's machines would find credentials when nobody has given any."""
+_NO_CREDENTIALS: Final = ("169.254.169.254", "/latest/api/token", "metadata.google.internal")
+"""Where a cloud's machines find credentials when nobody has given any: only then does an error name these."""
 
 
 def open_store(config: SharedTierConfig) -> ObjectStore:
@@ -143,7 +143,7 @@ class ObjectTier(SharedTier):
         except _ACCESS_ERRORS as error:
             raise ConfigError("url", config.url, f"the store refuses access: {_first_line(error)}") from error
         except (store_errors.BaseError, OSError, ValueError) as error:
-            if _NO_CREDENTIALS in str(error):
+            if any(place in str(error) for place in _NO_CREDENTIALS):
                 raise ConfigError("url", config.url, "no credentials were found in the environment") from error
             logger.warning("shared tier: %s does not answer yet: %s", config.url, _first_line(error))
 

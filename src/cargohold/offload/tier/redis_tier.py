@@ -25,7 +25,6 @@ except ImportError as missing:
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "cargohold:"
-_OUT_OF_MEMORY: Final = "OOM"
 
 
 def open_client(config: SharedTierConfig) -> redis.Redis:
@@ -83,10 +82,8 @@ class RedisTier(SharedTier):
         with self._errors():
             try:
                 self._client.set(self._name(key), memoryview(value), ex=self._ttl_s)
-            except redis.exceptions.ResponseError as error:
-                if str(error).startswith(_OUT_OF_MEMORY):
-                    return False
-                raise
+            except redis.exceptions.OutOfMemoryError:
+                return False
         return True
 
     def _get(self, key: OffloadKey) -> memoryview | None:

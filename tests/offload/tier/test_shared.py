@@ -1,0 +1,191 @@
+"""Shared stores that go away, come back, hang, refuse or fill up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cargohold.errors import ConfigError, TierError
+from cargohold.offload.tier import BreakerConfig, LoadOutcome, QueueConfig, StoreOutcome, Tier, TierQueue, TierState
+from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.offload.tier.factory import open_tier
+from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
+from cargohold.simulation.clock import VirtualClock
+from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
+from tests.offload.tier.servers import (
+    BUCKET,
+    Server,
+    free_port,
+    key_value_server,
+    make_bucket,
+    s3_server,
+    set_credentials,
+)
+
+WAIT_S = 30.0
+
+
+def shared(url: str, timeout_s: float = 10.0, **options: object) -> Tier:
+    config = SharedTierConfig(url=url, request_timeout_s=timeout_s, **options)  # type: ignore[arg-type]  # by name
+    return open_tier(config, NAMESPACE, CHUNK)
+
+
+def store(tier: Tier, number: int) -> StoreOutcome:
+    return tier.store(key(number), memoryview(payload(number)))
+
+
+@pytest.mark.parametrize("kind", ["redis", "valkey"])
+def test_a_server_that_goes_and_comes_back(kind: str) -> None:
+    with key_value_server(kind) as server:
+        tier = shared(f"{kind}://127.0.0.1:{server.port}", 2.0)
+        assert store(tier, 1) is StoreOutcome.STORED
+        server.stop()
+        for call in (lambda: tier.probe([key(1)]), lambda: store(tier, 2), lambda: load(tier, 1)):
+            with pytest.raises(TierError):
+                call()
+        server.start()
+        assert load(tier, 1) is LoadOutcome.ABSENT, "it kept nothing"
+        assert store(tier, 1) is StoreOutcome.STORED and load(tier, 1) == payload(1)
+        tier.close()
+
+
+def test_an_object_store_that_goes_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server() as server:
+        set_credentials(monkeypatch, server.port)
+        tier = shared(f"s3://{BUCKET}/prefix", 2.0)
+        assert store(tier, 1) is StoreOutcome.STORED
+        server.stop()
+        for call in (lambda: tier.probe([key(1), key(2)]), lambda: store(tier, 2), lambda: load(tier, 1)):
+            with pytest.raises(TierError):
+                call()
+        server.start()
+        make_bucket(server.port)
+        assert store(tier, 1) is StoreOutcome.STORED and load(tier, 1) == payload(1)
+
+
+def test_a_hanging_server_costs_a_miss_and_not_a_stall() -> None:
+    with key_value_server("redis") as server:
+        clock = VirtualClock()
+        breaker = BreakerConfig(failures_to_open=1)
+        queue = TierQueue(shared(f"redis://127.0.0.1:{server.port}", 0.5), clock, QueueConfig(2, breaker=breaker))
+        server.freeze()
+        assert queue.submit(TierJob(1, JobKind.PROBE, [key(1)], deadline=1.0))
+        clock.advance(2.0)
+        (late,) = queue.poll()  # at once, although the thread still waits
+        assert late.status is JobStatus.EXPIRED
+        assert queue.state is TierState.RESTING
+        server.thaw()
+        clock.advance(5.0)
+        assert queue.submit(TierJob(2, JobKind.STORE, [key(1)], clock() + 60.0, [memoryview(payload(1))]))
+        assert queue.drain(WAIT_S)
+        assert queue.poll()[0].answers == (StoreOutcome.STORED,)
+        queue.shutdown(WAIT_S)
+
+
+def test_a_store_that_is_not_there_at_the_start_may_come_later(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(lambda port: [], lambda port: True)
+    tier = shared(f"redis://127.0.0.1:{server.port}", 1.0)
+    assert "does not answer yet" in caplog.text
+    with pytest.raises(TierError):
+        tier.probe([key(1)])
+    tier.close()
+
+
+def test_a_full_server_refuses() -> None:
+    with key_value_server("redis", "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+        tier = shared(f"redis://127.0.0.1:{server.port}")
+        outcomes = [store(tier, number) for number in range(400)]
+        assert outcomes[0] is StoreOutcome.STORED and outcomes[-1] is StoreOutcome.REFUSED
+        assert load(tier, 0) == payload(0)
+        assert tier.usage().num_chunks == outcomes.count(StoreOutcome.STORED)
+        tier.close()
+
+
+def test_chunks_can_be_given_an_end() -> None:
+    with key_value_server("redis") as server:
+        import redis  # noqa: PLC0415  # an optional package
+
+        tier = shared(f"redis://127.0.0.1:{server.port}", ttl_s=100)
+        store(tier, 1)
+        with redis.Redis(port=server.port) as client:
+            (name,) = client.keys("cargohold:*:*")
+            assert 0 < client.ttl(name) <= 100
+        tier.close()
+
+
+def test_a_password_is_asked_for_and_never_shown() -> None:
+    with key_value_server("redis", "--requirepass", "right") as server:
+        tier = shared(f"redis://:right@127.0.0.1:{server.port}")
+        assert store(tier, 1) is StoreOutcome.STORED
+        tier.close()
+        for url in (f"redis://:wrongly@127.0.0.1:{server.port}", f"redis://127.0.0.1:{server.port}"):
+            with pytest.raises(ConfigError, match="refuses access") as caught:
+                shared(url)
+            assert "wrongly" not in str(caught.value)
+
+
+def test_a_file_is_no_shared_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "kv"
+    directory.write_text("no directory")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        shared(f"file://{directory}")
+
+
+def test_missing_credentials_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    # Where a cloud's machine would look for credentials; nothing listens there.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ConfigError, match="no credentials"):
+        shared(f"s3://{BUCKET}/prefix", 1.0)
+
+
+def test_azure_without_an_account_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(ConfigError, match="Account must be specified"):
+        shared("az://container/prefix", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "key_of_error"),
+    [
+        ({"url": "ftp://host/x"}, "url"),
+        ({"url": "bucket"}, "url"),
+        ({"url": ""}, "url"),
+        ({"url": "s3://b", "ttl_s": 5}, "ttl_s"),
+        ({"url": "redis://h", "ttl_s": 0}, "ttl_s"),
+        ({"url": "redis://h", "request_timeout_s": 0}, "request_timeout_s"),
+        ({"url": "redis://h", "num_threads": 0}, "num_threads"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(options: dict[str, object], key_of_error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SharedTierConfig(**options)  # type: ignore[arg-type]  # wrong on purpose
+    assert caught.value.key == key_of_error
+
+
+@pytest.mark.parametrize(
+    ("package", "url", "extra"),
+    [("obstore", "s3://b/p", "objects"), ("redis", "redis://127.0.0.1", "redis"), ("cryptography", "", "encryption")],
+)
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str, url: str, extra: str) -> None:
+    script = f"""
+import sys
+sys.modules[{package!r}] = None
+from cargohold.errors import ConfigError
+from cargohold.offload.tier import SharedTierConfig, open_tier
+from tests.offload.tier.common import CHUNK, NAMESPACE
+try:
+    open_tier(SharedTierConfig(url={url!r} or "file://{tmp_path}", encryption_key="env:KV_KEY"), NAMESPACE, CHUNK)
+except ConfigError as error:
+    print(error)
+"""
+    if package != "cryptography":
+        script = script.replace(', encryption_key="env:KV_KEY"', "")
+    run = subprocess.run(
+        [sys.executable, "-c", script], env={"KV_KEY": "ab" * 32}, capture_output=True, text=True, check=True
+    )
+    assert f"pip install 'cargohold[{extra}]'" in run.stdout
