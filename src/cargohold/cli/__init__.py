@@ -1,5 +1,5 @@
 """The cargohold command."""
 
-from cargohold.cli.app import main
+from cargohold.cli.main import main
 
 __all__ = ["main"]

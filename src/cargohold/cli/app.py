@@ -1,4 +1,4 @@
-"""One command, a subcommand per tool."""
+"""The app that subcommands add themselves to: how they end, what they log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-# Typer keeps the parent of this class, which is raised for all that is wrong with a command line, to itself.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
 
 class _Commands(TyperGroup):
     """Ends every subcommand the way a shell expects: errors that we raise on purpose are one line, without a traceback."""
@@ -33,7 +30,7 @@ class _Commands(TyperGroup):
             is_usage = isinstance(error, ConfigError | ModelError | RequestError)
             raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILED) from error
         except KeyboardInterrupt as interrupt:
-            raise typer.Exit(_interrupted()) from interrupt
+            raise typer.Exit(interrupted()) from interrupt
         except BrokenPipeError as error:
             # The reader has seen enough. What is left in the buffer must go somewhere when the interpreter exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,29 +47,10 @@ app = typer.Typer(
 )
 
 
-def main() -> int:
-    """Run the command line; the exit status: 0, 1 if something failed, 2 if what was asked is impossible, 130 after Ctrl-C."""
-    try:
-        from cargohold.cli import chat, demo, replay, run, simulate  # noqa: F401, PLC0415  # they add themselves to the app
-
-        return int(app(standalone_mode=False) or 0)
-    except _UsageError as error:
-        typer.echo(_describe(error), err=True)
-        return EXIT_USAGE
-    except (KeyboardInterrupt, typer.Abort):  # before a subcommand has begun
-        return _interrupted()
-
-
-def _interrupted() -> int:
+def interrupted() -> int:
+    """Say that Ctrl-C was understood; the exit status that goes with it."""
     typer.echo("interrupted", err=True)
     return EXIT_INTERRUPTED
-
-
-def _describe(error: Any) -> str:
-    """One line for an error in the command line."""
-    command = "cargohold" if error.ctx is None else error.ctx.command_path
-    message = " ".join(error.format_message().split())
-    return f"{command}: {message.rstrip('.')}; see {command} --help"
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,32 @@
+"""The cargohold command: one app, a subcommand per tool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from cargohold.cli.app import EXIT_USAGE, app, interrupted
+
+# Typer keeps the parent of this class, which is raised for all that is wrong with a command line, to itself.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def main() -> int:
+    """Run the command line; the exit status: 0, 1 if something failed, 2 if what was asked is impossible, 130 after Ctrl-C."""
+    try:
+        from cargohold.cli import chat, demo, replay, run, simulate  # noqa: F401, PLC0415  # they add themselves to the app
+
+        return int(app(standalone_mode=False) or 0)
+    except _UsageError as error:
+        typer.echo(_describe(error), err=True)
+        return EXIT_USAGE
+    except (KeyboardInterrupt, typer.Abort):  # before a subcommand has begun
+        return interrupted()
+
+
+def _describe(error: Any) -> str:
+    """One line for an error in the command line."""
+    command = "cargohold" if error.ctx is None else error.ctx.command_path
+    message = " ".join(error.format_message().split())
+    return f"{command}: {message.rstrip('.')}; see {command} --help"
