@@ -266,7 +266,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             full_hits=all(group.kind is not AttentionKind.RECURRENT for group in layout.groups),
         )
         try:
-            inner = connector_factory(self._settings.offload).make_scheduler_side(environment)
+            inner = self._settings.factory().make_scheduler_side(environment)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         timeout_s = self._settings.adapter.load_timeout_s

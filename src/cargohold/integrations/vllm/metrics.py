@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import REGISTRY
 from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
 
@@ -85,6 +87,10 @@ def for_vllm(stats: Stats, block_bytes: int) -> dict[str, float]:
     return result
 
 
+_registered: list[Any] = []
+# Of the last engine in this process: two cannot have time series of the same name.
+
+
 class TransferStats(compat.KVConnectorStats):  # type: ignore[misc]  # vLLM's class, or an inert one without it
     """Counters on their way to vLLM's loggers; ``data`` maps their names to increments."""
 
@@ -128,6 +134,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _forget_earlier()
         families: dict[str, Any] = {}
         self._series: dict[tuple[int, str], Any] = {}
         for counter, metric in METRICS.items():
@@ -137,6 +144,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
                 families[metric.name] = kind(
                     name=metric.name, documentation=metric.help, labelnames=[*labelnames, *own_labels]
                 )
+                _registered.append(families[metric.name])
             for engine, values in per_engine_labelvalues.items():
                 labels = [*values, *(value for _, value in metric.labels)]
                 self._series[engine, counter] = families[metric.name].labels(*labels)
@@ -147,3 +155,9 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
             series = self._series.get((engine_idx, counter))
             if series is not None:
                 series.inc(value)
+
+
+def _forget_earlier() -> None:
+    while _registered:
+        with suppress(KeyError, ValueError):  # somebody cleared the registry, or it is not this one
+            REGISTRY.unregister(_registered.pop())

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
-from cargohold.connector.factory import Offload
+from cargohold.connector.factory import Offload, connector_factory
 from cargohold.connector.options import parse_dataclass, parse_offload
+from cargohold.connector.recording import RecordingFactory
 from cargohold.errors import ConfigError
+from cargohold.protocol import KVConnectorFactory
 
 DISABLE: Final = "disable"
 REFUSE: Final = "refuse"
@@ -27,11 +29,13 @@ class AdapterSettings:
             own option of that kind is set to this value.
         load_timeout_s: a connector that has not ended a load after this time, or has kept a request waiting for it, is turned
             off. Connectors have deadlines of their own; this one is for connectors that forget.
+        record: a new file for the block trace of all requests, for ``cargohold replay``: hashes only.
     """
 
     if_unsupported: str = DISABLE
     load_failure_policy: str = RECOMPUTE
     load_timeout_s: float = 120.0
+    record: str | None = None
 
     def __post_init__(self) -> None:
         for key, choices in (("if_unsupported", (DISABLE, REFUSE)), ("load_failure_policy", (RECOMPUTE, FAIL))):
@@ -63,3 +67,8 @@ class Settings:
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         return cls(adapter, offload)
+
+    def factory(self) -> KVConnectorFactory:
+        """What makes the connector. Raises ``ConfigError`` if the trace cannot be recorded."""
+        factory = connector_factory(self.offload)
+        return factory if self.adapter.record is None else RecordingFactory(factory, self.adapter.record)

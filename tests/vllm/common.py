@@ -1,0 +1,49 @@
+"""What several tests ask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from tests.vllm.engine import Answer, Engine
+from tests.vllm.models import VOCAB_SIZE
+
+HOST = "64MiB"
+EAGER: dict[str, Any] = {"host_bytes": HOST}
+LAZY: dict[str, Any] = {"mode": "lazy", "host_bytes": HOST}
+COMPOSED: dict[str, Any] = {"mode": "multi", "connectors": [EAGER, LAZY]}
+
+
+def make_prompts(count: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts that share nothing."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)] for _ in range(count)]
+
+
+def ask_twice(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[Answer]:
+    """Ask each prompt, let the device forget them all, then ask each again: the second answers."""
+    for prompt in prompts:
+        engine.ask([prompt], max_tokens)
+    forget(engine)
+    return [engine.ask([prompt], max_tokens)[0] for prompt in prompts]
+
+
+def forget(engine: Engine) -> None:
+    """Ask so much else that nothing of before is left on the device."""
+    manager = engine.scheduler.kv_cache_manager
+    num_groups, block_tokens = len(manager.kv_cache_config.kv_cache_groups), manager.block_pool.hash_block_size
+    # Each leaves two blocks per group behind, or more; of a window, no more than that.
+    count = 2 + len(manager.block_pool.blocks) // (2 * num_groups)
+    engine.ask(make_prompts(count, min(3 * block_tokens, block_tokens + 60), seed=99), 1)
+    engine.settle()
+
+
+def tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
+    """What was generated."""
+    return [answer.tokens for answer in answers]
+
+
+def restored(answers: Sequence[Answer]) -> int:
+    """Tokens restored over all answers."""
+    return sum(answer.restored for answer in answers)

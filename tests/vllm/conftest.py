@@ -1,0 +1,67 @@
+"""Engines with tiny models in this process, and transfers that fail on demand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cargohold.offload.transfer.factory
+from tests.vllm.faults import Faults
+
+if TYPE_CHECKING:
+    from tests.vllm.engine import Engine
+
+os.environ |= {
+    # One process, so that tests can look inside, and one thread: on models this small, threads wait longer than they work.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Path of a tiny random model by kind; see ``tests.vllm.models``."""
+    from tests.vllm.models import save_model  # noqa: PLC0415  # imports torch
+
+    directory = tmp_path_factory.mktemp("vllm-models")
+    return lambda kind: save_model(kind, directory)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    """Starts engines, one at a time; each must have nothing left behind when the next one starts or the test ends."""
+    from tests.vllm.engine import Engine  # noqa: PLC0415  # this file is read where there is no vLLM too
+
+    running: list[Engine] = []
+
+    def stop() -> None:
+        while running:
+            engine = running.pop()
+            try:
+                engine.check_settled()
+            finally:
+                engine.close()
+
+    def make(model: str, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
+        stop()
+        running.append(Engine(model, extra, **options))
+        return running[0]
+
+    yield make
+    stop()
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """What goes wrong in the transfers of engines started after this."""
+    faults = Faults()
+    monkeypatch.setattr(cargohold.offload.transfer.factory, "make_transfer_worker", faults.make_transfers)
+    return faults

@@ -1,0 +1,181 @@
+"""vLLM in this process, small enough to be started in a second."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cargohold.integrations.vllm.scheduler import EXPLAIN, SchedulerSide
+
+BLOCK_TOKENS = 32
+MAX_MODEL_LEN = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a request.
+
+    Attributes:
+        tokens: what was generated.
+        restored: prompt tokens that came from host memory.
+        device: prompt tokens that vLLM found in its own cache, or that were restored.
+        notes: why it hit or missed.
+        finish_reason: vLLM's.
+    """
+
+    tokens: tuple[int, ...]
+    restored: int
+    device: int
+    notes: tuple[str, ...]
+    finish_reason: str | None
+
+
+class Engine:
+    """vLLM with a tiny model.
+
+    Args:
+        model: path.
+        extra: ``kv_connector_extra_config``; ``None`` for no connector.
+        num_blocks: the device pool.
+        transfer: further fields of vLLM's KVTransferConfig.
+        options: for vLLM.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        num_blocks: int = 40,
+        transfer: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from vllm import LLM  # noqa: PLC0415  # after the environment has been set
+
+        # vLLM collects garbage many times while it starts and stops; what was imported will never be any.
+        gc.freeze()
+        if extra is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "CargoholdConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": dict(extra),
+                **(transfer or {}),
+            }
+        defaults = {
+            "dtype": "float32",
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 8,
+            "async_scheduling": False,
+        }
+        self.llm = LLM(
+            model,
+            **(defaults | options),
+            num_gpu_blocks_override=num_blocks,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            disable_log_stats=False,
+        )
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def side(self) -> SchedulerSide:
+        """The adapter's scheduler side."""
+        side: SchedulerSide = self.scheduler.connector._scheduler
+        return side
+
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 8,
+        *,
+        salt: str | None = None,
+        wishes: Mapping[str, Any] | None = None,
+    ) -> list[Answer]:
+        """Serve prompts all at once."""
+        sampling = _sampling(max_tokens, {EXPLAIN: True, **(wishes or {})})
+        inputs: list[dict[str, Any]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        for prompt in inputs:
+            if salt is not None:
+                prompt["cache_salt"] = salt
+        return [_answer(output) for output in self.llm.generate(inputs, sampling, use_tqdm=False)]
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+        """Let a request arrive; ``step`` serves it."""
+        self.llm.llm_engine.add_request(
+            request_id, {"prompt_token_ids": list(prompt)}, _sampling(max_tokens, {EXPLAIN: True})
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Its client has gone."""
+        self.llm.llm_engine.abort_request([request_id])
+
+    def step(self) -> dict[str, Answer]:
+        """One step; the requests that ended in it."""
+        return {output.request_id: _answer(output) for output in self.llm.llm_engine.step() if output.finished}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self.llm.llm_engine.has_unfinished_requests())
+
+    def settle(self) -> None:
+        """Step until nothing is in flight any more: in one process, vLLM stops when the last answer is there."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        for _ in range(10_000):
+            if not core.scheduler.has_requests():
+                return
+            core.step()
+        raise AssertionError("vLLM does not come to rest")
+
+    def check_settled(self) -> None:
+        """No request, no job, and every block free."""
+        self.settle()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
+        assert not held, f"blocks {held} are held by nobody"
+        assert pool.get_num_free_blocks() == len(pool.blocks) - 1
+        if self.scheduler.connector is not None and self.scheduler.connector._scheduler is not None:
+            assert not self.side.has_pending_work()
+
+    def close(self) -> None:
+        """Give everything back, so that another engine can live in this process."""
+        from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415  # after the environment has been set
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+
+
+def _sampling(max_tokens: int, kv_transfer_params: Mapping[str, Any]) -> Any:
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415  # after the environment has been set
+
+    from vllm import SamplingParams  # noqa: PLC0415  # after the environment has been set
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"kv_transfer_params": dict(kv_transfer_params)},
+    )
+
+
+def _answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    explanation = (output.kv_transfer_params or {}).get(EXPLAIN, {})
+    return Answer(
+        tokens=tuple(completion.token_ids),
+        restored=sum(explanation.get("restored_tokens", {}).values()),
+        device=output.num_cached_tokens or 0,
+        notes=tuple(explanation.get("notes", ())),
+        finish_reason=completion.finish_reason,
+    )

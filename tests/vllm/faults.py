@@ -1,0 +1,72 @@
+"""A transfer worker that does what it is told to do wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from cargohold.offload.tier import HostMemory
+from cargohold.offload.transfer import TransferWorker
+from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction
+from cargohold.offload.transfer.factory import make_transfer_worker
+from cargohold.protocol import Clock, TransferOutcome
+
+
+@dataclass
+class Faults:
+    """What goes wrong, and how often something did.
+
+    Attributes:
+        outcome: decides how a job ends that has been carried out.
+        scramble_loads: whether loads deliver other bytes than were stored, and say that all is well.
+        hold_polls: polls for which ended jobs are kept back.
+        counts: jobs that ended, by direction and outcome.
+    """
+
+    outcome: Callable[[CopyJob], TransferOutcome] = lambda _job: TransferOutcome.DONE
+    scramble_loads: bool = False
+    hold_polls: int = 0
+    counts: dict[tuple[Direction, TransferOutcome], int] = field(default_factory=dict)
+
+    def make_transfers(self, regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock) -> TransferWorker:
+        """Takes the place of ``make_transfer_worker``."""
+        return FaultyTransfers(make_transfer_worker(regions, memory, clock), regions, self)
+
+
+class FaultyTransfers(TransferWorker):
+    """Copies, and then lies, spoils or dawdles."""
+
+    def __init__(self, inner: TransferWorker, regions: Sequence[torch.Tensor], faults: Faults) -> None:
+        self._inner = inner
+        self._regions = regions
+        self._faults = faults
+        self._held: list[tuple[int, CopyResult]] = []
+
+    def submit(self, job: CopyJob) -> None:
+        self._inner.submit(job)
+
+    def poll(self) -> list[CopyResult]:
+        held = [(polls - 1, result) for polls, result in self._held]
+        held += [(self._faults.hold_polls, self._spoil(result)) for result in self._inner.poll()]
+        self._held = [entry for entry in held if entry[0] > 0]
+        return [result for polls, result in held if polls <= 0]
+
+    def finish_stores(self) -> None:
+        self._inner.finish_stores()
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+        self._held = [(0, result) for _, result in self._held]
+
+    def _spoil(self, result: CopyResult) -> CopyResult:
+        job = result.job
+        outcome = max(result.outcome, self._faults.outcome(job))
+        if job.direction is Direction.LOAD and (self._faults.scramble_loads or outcome is not TransferOutcome.DONE):
+            for region in self._regions:
+                # Mantissa bits of every number: still numbers, but others.
+                region[list(job.block_ids)] ^= 0x15
+        key = (job.direction, outcome)
+        self._faults.counts[key] = self._faults.counts.get(key, 0) + 1
+        return replace(result, outcome=outcome)

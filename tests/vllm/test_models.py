@@ -1,0 +1,69 @@
+"""Every kind of attention that vLLM's CPU build runs: the same tokens, from KV that was really restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.vllm.faults import Faults
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+from tests.vllm.common import COMPOSED, EAGER, LAZY, ask_twice, make_prompts, restored, tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what its blocks ask for."""
+
+    num_groups: int
+    num_blocks: int
+    prompt_tokens: int
+    least_restored: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "llama": Case(1, 40, 330, 320),
+    "mistral-window": Case(1, 40, 330, 320),
+    "gemma3": Case(7, 150, 330, 320),
+    "lfm2": Case(2, 40, 330, 320, {"mamba_cache_mode": "align"}),
+    "qwen3-next": Case(2, 12, 700, 544, {"mamba_cache_mode": "align", "dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_tokens_are_those_without_a_connector_and_depend_on_what_is_restored(
+    kind: str, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
+) -> None:
+    case = CASES[kind]
+    options = {"num_blocks": case.num_blocks, "enable_prefix_caching": True, **case.options}
+    prompts = make_prompts(3, case.prompt_tokens)
+    expected = tokens(ask_twice(start(vllm_model(kind), **options), prompts))
+    assert len(set(expected)) == len(expected), "the model says the same whatever it is asked: this proves nothing"
+    for extra in (EAGER, LAZY, COMPOSED):
+        engine = start(vllm_model(kind), extra, **options)
+        assert len(engine.side.layout.groups) == case.num_groups
+        answers = ask_twice(engine, prompts)
+        assert tokens(answers) == expected
+        assert restored(answers) >= 2 * case.least_restored
+        assert not engine.side.guard.broken
+    # The control: bytes that changed on the way must change what the model says.
+    faults.scramble_loads = True
+    answers = ask_twice(start(vllm_model(kind), EAGER, **options), prompts)
+    assert restored(answers) >= 2 * case.least_restored
+    assert tokens(answers) != expected
+
+
+def test_a_chunk_of_several_blocks_is_restored_as_a_whole(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    options = {"num_blocks": CASES["gemma3"].num_blocks}
+    prompts = make_prompts(3, 330)
+    expected = tokens(ask_twice(start(vllm_model("gemma3"), **options), prompts))
+    answers = ask_twice(start(vllm_model("gemma3"), {**EAGER, "blocks_per_chunk": 3}, **options), prompts)
+    assert tokens(answers) == expected
+    assert [answer.restored for answer in answers] == [288] * 3  # three chunks of three blocks of 32 tokens
