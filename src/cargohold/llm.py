@@ -16,6 +16,7 @@ from typing import Any, Self, TypedDict, Unpack
 from cargohold.connector.factory import Offload, connector_factory
 from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.recording import RecordingFactory
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.event_publisher import ZmqEventPublisher
@@ -61,6 +62,7 @@ class LLM:
         model: a directory, a GGUF file, a Hugging Face hub id, or ``smollm2``.
         offload: keep KV that the device pool has no room for: an ``OffloadConfig``, a ``LazyOffloadConfig``, the factory of
             any connector of the contract, or a list of these, most preferred first. ``None`` keeps nothing.
+        record: write the block trace of all requests to this new file, for ``cargohold replay``: hashes only.
         options: fields of ``EngineConfig``.
 
     Raises:
@@ -73,11 +75,14 @@ class LLM:
         model: str | os.PathLike[str],
         *,
         offload: Offload | Sequence[Offload] | None = None,
+        record: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         config = _engine_config(model, options)
         _check_offload(offload)
         factory = connector_factory(offload)
+        if record is not None:
+            factory = RecordingFactory(factory, os.fspath(record))
         self.plan = plan_engine(config, describe_model(config.model, config.dtype))
         self.engine = build_engine(self.plan, factory)
         self._inboxes: dict[str, deque[RequestOutput]] = {}
@@ -264,8 +269,8 @@ def _engine_config(model: str | os.PathLike[str], options: Mapping[str, Any]) ->
     known = [field.name for field in fields(EngineConfig) if field.name != "model"]
     for key, value in options.items():
         if key not in known:
-            close = get_close_matches(key, ["offload", *known], n=2)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"there are offload, {', '.join(known)}"
+            close = get_close_matches(key, ["offload", "record", *known], n=2)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are offload, record, {', '.join(known)}"
             raise ConfigError(key, value, f"there is no such option; {hint}")
     return EngineConfig(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **options)
 

@@ -51,6 +51,9 @@ class EngineOptions:
         "auto"
     )
     device: Annotated[str, typer.Option(help="cpu or a CUDA device.")] = "cpu"
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a block trace for cargohold replay: hashes, no text.")
+    ] = None
 
     def llm_options(self) -> dict[str, Any]:
         """Keyword arguments for ``LLM``. Raises ``ConfigError``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -79,6 +79,7 @@ class WorkloadBuilder:
         self._times_ms = array("d")
         self._first_ms: float | None = None
         self._block_tokens: int | None = None
+        self._step_tokens: int | None = None
 
     def add(self, request: TraceRequest) -> None:
         """Take a request in, if it is selected."""
@@ -99,6 +100,7 @@ class WorkloadBuilder:
         self._reused.append(UNKNOWN if request.reused_blocks is None else request.reused_blocks)
         self._times_ms.append(float("nan") if arrival_ms is None else arrival_ms)
         self._block_tokens = self._block_tokens or request.block_tokens
+        self._step_tokens = self._step_tokens or request.step_tokens
 
     def build(self) -> Workload:
         """The workload of all requests added, in the order of their times. Raises ``ConfigError`` if there are none."""
@@ -118,6 +120,7 @@ class WorkloadBuilder:
             num_unique=len(self._numbers),
             blocks_per_chunk=self._selection.blocks_per_chunk,
             block_tokens=self._selection.block_tokens or self._block_tokens or self._implied_block_tokens(),
+            step_tokens=self._step_tokens,
             duration_s=float(np.nanmax(times) - np.nanmin(times)) / 1000 if not np.isnan(times).all() else 0.0,
             is_sorted=is_sorted,
         )
@@ -157,15 +160,11 @@ def _reordered(workload: Workload, order: Ints) -> Workload:
     ends = np.cumsum(lengths)
     new_starts = ends - lengths
     gather = np.arange(int(ends[-1])) + np.repeat(starts - new_starts, lengths)
-    return Workload(
+    return replace(
+        workload,
         chunks=workload.chunks[gather],
         prompt_ends=new_starts + prompt_lengths,
         ends=ends,
         prompt_tokens=workload.prompt_tokens[order],
         reused_blocks=workload.reused_blocks[order],
-        num_unique=workload.num_unique,
-        blocks_per_chunk=workload.blocks_per_chunk,
-        block_tokens=workload.block_tokens,
-        duration_s=workload.duration_s,
-        is_sorted=False,
     )

@@ -2,7 +2,8 @@
 
 Of every request, in this order: its prompt is looked up; chunks found in a lower tier are promoted into the first; all are
 touched; the rest of the prompt is computed and stored, and then what the answer completed. Requests come one after the other,
-so nothing is busy, and a load moves no state: it is counted, not planned.
+so nothing is busy, and a load moves no state: it is counted, not planned. Where the trace says how many tokens its engine
+computed in a step, chunks are stored step by step as they were there, an answer's one by one: policies may tell the difference.
 
 The first tier is the one that exchanges KV with the accelerator. Lower tiers are written through: what is stored in the first
 is written to the others too. A promotion needs room in the first tier; what finds none is a miss.
@@ -10,7 +11,7 @@ is written to the others too. A promotion needs room in the first tier; what fin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -123,9 +124,8 @@ def run_tiers(workload: Workload, policy: str, capacities: Sequence[int]) -> Tie
         num_hits, present = _serve(tiers, prompt)
         hits[request] = num_hits
         num_present += present
-        _store(tiers, prompt[num_hits:], prompt[num_hits - 1] if num_hits else None)
-        if end > prompt_end:
-            _store(tiers, keys[len(prompt) :], prompt[-1] if prompt else None)
+        for first, last in _pieces(workload, num_hits, len(prompt), len(keys)):
+            _store(tiers, keys[first:last], keys[first - 1] if first else None)
     return TierRun(hits, num_present, tuple(tier.traffic() for tier in tiers))
 
 
@@ -135,6 +135,21 @@ def _names(num_chunks: int) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
     # Low byte first: managers spread keys by their first byte.
     names[:] = [number.to_bytes(_NAME_BYTES, "little") for number in range(num_chunks)]
     return names
+
+
+def _pieces(workload: Workload, num_hits: int, num_prompt: int, num_chunks: int) -> Iterator[tuple[int, int]]:
+    """What is stored together: the first chunk, and the one behind the last."""
+    if workload.step_tokens is None or workload.chunk_tokens is None:
+        ends = [num_prompt, num_chunks]
+    else:
+        step, chunk = workload.step_tokens, workload.chunk_tokens
+        computed = range(num_hits * chunk + step, num_prompt * chunk, step)
+        ends = [*(tokens // chunk for tokens in computed), *range(num_prompt, num_chunks + 1)]
+    first = num_hits
+    for end in ends:
+        if end > first:
+            yield first, end
+            first = end
 
 
 def _serve(tiers: Sequence[_Tier], prompt: Keys) -> tuple[int, int]:
@@ -178,8 +193,6 @@ def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
 
 def _store(tiers: Sequence[_Tier], keys: Keys, parent: bytes | None) -> None:
     """Store chunks that were computed, in the first tier and through it in the others."""
-    if not keys:
-        return
     first, *lower = tiers
     num_there = first.store(keys, parent)
     for tier in lower:

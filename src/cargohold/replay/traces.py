@@ -34,6 +34,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         session_id: requests of one conversation have the same.
         output_hash_ids: blocks behind the prompt's that the answer completed. The first may hold the end of the prompt.
         block_tokens: tokens per block.
+        step_tokens: tokens of a prompt that the engine computed in a step, at most.
         reused_blocks: leading blocks that the engine reused when this request ran.
     """
 
@@ -45,6 +46,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     session_id: int | str | None = None
     output_hash_ids: list[int] = []
     block_tokens: int | None = None
+    step_tokens: int | None = None
     reused_blocks: int | None = None
 
     @property
@@ -99,7 +101,7 @@ def decode_request(line: Line) -> TraceRequest:
         request = _DECODER.decode(line.text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(line.file, line.number, one_line(error)) from error
-    for name in ("input_length", "output_length", "block_tokens", "reused_blocks"):
+    for name in ("input_length", "output_length", "block_tokens", "step_tokens", "reused_blocks"):
         value = getattr(request, name)
         if value is not None and value < 0:
             raise TraceError(line.file, line.number, f"{name} is {value}, and cannot be negative")

@@ -34,6 +34,7 @@ class Workload:
         num_unique: different chunks.
         blocks_per_chunk: blocks of the trace that make a chunk.
         block_tokens: tokens per block, ``None`` if the trace does not tell.
+        step_tokens: tokens of a prompt that the recording engine computed in a step; ``None`` if the trace does not tell.
         duration_s: from the first request to the last; 0 if the trace does not tell.
         is_sorted: whether requests came in the order of their times.
     """
@@ -46,6 +47,7 @@ class Workload:
     num_unique: int
     blocks_per_chunk: int = 1
     block_tokens: int | None = None
+    step_tokens: int | None = None
     duration_s: float = 0.0
     is_sorted: bool = True
 

@@ -1,0 +1,48 @@
+"""Makes a connector that records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cargohold.connector.recording.scheduler import RecordingScheduler
+from cargohold.connector.recording.trace_file import TraceFile
+from cargohold.errors import ConfigError
+from cargohold.protocol import (
+    KVConnectorFactory,
+    KVConnectorScheduler,
+    KVConnectorWorker,
+    SchedulerEnvironment,
+    WorkerEnvironment,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingFactory:
+    """Satisfies ``cargohold.protocol.KVConnectorFactory``. Raises ``ConfigError`` for a file that cannot be made.
+
+    Attributes:
+        inner: makes the connector that does the work; for none, ``NULL_CONNECTOR``.
+        file: where the trace goes. It must not be there yet.
+    """
+
+    inner: KVConnectorFactory
+    file: str
+
+    def __post_init__(self) -> None:
+        if not self.file:
+            raise ConfigError("record", self.file, "it must be the path of a file to write")
+        path = Path(self.file)
+        if path.exists():
+            raise ConfigError("record", self.file, "there is such a file already; traces are not overwritten")
+        if not path.parent.is_dir():
+            raise ConfigError("record", self.file, "there is no such directory")
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
+        """The inner scheduler side, recorded. Raises ``ConfigError`` if the file cannot be made."""
+        inner = self.inner.make_scheduler_side(environment)
+        return RecordingScheduler(inner, TraceFile(Path(self.file)), environment)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
+        """The inner worker side: there is nothing to record."""
+        return self.inner.make_worker_side(environment)

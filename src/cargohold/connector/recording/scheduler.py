@@ -1,0 +1,148 @@
+"""Scheduler side: passes everything on, and notes what was asked for and what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cargohold.connector.recording.trace_file import TraceFile
+from cargohold.protocol import (
+    BlockIds,
+    CacheReport,
+    ConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    KVConnectorSchedulerOutput,
+    KVEvent,
+    RequestView,
+    SchedulerContext,
+    SchedulerEnvironment,
+    Stats,
+    StepView,
+)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of a request.
+
+    Attributes:
+        device_tokens: found on the device when the connector was last asked.
+        admitted_ms: when it was admitted for the first time, in milliseconds since the start; ``None`` before.
+        reused_tokens: found then, on the device and below.
+    """
+
+    device_tokens: int = 0
+    admitted_ms: float | None = None
+    reused_tokens: int = 0
+
+
+class RecordingScheduler(KVConnectorScheduler):
+    """A connector, recorded: a line for each request that was admitted, written when it ends.
+
+    What a line says of reuse is what the engine itself decided when it first admitted the request. Requests that were never
+    admitted asked for nothing and leave no line.
+
+    Args:
+        inner: does the work.
+        file: closed at the end.
+        environment: the engine's.
+    """
+
+    def __init__(self, inner: KVConnectorScheduler, file: TraceFile, environment: SchedulerEnvironment) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.worker_metadata_type = inner.worker_metadata_type
+        self._file = file
+        self._clock = environment.clock
+        self._block_tokens = environment.layout.hash_block_tokens
+        self._step_tokens = environment.max_step_tokens
+        self._started = environment.clock()
+        self._last_ms = 0.0
+        self._seen: dict[str, _Seen] = {}
+
+    # --- recorded -----------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: RequestView) -> None:  # noqa: D102
+        self.inner.on_new_request(request)
+        self._seen[request.request_id] = _Seen()
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: D102
+        seen = self._seen.get(request.request_id)
+        if seen is not None:
+            seen.device_tokens = num_computed_tokens
+        return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:  # noqa: D102
+        seen = self._seen.get(request.request_id)
+        if seen is not None and seen.admitted_ms is None:
+            seen.admitted_ms = self._next_ms()
+            seen.reused_tokens = seen.device_tokens + num_external_tokens
+        self.inner.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:  # noqa: D102
+        seen = self._seen.pop(request.request_id, None)
+        if seen is not None and seen.admitted_ms is not None:
+            self._file.write(self._line(request, seen, seen.admitted_ms))
+        return self.inner.request_finished(request, block_ids)
+
+    def shutdown(self) -> None:  # noqa: D102
+        self._file.close()
+        self.inner.shutdown()
+
+    # --- passed on ----------------------------------------------------------------------------------------------------
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:  # noqa: D102
+        self.inner.bind_scheduler_context(context)
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:  # noqa: D102
+        return self.inner.build_connector_meta(step)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:  # noqa: D102
+        self.inner.update_connector_output(output)
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:  # noqa: D102
+        return self.inner.report_to_scheduler()
+
+    def explain(self, request_id: str) -> CacheReport:  # noqa: D102
+        return self.inner.explain(request_id)
+
+    def take_events(self) -> Iterable[KVEvent]:  # noqa: D102
+        return self.inner.take_events()
+
+    def has_pending_work(self) -> bool:  # noqa: D102
+        return self.inner.has_pending_work()
+
+    def reset_cache(self) -> bool:  # noqa: D102
+        return self.inner.reset_cache()
+
+    def get_stats(self) -> Stats:  # noqa: D102
+        return self.inner.get_stats()
+
+    def get_finished_count(self) -> int | None:  # noqa: D102
+        return self.inner.get_finished_count()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _next_ms(self) -> float:
+        """Now, but later than the last time: requests are replayed in the order in which they were admitted."""
+        now = round(1000 * (self._clock() - self._started), 3)
+        self._last_ms = max(now, round(self._last_ms + 0.001, 3))
+        return self._last_ms
+
+    def _line(self, request: RequestView, seen: _Seen, admitted_ms: float) -> dict[str, Any]:
+        num_prompt_blocks = request.num_prompt_tokens // self._block_tokens
+        # The last token was generated, but its KV was not computed.
+        num_blocks = max(num_prompt_blocks, (request.num_tokens - 1) // self._block_tokens)
+        ids = self._file.ids(request.block_hashes[:num_blocks])
+        return {
+            "timestamp_ms": admitted_ms,
+            "input_length": request.num_prompt_tokens,
+            "output_length": request.num_tokens - request.num_prompt_tokens,
+            "block_tokens": self._block_tokens,
+            "step_tokens": self._step_tokens,
+            "reused_blocks": seen.reused_tokens // self._block_tokens,
+            "hash_ids": ids[:num_prompt_blocks],
+            "output_hash_ids": ids[num_prompt_blocks:],
+        }

@@ -1,0 +1,213 @@
+"""A recorded trace, replayed, says what the engine itself counted: exactly, where requests come one after the other."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import random
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
+from cargohold.connector.recording import RecordingFactory
+from cargohold.connector.recording.scheduler import RecordingScheduler
+from cargohold.offload.policy import POLICIES
+from cargohold.offload.transfer.base import CopyResult
+from cargohold.offload.transfer.cpu import CpuTransferWorker
+from cargohold.protocol import NULL_CONNECTOR, KVConnectorScheduler
+from cargohold.replay.loading import Selection, load_workload
+from cargohold.replay.replaying import replay
+from cargohold.replay.traces import TraceRequest, read_trace
+from tests.models import VOCAB_SIZE
+
+BLOCK_TOKENS = 4
+
+
+def serve_conversations(llm: LLM, num_turns: int = 45) -> tuple[int, int]:
+    """Conversations whose answers come back in the next turn, one request after the other.
+
+    Returns:
+        Prompt tokens, and those that the engine says it reused.
+    """
+    rng = random.Random(7)
+    system = [rng.randrange(VOCAB_SIZE) for _ in range(13)]
+    talks = [list(system) for _ in range(7)]
+    num_prompt = num_reused = 0
+    for _ in range(num_turns):
+        talk = rng.choice(talks)
+        talk += [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
+        (output,) = llm.generate([talk], SamplingParams(max_tokens=rng.randint(1, 11)))
+        settle(llm)
+        talk += output.token_ids
+        num_prompt += output.metrics.prompt_tokens
+        num_reused += output.metrics.device_tokens + sum(output.metrics.restored_tokens.values())
+        if len(talk) > 150:
+            talk[:] = system
+    return num_prompt, num_reused
+
+
+def settle(llm: LLM) -> None:
+    """Let transfers end, as they would before the next request of a real user."""
+    while llm.engine.scheduler.has_work():
+        llm.engine.step()
+
+
+@pytest.fixture
+def prompt_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores end in the step that starts them. Policies may pass over what is still being written, and so does no replay."""
+    poll = CpuTransferWorker.poll
+
+    def finish_and_poll(worker: CpuTransferWorker) -> list[CopyResult]:
+        worker.finish_stores()
+        return poll(worker)
+
+    monkeypatch.setattr(CpuTransferWorker, "poll", finish_and_poll)
+
+
+def recorded(path: Path) -> list[TraceRequest]:
+    return list(read_trace([path]))
+
+
+@pytest.fixture
+def no_shared_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reuse-index policy knows absent chunks by digests of their keys, which are others in a replay: two chunks may be
+    taken for one there, or here. With room for more digests they are not.
+    """
+    monkeypatch.setattr("cargohold.offload.policy.absent_chunks._MIN_ENTRIES", 1 << 20)
+
+
+@pytest.mark.usefixtures("prompt_stores", "no_shared_tags")
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(("num_slots", "blocks_per_chunk"), [(24, 1), (40, 2)])
+def test_the_replay_agrees_with_an_engine_that_offloads(
+    policy: str,
+    num_slots: int,
+    blocks_per_chunk: int,
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
+    tmp_path: Path,
+) -> None:
+    model = tiny_model("llama")
+    block_bytes = 3 * 2 * BLOCK_TOKENS * 2 * 12 * 4
+    llm = make_llm(
+        model,
+        offload=OffloadConfig(
+            host_bytes=num_slots * blocks_per_chunk * block_bytes, policy=policy, blocks_per_chunk=blocks_per_chunk
+        ),
+        record=tmp_path / "trace.jsonl",
+        block_tokens=BLOCK_TOKENS,
+        prefix_caching=False,
+        num_device_blocks=200,
+        max_num_batched_tokens=32,
+        max_model_len=256,
+    )
+    _, num_reused = serve_conversations(llm)
+    workload = load_workload(recorded(tmp_path / "trace.jsonl"), Selection(blocks_per_chunk=blocks_per_chunk))
+    (result,) = replay(workload, policy, [(num_slots,)])
+
+    assert workload.num_reused_blocks is not None
+    assert workload.num_reused_blocks * BLOCK_TOKENS == num_reused > 0
+    assert result.num_prefix_hits * blocks_per_chunk == workload.num_reused_blocks
+    assert result.num_hit_tokens == num_reused
+    assert result.tiers[0].evicted > 0, "the tier was too large to prove anything"
+
+
+def test_the_replay_agrees_with_an_engine_whose_own_cache_never_evicts(
+    tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    llm = make_llm(
+        tiny_model("llama"), record=path, block_tokens=BLOCK_TOKENS, num_device_blocks=2000, max_model_len=256
+    )
+    num_prompt, num_reused = serve_conversations(llm)
+    workload = load_workload(recorded(path))
+    (result,) = replay(workload, "infinite", [(1,)])
+    assert workload.num_prompt_tokens == num_prompt
+    assert workload.num_reused_blocks == result.num_prefix_hits == num_reused // BLOCK_TOKENS > 0
+
+
+def test_a_trace_has_neither_tokens_nor_hashes(
+    tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    traces = []
+    for path in (tmp_path / "a", tmp_path / "b"):
+        llm = make_llm(tiny_model("llama"), record=path, block_tokens=BLOCK_TOKENS)
+        llm.generate([[11, 12, 13, 14, 15]], SamplingParams(max_tokens=5))
+        traces.append(json.loads(path.read_text()))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for trace in traces:
+        assert trace.keys() == {
+            "timestamp_ms",
+            "input_length",
+            "output_length",
+            "block_tokens",
+            "step_tokens",
+            "reused_blocks",
+            "hash_ids",
+            "output_hash_ids",
+        }
+        assert (trace["input_length"], trace["output_length"]) == (5, 5)
+        assert (len(trace["hash_ids"]), len(trace["output_hash_ids"])) == (1, 1)
+        assert all(0 <= number < 2**53 for number in trace["hash_ids"])
+    # The same prompt in another file: whoever has one file and a guess cannot tell.
+    assert traces[0]["hash_ids"] != traces[1]["hash_ids"]
+
+
+def test_a_file_that_cannot_be_made_is_refused_at_once(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.touch()
+    for path in (there, tmp_path / "no" / "where", ""):
+        with pytest.raises(ConfigError, match="record"):
+            LLM(tiny_model("llama"), record=path)
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    llm = make_llm(tiny_model("llama"), record=tmp_path / "trace", block_tokens=BLOCK_TOKENS)
+    sampling = SamplingParams(max_tokens=2)
+    llm.generate([[1, 2, 3, 4, 5]], sampling)
+
+    def full(_: int, __: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "cargohold"):
+        patch.setattr(os, "write", full)
+        outputs = [llm.generate([[1, 2, 3, 4, 5]], sampling)[0] for _ in range(3)]
+    assert all(output.finish_reason == "length" for output in outputs)
+    assert sum("No space left" in record.message for record in caplog.records) == 1
+    assert len(recorded(tmp_path / "trace")) == 1
+
+
+def test_an_aborted_request_that_never_ran_leaves_no_line(
+    tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    llm = make_llm(tiny_model("llama"), record=tmp_path / "trace", block_tokens=BLOCK_TOKENS)
+    request_id = llm.engine.add_request([1, 2, 3, 4, 5])
+    llm.engine.abort(request_id)
+    settle(llm)
+    assert recorded(tmp_path / "trace") == []
+
+
+def test_every_hook_is_passed_on() -> None:
+    for name, method in vars(KVConnectorScheduler).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            assert name in vars(RecordingScheduler), name
+
+
+def test_the_factory_can_be_sent_to_workers(tmp_path: Path) -> None:
+    import pickle  # noqa: PLC0415
+
+    factory: Any = RecordingFactory(NULL_CONNECTOR, str(tmp_path / "trace"))
+    (tmp_path / "trace").touch()
+    assert pickle.loads(pickle.dumps(factory)) == factory
