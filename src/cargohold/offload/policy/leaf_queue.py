@@ -84,26 +84,46 @@ class LeafQueue:
         last_uses: list[int] = []
         passed: list[tuple[float, int, int]] = []
         refused = False
-        for worth_in in worth:
+        while len(victims) < len(worth):
             found = self._lowest(now, busy, passed)
             if found is None:
                 break
-            slot, worth_out = found
-            if worth_in < worth_out:
+            if worth[len(victims)] < found[1]:
                 refused = True
                 break
-            heappop(self._heap)
-            victims.append(slot)
-            last_uses.append(self._last_use_of[slot])
-            self._last_use_of[slot] = NEVER
-            self._queue_if_low(self._tree.cut_leaf(slot), now)
+            last_use = self._last_use_of[found[0]]
+            chain = self._evict_upwards(*found, worth[len(victims) :], now, busy)
+            victims += chain
+            last_uses += [last_use] * len(chain)
         for entry in passed:
             heappush(self._heap, entry)
         return Eviction(np.array(victims, dtype=np.intp), np.array(last_uses, dtype=np.int64), refused)
 
-    def _lowest(
-        self, now: int, busy: BusyCounts, passed: list[tuple[float, int, int]]
-    ) -> tuple[int, float] | None:
+    def _evict_upwards(
+        self, slot: int, worth_out: float, worth: Sequence[float], now: int, busy: BusyCounts
+    ) -> list[int]:
+        """Evict the leaf at the head of the queue, and what was in front of it as long as that is the same in all respects.
+
+        A chunk that becomes a leaf by an eviction, and is of the same class and age, is as low as anything in the queue: a
+        cold prefix goes in one piece. Mutates the queue and the tree.
+        """
+        heappop(self._heap)
+        last_use_of, class_of, cut_leaf = self._last_use_of, self._class_of, self._tree.cut_leaf
+        last_use, chunk_class, is_busy = last_use_of[slot], class_of[slot], busy.data
+        evicted = []
+        for worth_in in worth:
+            is_alike = last_use_of[slot] == last_use and class_of[slot] == chunk_class and not is_busy[slot]
+            if not is_alike or worth_in < worth_out:
+                break
+            last_use_of[slot] = NEVER
+            evicted.append(slot)
+            slot = cut_leaf(slot)
+            if slot == NO_SLOT:
+                break
+        self._queue_if_low(slot, now)
+        return evicted
+
+    def _lowest(self, now: int, busy: BusyCounts, passed: list[tuple[float, int, int]]) -> tuple[int, float] | None:
         """The leaf at the head of the queue and its worth, or ``None``. Mutates the queue; busy leaves go to ``passed``."""
         heap, is_busy = self._heap, busy.data
         for _ in range(2 + (len(self._last_uses) - 1) // _WINDOW):

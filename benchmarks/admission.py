@@ -1,0 +1,102 @@
+"""What one admission of a long cached prompt costs the scheduler's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
+from cargohold.offload.keys import offload_key
+from cargohold.offload.manager import CannotStore, make_manager
+from cargohold.offload.policy import DEFAULT_POLICY
+from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class _Request:
+    """As a connector sees it."""
+
+    request_id: str
+    block_hashes: Sequence[bytes]
+    all_token_ids: Sequence[int]
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass(frozen=True)
+class _EmptyStep:
+    scheduled: tuple[Any, ...] = ()
+    preempted_req_ids: frozenset[str] = field(default_factory=frozenset)
+    finished_req_ids: frozenset[str] = field(default_factory=frozenset)
+
+
+def measure_admission(num_tokens: int, num_other_chunks: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds of the calling thread for a prompt all of whose chunks are in the tier.
+
+    Args:
+        num_tokens: of the prompt, and one more that is left to compute.
+        num_other_chunks: what else the tier holds.
+        repeats: how often; the median is reported, and the longest.
+    """
+    num_blocks = num_tokens // BLOCK_TOKENS
+    capacity = num_other_chunks + (repeats + 1) * num_blocks
+    manager = make_manager(DEFAULT_POLICY, capacity)
+    group = KVCacheGroup(0, AttentionKind.FULL, BLOCK_TOKENS, ("layer",), None)
+    layout = KVCacheLayout((group,), num_blocks + 2, 1, BLOCK_TOKENS)
+    side = OffloadingScheduler(
+        OffloadConfig(host_bytes=1), SchedulerEnvironment(layout, time.monotonic, max_step_tokens=num_tokens), manager
+    )
+    _fill(manager, "other", num_other_chunks, num_blocks)
+    blocks = (tuple(range(1, num_blocks + 2)),)
+    times: dict[str, list[float]] = {name: [] for name in ("first_look_up", "asked_again", "load_planned", "whole")}
+    for at in range(repeats + 1):
+        hashes = _fill(manager, f"prompt {at}", num_blocks, num_blocks)
+        # Other objects with the same bytes: the request that stored them has gone.
+        request = _Request(f"r{at}", [bytes(bytearray(name)) for name in hashes], range(num_tokens + 1))
+        side.on_new_request(request)
+        marks = [time.thread_time()]
+        answers = []
+        for _ in range(2):
+            answers.append(side.get_num_new_matched_tokens(request, 0))
+            marks.append(time.thread_time())
+        assert answers == [(num_tokens, True)] * 2, answers
+        side.update_state_after_alloc(request, blocks, num_tokens)
+        metadata: Any = side.build_connector_meta(_EmptyStep())
+        marks.append(time.thread_time())
+        assert len(metadata.loads[0].block_ids) == num_blocks
+        first, again, planned = (end - start for start, end in pairwise(marks))
+        for name, seconds in zip(times, (first, again, planned, first + planned), strict=True):
+            times[name].append(seconds * 1e3)
+    return {
+        "prompt_tokens": num_tokens,
+        "block_tokens": BLOCK_TOKENS,
+        "other_chunks": num_other_chunks,
+        "policy": DEFAULT_POLICY,
+        **{f"{name}_ms": round(median(values[1:]), 3) for name, values in times.items()},
+        "longest_whole_ms": round(max(times["whole"][1:]), 3),
+    }
+
+
+def _fill(manager: Any, what: str, num_chunks: int, per_prefix: int) -> list[bytes]:
+    """Store prefixes; the hashes of the last one."""
+    hashes: list[bytes] = []
+    for first in range(0, num_chunks, per_prefix):
+        hashes = [sha256(f"{what} {number}".encode()).digest() for number in range(first, first + per_prefix)]
+        handle = manager.prepare_store([offload_key(name, 0) for name in hashes])
+        assert not isinstance(handle, CannotStore)
+        handle.commit()
+    return hashes

@@ -1,0 +1,113 @@
+"""Managers under one interface, so that the same batches can be given to ours and to vLLM's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from cargohold.blocks import READY
+from cargohold.offload.manager import CannotStore, make_manager
+from cargohold.offload.policy import DEFAULT_POLICY
+
+Keys = Sequence[bytes]
+
+
+class Contender(Protocol):
+    """A manager of one tier, driven with batches of keys that are consecutive chunks of one prefix."""
+
+    def lookup(self, keys: Keys) -> int:
+        """How many of ``keys`` are there."""
+        ...
+
+    def touch(self, keys: Keys) -> None:
+        """Use them."""
+        ...
+
+    def load(self, keys: Keys) -> None:
+        """Pin them, and let go of them: a load from beginning to end."""
+        ...
+
+    def store(self, keys: Keys) -> None:
+        """Reserve slots for them, and make them ready: a store from beginning to end."""
+        ...
+
+
+class Cargohold:
+    """Our manager.
+
+    Args:
+        policy: of ``cargohold.offload.policy.POLICIES``.
+        capacity: slots.
+    """
+
+    def __init__(self, policy: str, capacity: int) -> None:
+        self._manager = make_manager(policy, capacity)
+
+    def lookup(self, keys: Keys) -> int:
+        return self._manager.lookup(keys).count(READY)
+
+    def touch(self, keys: Keys) -> None:
+        self._manager.touch(keys)
+
+    def load(self, keys: Keys) -> None:
+        self._manager.prepare_load(keys).release()
+
+    def store(self, keys: Keys) -> None:
+        handle = self._manager.prepare_store(keys)
+        assert not isinstance(handle, CannotStore)
+        handle.commit()
+
+
+class VLLM:
+    """vLLM's manager of host memory. Each batch is a request of its own, as in its connector.
+
+    Args:
+        policy: ``lru`` or ``arc``.
+        capacity: slots.
+
+    Raises:
+        ImportError: vLLM is not installed here, or is built differently.
+    """
+
+    def __init__(self, policy: str, capacity: int) -> None:
+        # By name: vLLM is only in an environment of its own.
+        manager: Any = importlib.import_module("vllm.v1.kv_offload.cpu.manager")
+        base: Any = importlib.import_module("vllm.v1.kv_offload.base")
+        self._manager = manager.CPUOffloadingManager(capacity, cache_policy=policy)
+        self._hit = base.LookupResult.HIT
+        self._new_request = base.ReqContext
+
+    def lookup(self, keys: Keys) -> int:
+        request, hit, lookup = self._new_request("r"), self._hit, self._manager.lookup
+        return sum([lookup(key, request) is hit for key in keys])
+
+    def touch(self, keys: Keys) -> None:
+        self._manager.touch(keys, self._new_request("r"))
+
+    def load(self, keys: Keys) -> None:
+        request = self._new_request("r")
+        self._manager.prepare_load(keys, request)
+        self._manager.complete_load(keys, request)
+
+    def store(self, keys: Keys) -> None:
+        request = self._new_request("r")
+        output = self._manager.prepare_store(keys, request)
+        assert output is not None
+        self._manager.complete_store(output.keys_to_store, request)
+
+
+MakeContender = Callable[[int], Contender]
+
+
+def contenders() -> dict[str, MakeContender]:
+    """What makes each contender for a capacity; vLLM's only where it is installed."""
+    found: dict[str, MakeContender] = {
+        f"cargohold {policy}": partial(Cargohold, policy) for policy in ("lru", "arc", DEFAULT_POLICY)
+    }
+    try:
+        VLLM("lru", 1)
+    except ImportError:
+        return found
+    return {**found, **{f"vllm {policy}": partial(VLLM, policy) for policy in ("lru", "arc")}}
