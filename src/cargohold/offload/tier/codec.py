@@ -49,7 +49,7 @@ class ChunkCodec:
         stored_ns, body, nonce, tag = self._time_ns(), payload, b"", b""
         if self._cipher is not None:
             nonce, body, tag = self._cipher.encrypt(payload, self._digest + key)
-        header = Header(self._digest, key, parent or b"", len(payload), _checksum(body), stored_ns, nonce, tag)
+        header = Header(self._digest, key, parent or b"", len(payload), payload_checksum(body), stored_ns, nonce, tag)
         return header.pack(), body
 
     def header_of(self, data: bytes | memoryview, key: OffloadKey, num_bytes: int) -> Header | None:
@@ -72,7 +72,7 @@ class ChunkCodec:
 
     def decode(self, header: Header, key: OffloadKey, body: Body, into: memoryview) -> bool:
         """Verify what was read to ``body``, and bring it to ``into``; whether it is the chunk."""
-        if _checksum(body.view) != header.checksum:
+        if payload_checksum(body.view) != header.checksum:
             return False
         if self._cipher is None or body.sealed is None:
             return True
@@ -80,7 +80,8 @@ class ChunkCodec:
         return self._cipher.decrypt(header.nonce, body.sealed, self._digest + key, into)
 
 
-def _checksum(data: memoryview) -> bytes:
+def payload_checksum(data: memoryview) -> bytes:
+    """XXH3 of a payload as it is stored, 128 bits."""
     digest = xxhash.xxh3_128()
     digest.update(data)  # unlike the short form, it lets other threads run
     return digest.digest()

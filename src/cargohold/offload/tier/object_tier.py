@@ -59,7 +59,7 @@ def open_store(config: SharedTierConfig) -> ObjectStore:
         retry = {"max_retries": 1, "retry_timeout": limit}
         return from_url(config.url, client_options=client, retry_config=retry)  # type: ignore[call-overload, no-any-return]  # its overloads are one per store, by literal options
     except (store_errors.BaseError, OSError, ValueError) as error:
-        raise ConfigError("url", config.url, f"the store cannot be used: {_first_line(error)}") from error
+        raise ConfigError("url", config.url, f"the store cannot be used: {first_line(error)}") from error
 
 
 class ObjectTier(SharedTier):
@@ -141,21 +141,21 @@ class ObjectTier(SharedTier):
         try:
             obstore.put(self._store, f"{self._prefix}/{DESCRIPTION}", text)
         except _ACCESS_ERRORS as error:
-            raise ConfigError("url", config.url, f"the store refuses access: {_first_line(error)}") from error
+            raise ConfigError("url", config.url, f"the store refuses access: {first_line(error)}") from error
         except (store_errors.BaseError, OSError, ValueError) as error:
             if any(place in str(error) for place in _NO_CREDENTIALS):
                 raise ConfigError("url", config.url, "no credentials were found in the environment") from error
-            logger.warning("shared tier: %s does not answer yet: %s", config.url, _first_line(error))
+            logger.warning("shared tier: %s does not answer yet: %s", config.url, first_line(error))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except (store_errors.BaseError, OSError, ValueError) as error:
-            raise TierError(self.name, _first_line(error)) from error
+            raise TierError(self.name, first_line(error)) from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The error without the debug text that the package puts behind it."""
     text = str(error).partition("\n")[0]
     return text or one_line(error)

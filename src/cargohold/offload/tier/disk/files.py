@@ -84,6 +84,11 @@ class Segment:
         self._is_direct = direct_io and self._reopen_direct()
         self._local = threading.local()
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of the largest payload."""
+        return self._geometry.slot_bytes
+
     def is_whole(self) -> bool:
         """Whether both files have their full size."""
         sizes = (os.fstat(self._headers.number).st_size, os.fstat(self._data.number).st_size)

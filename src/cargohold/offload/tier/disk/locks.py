@@ -33,6 +33,11 @@ class DirectoryLock:
         """Whether somebody has deleted the directory."""
         return self._file is None or not os.fstat(self._file.number).st_nlink
 
+    def set_last_used(self, seconds: float) -> None:
+        """Say that the directory was last used then, in seconds since 1970."""
+        if self._file is not None:
+            os.utime(self._file.number, (seconds, seconds))
+
     def release(self) -> None:
         """Let others use the directory."""
         self._file = None

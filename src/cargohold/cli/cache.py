@@ -1,0 +1,195 @@
+"""``cargohold cache``: what is stored on a disk or in a shared store; verify it, make room, delete it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cargohold.cli.app import EXIT_FAILED, app
+from cargohold.errors import ConfigError
+from cargohold.offload.tier.inventory import Finding, Holding, Inventory, open_inventory
+from cargohold.units import format_bytes, parse_bytes
+
+DAY_S = 86400
+
+cache = typer.Typer(
+    help="Show, verify, prune and delete what is stored on a disk or in a shared store.", no_args_is_help=True
+)
+app.add_typer(cache, name="cache")
+
+Place = Annotated[
+    str,
+    typer.Argument(help="Directory of a disk tier, or URL of a shared one: s3://, gs://, az://, file://, redis://."),
+]
+Ids = Annotated[list[str] | None, typer.Argument(help="Namespaces, by the start of their id; all if there is none.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@cache.command("ls")
+def list_namespaces(place: Place, as_json: AsJson = False) -> None:
+    """List namespaces: one per model, configuration and worker."""
+    holdings = open_inventory(place).holdings()
+    if as_json:
+        typer.echo(json.dumps([_as_dict(holding) for holding in holdings]))
+        return
+    Console().print(_table(holdings) if holdings else f"nothing is stored in {place}")
+
+
+@cache.command()
+def verify(
+    place: Place,
+    ids: Ids = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete damaged chunks.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every chunk and check it. Exits with 1 if one is damaged."""
+    inventory = open_inventory(place)
+    counts: Counter[Finding] = Counter()
+    skipped = []
+    with _progress() as progress:
+        for holding in _chosen(inventory, ids):
+            if holding.is_in_use:
+                skipped.append(holding.id)
+                continue
+            task = progress.add_task(holding.id[:8], total=holding.num_chunks)
+            for finding in inventory.verify(holding.id, delete=delete):
+                counts[finding] += 1
+                progress.advance(task)
+    damaged = counts[Finding.DAMAGED]
+    if as_json:
+        typer.echo(json.dumps({"good": counts[Finding.GOOD], "damaged": damaged, "deleted": delete, "in_use": skipped}))
+    else:
+        fate = " and deleted" if delete and damaged else ""
+        typer.echo(f"{counts[Finding.GOOD]} chunks are good, {damaged} damaged{fate}")
+        for name in skipped:
+            typer.echo(f"{name[:8]} is in use and was not looked at")
+    if damaged:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@cache.command()
+def prune(
+    place: Place,
+    max_bytes: Annotated[str | None, typer.Option("--max-bytes", help="Keep at most so much, such as 200GiB.")] = None,
+    max_days: Annotated[
+        float | None, typer.Option("--max-days", min=0, help="Keep namespaces that were used in the last so many days.")
+    ] = None,
+) -> None:
+    """Make room: what was used longest ago goes first. What is in use on this machine stays."""
+    if max_bytes is None and max_days is None:
+        raise ConfigError("--max-bytes", None, "say what may stay, with it or with --max-days")
+    limit = None if max_bytes is None else parse_bytes("--max-bytes", max_bytes)
+    inventory = open_inventory(place)
+    holdings = inventory.holdings()
+    gone = 0
+    if max_days is not None:
+        old = [holding for holding in holdings if not holding.is_in_use and _age_s(holding) > max_days * DAY_S]
+        gone += _remove(inventory, old)
+        holdings = [holding for holding in holdings if holding not in old]
+    if limit is not None:
+        gone += _trim(inventory, holdings, limit)
+    left = sum(holding.num_bytes for holding in inventory.holdings())
+    typer.echo(f"deleted {format_bytes(gone)}; {format_bytes(left)} are left")
+
+
+@cache.command()
+def rm(
+    place: Place,
+    ids: Ids = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete every namespace.")] = False,
+) -> None:
+    """Delete namespaces with all their chunks."""
+    if bool(ids) is everything:
+        raise ConfigError("--all", everything, "name namespaces, or give --all for every one")
+    inventory = open_inventory(place)
+    chosen = _chosen(inventory, ids)
+    gone = _remove(inventory, chosen)
+    typer.echo(f"deleted {len(chosen)} namespaces, {format_bytes(gone)}")
+
+
+def _chosen(inventory: Inventory, ids: Sequence[str] | None) -> list[Holding]:
+    """The namespaces that start like ``ids``, each exactly one. Raises ``ConfigError``."""
+    holdings = inventory.holdings()
+    if not ids:
+        return holdings
+    chosen = {}
+    for start in ids:
+        found = [holding for holding in holdings if holding.id.startswith(start)]
+        if len(found) != 1 or not start:
+            known = ", ".join(holding.id[:8] for holding in found or holdings) or "none"
+            raise ConfigError("ID", start, f"the start of exactly one namespace's id; there are {known}")
+        chosen[found[0].id] = found[0]
+    return list(chosen.values())
+
+
+def _remove(inventory: Inventory, holdings: Iterable[Holding]) -> int:
+    """Delete namespaces; how many bytes they took."""
+    gone = 0
+    for holding in holdings:
+        inventory.remove(holding.id)
+        gone += holding.num_bytes
+    return gone
+
+
+def _trim(inventory: Inventory, holdings: Sequence[Holding], limit: int) -> int:
+    """Delete until at most ``limit`` bytes are left, where that is possible; how many bytes went."""
+    gone = 0
+    excess = sum(holding.num_bytes for holding in holdings) - limit
+    for holding in holdings:
+        if excess > gone and not holding.is_in_use:
+            gone += inventory.trim(holding.id, excess - gone)
+    return gone
+
+
+def _age_s(holding: Holding) -> float:
+    return 0.0 if holding.last_used_s is None else time.time() - holding.last_used_s
+
+
+def _as_dict(holding: Holding) -> dict[str, object]:
+    return {
+        "id": holding.id,
+        "chunks": holding.num_chunks,
+        "bytes": holding.num_bytes,
+        "last_used_s": holding.last_used_s,
+        "in_use": holding.is_in_use,
+        "namespace": dict(holding.facts),
+    }
+
+
+def _table(holdings: Sequence[Holding]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for title in ("id", "model", "part"):
+        table.add_column(title)
+    for title in ("chunks", "size", "last used"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for holding in holdings:
+        facts = holding.facts
+        remarks = ["in use"] * holding.is_in_use + ["encrypted"] * bool(facts.get("encryption"))
+        names = [facts.get(name, "?") for name in ("label", "split")]
+        sizes = [f"{holding.num_chunks:,}", format_bytes(holding.num_bytes), _ago(holding)]
+        table.add_row(holding.id[:8], *names, *sizes, ", ".join(remarks))
+    return table
+
+
+def _ago(holding: Holding) -> str:
+    if holding.last_used_s is None:
+        return "?"
+    seconds = _age_s(holding)
+    for unit, size in (("d", DAY_S), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "just now"
+
+
+def _progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed}/{task.total}"), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)

@@ -1,0 +1,86 @@
+"""The inventory port: what is stored in one place, whoever stored it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from cargohold.offload.tier.codec import payload_checksum
+from cargohold.offload.tier.header import HEADER_BYTES, Header, unpack_header
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The chunks of one namespace.
+
+    Attributes:
+        id: of the namespace.
+        facts: what is known of the namespace: as ``Namespace.describe`` gives it, or nothing.
+        num_chunks: chunks that seem to be there.
+        num_bytes: bytes that they take of the medium, with everything around them.
+        last_used_s: when something was done with them last, in seconds since 1970, or ``None`` if the medium does not tell.
+        is_in_use: whether a process on this machine has it open; ``False`` where that cannot be known.
+    """
+
+    id: str
+    facts: Mapping[str, str]
+    num_chunks: int
+    num_bytes: int
+    last_used_s: float | None
+    is_in_use: bool
+
+
+class Finding(Enum):
+    """What a look at a chunk found."""
+
+    GOOD = "good"
+    DAMAGED = "damaged"
+    """A header or payload that fails its check, or belongs elsewhere."""
+
+
+class Inventory(ABC):
+    """What is stored in one place. Methods raise ``TierError`` when it fails or cannot be reached."""
+
+    @abstractmethod
+    def holdings(self) -> list[Holding]:
+        """All namespaces, the one used longest ago first."""
+
+    @abstractmethod
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+        """Read every chunk and check it, without needing the key if it is encrypted.
+
+        Args:
+            namespace_id: whose chunks.
+            delete: whether to delete damaged ones.
+
+        Raises:
+            TierError: also if the namespace is in use.
+        """
+
+    @abstractmethod
+    def remove(self, namespace_id: str) -> None:
+        """Delete a namespace with all its chunks. Raises ``TierError``, also if it is in use."""
+
+    def trim(self, namespace_id: str, num_bytes: int) -> int:
+        """Delete the chunks that were stored longest ago, of at least so many bytes; how many bytes went.
+
+        Where a medium evicts by itself, or frees space only as a whole, the namespace goes.
+        """
+        holding = next(found for found in self.holdings() if found.id == namespace_id)
+        del num_bytes
+        self.remove(namespace_id)
+        return holding.num_bytes
+
+
+def is_good(header: Header | None, payload: memoryview) -> bool:
+    """Whether a payload is what its header says."""
+    return header is not None and len(payload) == header.num_bytes and payload_checksum(payload) == header.checksum
+
+
+def check_value(value: memoryview, namespace_id: str, key: bytes) -> Finding:
+    """Check a header and the payload behind it, stored for a key."""
+    header = unpack_header(value[:HEADER_BYTES])
+    is_right = header is not None and header.key == key and header.namespace.hex().startswith(namespace_id)
+    return Finding.GOOD if is_right and is_good(header, value[HEADER_BYTES:]) else Finding.DAMAGED

@@ -1,0 +1,121 @@
+"""The inventory of a disk tier's directory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cargohold.errors import ConfigError, TierError
+from cargohold.offload.tier.disk.files import Segment, segment_files
+from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock, is_in_use
+from cargohold.offload.tier.disk.root import bytes_in, last_used, read_description, shards_in
+from cargohold.offload.tier.header import HEADER_BYTES, unpack_header
+from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, is_good
+
+_NAME = "disk"
+_EMPTY = bytes(HEADER_BYTES)
+
+
+class DiskInventory(Inventory):
+    """Shards of a directory.
+
+    Args:
+        directory: as in ``DiskTierConfig``.
+
+    Raises:
+        ConfigError: it is no directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise ConfigError("PLACE", str(directory), "there is no such directory")
+        self._root = directory
+
+    def holdings(self) -> list[Holding]:
+        """What each shard says of itself, and the headers that are not empty."""
+        with _errors(), brief_lock(self._root):
+            return [self._describe(shard) for shard in shards_in(self._root)]
+
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+        """Check every slot. The shard is locked meanwhile."""
+        shard = self._root / namespace_id
+        with _errors():
+            lock = self._lock(shard)
+            try:
+                for segment, num_slots in _segments(shard):
+                    for slot in range(num_slots):
+                        finding = _check(segment, slot, namespace_id)
+                        if finding is Finding.DAMAGED and delete:
+                            segment.write_header(slot)
+                        if finding is not None:
+                            yield finding
+            finally:
+                lock.release()
+
+    def remove(self, namespace_id: str) -> None:
+        """Delete the shard's files."""
+        shard = self._root / namespace_id
+        with _errors(), brief_lock(self._root):
+            if is_in_use(shard):
+                raise TierError(_NAME, f"{namespace_id} is in use")
+            shutil.rmtree(shard)
+
+    def _describe(self, shard: Path) -> Holding:
+        return Holding(
+            id=shard.name,
+            facts=read_description(shard).namespace,
+            num_chunks=sum(_count_headers(file) for file in shard.glob("segment-*.headers")),
+            num_bytes=bytes_in(shard),
+            last_used_s=last_used(shard) or None,
+            is_in_use=is_in_use(shard),
+        )
+
+    def _lock(self, shard: Path) -> DirectoryLock:
+        with brief_lock(self._root):
+            when = last_used(shard)
+            try:
+                lock = DirectoryLock(shard)
+            except BlockingIOError as error:
+                raise TierError(_NAME, f"{shard.name} is in use") from error
+            lock.set_last_used(when)  # a look is no use
+            return lock
+
+
+def _count_headers(file: Path) -> int:
+    data = file.read_bytes()
+    return sum(data[at : at + HEADER_BYTES] != _EMPTY for at in range(0, len(data) - HEADER_BYTES + 1, HEADER_BYTES))
+
+
+def _segments(shard: Path) -> Iterator[tuple[Segment, int]]:
+    geometry = read_description(shard).geometry
+    if geometry is None:
+        return
+    for file in sorted(shard.glob("segment-*.data")):
+        path = file.with_suffix("")
+        if all(part.exists() for part in segment_files(path)):
+            segment = Segment(path, geometry, direct_io=True)
+            if segment.is_whole():
+                yield segment, geometry.slots_per_segment
+
+
+def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
+    """What is in a slot; ``None`` if nothing is."""
+    data = segment.read_header(slot)
+    if data == _EMPTY:
+        return None
+    header = unpack_header(data)
+    if header is None or not header.namespace.hex().startswith(namespace_id) or header.num_bytes > segment.slot_bytes:
+        return Finding.DAMAGED
+    payload = memoryview(bytearray(header.num_bytes))
+    segment.read_payload(slot, payload)
+    return Finding.GOOD if is_good(header, payload) else Finding.DAMAGED
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TierError(_NAME, error.strerror or str(error)) from error

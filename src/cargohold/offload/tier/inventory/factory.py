@@ -1,0 +1,32 @@
+"""Opens the inventory of a place that a user names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cargohold.offload.tier.config import REDIS_SCHEMES, SharedTierConfig
+from cargohold.offload.tier.inventory.base import Inventory
+from cargohold.offload.tier.inventory.disk import DiskInventory
+
+
+def open_inventory(place: str) -> Inventory:
+    """What is stored in one place.
+
+    Args:
+        place: the directory of a disk tier, or the URL of a shared one.
+
+    Raises:
+        ConfigError: there is no such directory, the scheme is unknown, or a package is not installed.
+    """
+    if "://" not in place:
+        return DiskInventory(Path(place).expanduser().absolute())
+    config = SharedTierConfig(url=place)
+    if config.scheme in REDIS_SCHEMES:
+        from cargohold.offload.tier.inventory.redis import RedisInventory  # noqa: PLC0415  # an optional package
+        from cargohold.offload.tier.redis_tier import open_client  # noqa: PLC0415  # an optional package
+
+        return RedisInventory(open_client(config))
+    from cargohold.offload.tier.inventory.objects import ObjectInventory  # noqa: PLC0415  # an optional package
+    from cargohold.offload.tier.object_tier import open_store  # noqa: PLC0415  # an optional package
+
+    return ObjectInventory(open_store(config))

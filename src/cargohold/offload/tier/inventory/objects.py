@@ -1,0 +1,131 @@
+"""The inventory of an object store, or of a shared directory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+
+import obstore
+from obstore import exceptions as store_errors
+from obstore.store import ObjectStore
+
+from cargohold.errors import TierError
+from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, check_value
+from cargohold.offload.tier.object_tier import DESCRIPTION, first_line
+
+_NAME = "shared"
+_OURS = re.compile(rf"(?P<namespace>[0-9a-f]{{32}})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """One object of a namespace: its path, size, and when it was written, in seconds since 1970."""
+
+    path: str
+    num_bytes: int
+    written_s: float
+
+
+@dataclass(slots=True)
+class _Namespace:
+    chunks: list[_Object] = field(default_factory=list)
+    others: list[_Object] = field(default_factory=list)
+
+    @property
+    def objects(self) -> Iterator[_Object]:
+        return chain(self.chunks, self.others)
+
+
+class ObjectInventory(Inventory):
+    """Namespaces in a store.
+
+    Args:
+        store: the bucket and prefix.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def holdings(self) -> list[Holding]:
+        """What a listing of the whole store shows."""
+        with _errors():
+            found = [self._describe(name, namespace) for name, namespace in self._namespaces("").items()]
+        return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
+
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+        """Fetch and check every object."""
+        with _errors():
+            for chunk in self._namespace(namespace_id).chunks:
+                value = memoryview(obstore.get(self._store, chunk.path).bytes())
+                finding = check_value(value, namespace_id, bytes.fromhex(chunk.path.rpartition("/")[2]))
+                if finding is Finding.DAMAGED and delete:
+                    obstore.delete(self._store, chunk.path)
+                yield finding
+
+    def remove(self, namespace_id: str) -> None:
+        """Delete every object of a namespace."""
+        with _errors():
+            self._delete(self._namespace(namespace_id).objects)
+
+    def trim(self, namespace_id: str, num_bytes: int) -> int:
+        """Delete the oldest chunks; other engines miss them and compute."""
+        gone = 0
+        with _errors():
+            for chunk in sorted(self._namespace(namespace_id).chunks, key=lambda found: found.written_s):
+                if gone >= num_bytes:
+                    break
+                self._delete([chunk])
+                gone += chunk.num_bytes
+        return gone
+
+    def _namespace(self, namespace_id: str) -> _Namespace:
+        return self._namespaces(f"{namespace_id}/").get(namespace_id, _Namespace())
+
+    def _namespaces(self, prefix: str) -> dict[str, _Namespace]:
+        """Our objects whose path starts like this. What others keep in the same place is not looked at."""
+        found: dict[str, _Namespace] = {}
+        for page in obstore.list(self._store, prefix or None):
+            for entry in page:
+                path = str(entry["path"])
+                match = _OURS.fullmatch(path)
+                if match is not None:
+                    known = _Object(path, int(entry["size"]), entry["last_modified"].timestamp())
+                    namespace = found.setdefault(match["namespace"], _Namespace())
+                    (namespace.chunks if match["key"] else namespace.others).append(known)
+        return found
+
+    def _describe(self, name: str, namespace: _Namespace) -> Holding:
+        return Holding(
+            id=name,
+            facts=self._facts(name),
+            num_chunks=len(namespace.chunks),
+            num_bytes=sum(known.num_bytes for known in namespace.objects),
+            last_used_s=max((known.written_s for known in namespace.objects), default=None),
+            is_in_use=False,
+        )
+
+    def _facts(self, name: str) -> dict[str, str]:
+        try:
+            data = json.loads(bytes(obstore.get(self._store, f"{name}/{DESCRIPTION}").bytes()))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return {str(key): str(value) for key, value in data.items()} if isinstance(data, dict) else {}
+
+    def _delete(self, objects: Iterator[_Object] | list[_Object]) -> None:
+        for known in objects:
+            try:
+                obstore.delete(self._store, known.path)
+            except FileNotFoundError:
+                continue  # somebody else was faster
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (store_errors.BaseError, OSError, ValueError) as error:
+        raise TierError(_NAME, first_line(error)) from error

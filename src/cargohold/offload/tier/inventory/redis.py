@@ -1,0 +1,101 @@
+"""The inventory of a Redis or Valkey server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import redis
+
+from cargohold.errors import TierError, one_line
+from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, check_value
+from cargohold.offload.tier.redis_tier import PREFIX
+
+_NAME = "shared"
+_ID_CHARS = 32
+
+
+@dataclass(slots=True)
+class _Count:
+    num_chunks: int = 0
+    num_bytes: int = 0
+
+
+class RedisInventory(Inventory):
+    """Namespaces on a server. When they were used last, it does not tell.
+
+    Args:
+        client: connected to the database.
+    """
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def holdings(self) -> list[Holding]:
+        """What a scan of all keys shows; bytes are those of the values."""
+        counts: dict[str, _Count] = {}
+        with _errors():
+            for name in self._names(""):
+                count = counts.setdefault(_namespace_of(name), _Count())
+                if _key_of(name):
+                    count.num_chunks += 1
+                count.num_bytes += int(self._client.strlen(name))
+            return [
+                Holding(
+                    namespace_id, self._facts(namespace_id), count.num_chunks, count.num_bytes, None, is_in_use=False
+                )
+                for namespace_id, count in sorted(counts.items())
+            ]
+
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+        """Fetch and check every value."""
+        with _errors():
+            for name in self._names(f"{namespace_id}:"):
+                value = self._client.get(name)
+                if not isinstance(value, bytes):
+                    continue  # it went meanwhile
+                is_long_enough = len(value) >= HEADER_BYTES
+                finding = (
+                    check_value(memoryview(value), namespace_id, _key_of(name)) if is_long_enough else Finding.DAMAGED
+                )
+                if finding is Finding.DAMAGED and delete:
+                    self._client.unlink(name)
+                yield finding
+
+    def remove(self, namespace_id: str) -> None:
+        """Delete every value of a namespace."""
+        with _errors():
+            for name in self._names(namespace_id):
+                self._client.unlink(name)
+
+    def _names(self, start: str) -> Iterator[bytes]:
+        """Names of ours that start like this."""
+        return (bytes(name) for name in self._client.scan_iter(match=f"{PREFIX}{start}*", count=1000))
+
+    def _facts(self, namespace_id: str) -> dict[str, str]:
+        value = self._client.get(f"{PREFIX}{namespace_id}")
+        try:
+            data = json.loads(value) if isinstance(value, bytes) else None
+        except ValueError:
+            data = None
+        return {str(key): str(fact) for key, fact in data.items()} if isinstance(data, dict) else {}
+
+
+def _namespace_of(name: bytes) -> str:
+    return name[len(PREFIX) :][:_ID_CHARS].decode("ascii", "replace")
+
+
+def _key_of(name: bytes) -> bytes:
+    """The chunk's key, or nothing if it is the namespace's description."""
+    return name[len(PREFIX) + _ID_CHARS + 1 :]
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except redis.exceptions.RedisError as error:
+        raise TierError(_NAME, one_line(error)) from error

@@ -1,0 +1,198 @@
+"""``cargohold cache`` on a directory, a shared directory and a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cargohold.cli import cache as cache_command
+from cargohold.cli.app import app
+from cargohold.errors import ConfigError
+from cargohold.offload.tier import LoadOutcome, Tier
+from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.offload.tier.disk.root import bytes_in
+from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.object_tier import ObjectTier
+from cargohold.offload.tier.redis_tier import RedisTier
+from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload
+from tests.offload.tier.servers import key_value_server
+
+assert cache_command.cache is not None  # it has added itself to the app
+
+PLACES = ["disk", "directory", "redis"]
+
+
+class Place:
+    """A medium with a name, on which tiers can be opened."""
+
+    def __init__(self, name: str, open_tier: Callable[[ChunkCodec], Tier]) -> None:
+        self.name = name
+        self._open = open_tier
+
+    def fill(self, count: int, *, is_closed: bool = True, secret: bytes | None = None, **changes: str) -> str:
+        """Store chunks in a namespace; its id."""
+        using = codec(secret, None, **changes)
+        self.tier = self._open(using)
+        for number in range(count):
+            self.tier.store(key(number), memoryview(payload(number)))
+        if is_closed:
+            self.tier.close()
+        return using.namespace.id
+
+
+@pytest.fixture
+def place(kind: str, tmp_path: Path) -> Iterator[Place]:
+    if kind == "disk":
+        yield Place(str(tmp_path), lambda using: disk_tier(tmp_path, "4MiB", using=using))
+    elif kind == "directory":
+        url = f"file://{tmp_path}"
+        yield Place(url, lambda using: ObjectTier(SharedTierConfig(url=url), using, CHUNK))
+    else:
+        with key_value_server("redis") as server:
+            url = f"redis://127.0.0.1:{server.port}"
+            yield Place(url, lambda using: RedisTier(SharedTierConfig(url=url), using, CHUNK))
+
+
+def run(*words: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["cache", *words])
+    assert result.exit_code == status, result.output
+    return result.stdout
+
+
+def listed(place: Place) -> dict[str, dict[str, object]]:
+    return {entry["id"]: entry for entry in json.loads(run("ls", place.name, "--json"))}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_namespaces_are_listed_with_what_they_hold(place: Place) -> None:
+    assert "nothing is stored" in run("ls", place.name).replace("\n", " ")
+    first = place.fill(3)
+    second = place.fill(5, secret=bytes(32), label="large model", split="rank 1 of 2")
+    found = listed(place)
+    assert {name: entry["chunks"] for name, entry in found.items()} == {first: 3, second: 5}
+    assert all(int(str(entry["bytes"])) > 3 * CHUNK for entry in found.values())
+    facts = found[second]["namespace"]
+    assert isinstance(facts, dict) and facts["label"] == "large model" and facts["encryption"]
+    table = run("ls", place.name)
+    for text in (first[:8], second[:8], "tiny", "large model", "rank 1 of 2", "encrypted"):
+        assert text in table
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_good_chunks_are_good(place: Place) -> None:
+    place.fill(3)
+    place.fill(2, secret=bytes(32))
+    assert "5 chunks are good, 0 damaged" in run("verify", place.name)
+
+
+def damage(kind: str, directory: Path) -> None:
+    pattern, offset = ("*/segment-00000.data", 20) if kind == "disk" else (f"*/*/{key(0).hex()}", HEADER_BYTES + 20)
+    (path,) = directory.glob(pattern)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("kind", ["disk", "directory"])
+def test_damaged_chunks_are_found_and_deleted_if_wished(place: Place, kind: str, tmp_path: Path) -> None:
+    place.fill(3)
+    damage(kind, tmp_path)
+    assert "2 chunks are good, 1 damaged\n" in run("verify", place.name, status=1)
+    assert "2 chunks are good, 1 damaged and deleted" in run("verify", "--delete", place.name, status=1)
+    assert json.loads(run("verify", "--json", place.name)) == {
+        "good": 2,
+        "damaged": 0,
+        "deleted": False,
+        "in_use": [],
+    }
+    place.fill(0, is_closed=False)
+    assert [load(place.tier, number) for number in range(3)] == [LoadOutcome.ABSENT, payload(1), payload(2)]
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_namespaces_are_deleted_by_the_start_of_their_id(place: Place) -> None:
+    first, second = place.fill(3), place.fill(2, weights="other")
+    run("rm", place.name, first[:6])
+    assert list(listed(place)) == [second]
+    run("rm", place.name, "--all")
+    assert listed(place) == {}
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+def test_what_is_in_use_is_shown_and_left_alone(place: Place) -> None:
+    name = place.fill(3, is_closed=False)
+    assert listed(place)[name]["in_use"] is True
+    assert "is in use and was not looked at" in run("verify", place.name)
+    assert "deleted 0 B" in run("prune", place.name, "--max-bytes", "1")
+    result = CliRunner().invoke(app, ["cache", "rm", place.name, name])
+    assert result.exit_code == 1 and result.stderr == f"cargohold: tier disk: {name} is in use\n"
+    assert load(place.tier, 1) == payload(1)
+    assert listed(place)[name]["chunks"] == 3
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+def test_old_namespaces_are_pruned(place: Place, tmp_path: Path) -> None:
+    names = [place.fill(3, weights=str(age)) for age in range(3)]
+    for age, name in enumerate(names):
+        when = time.time() - 86400 * (age + 0.5)
+        os.utime(tmp_path / name / "lock", (when, when))
+    run("verify", place.name)  # a look is no use
+    run("prune", place.name, "--max-days", "2")
+    assert set(listed(place)) == set(names[:2])
+    run("prune", place.name, "--max-bytes", str(bytes_in(tmp_path) - 1))
+    assert set(listed(place)) == {names[0]}
+    assert "deleted 0 B" in run("prune", place.name, "--max-bytes", "1GiB")
+
+
+@pytest.mark.parametrize("kind", ["directory"])
+def test_the_oldest_chunks_of_a_shared_store_are_pruned_one_by_one(place: Place, tmp_path: Path) -> None:
+    name = place.fill(6)
+    for number in range(6):
+        os.utime(tmp_path / name / "00" / key(number).hex(), (1000 + number, 1000 + number))
+    run("prune", place.name, "--max-bytes", str(3 * (CHUNK + HEADER_BYTES) + 2000))
+    place.fill(0, is_closed=False)
+    assert [n for n in range(6) if load(place.tier, n) == payload(n)] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", ["directory"])
+def test_what_is_not_ours_is_not_touched(place: Place, tmp_path: Path) -> None:
+    place.fill(2)
+    foreign = [tmp_path / "photos" / "00" / "abcd", tmp_path / "letter.txt", tmp_path / ("0" * 32) / "notes"]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    run("rm", place.name, "--all")
+    assert listed(place) == {}
+    assert [path.read_text() for path in foreign] == ["mine"] * 3
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["ls", "/no/such/directory"], "there is no such directory"),
+        (["ls", "ftp://host"], "the scheme must be one of"),
+        (["rm", "PLACE"], "give --all for every one"),
+        (["rm", "PLACE", "--all", "ab"], "give --all for every one"),
+        (["rm", "PLACE", "zz"], "exactly one namespace's id"),
+        (["rm", "PLACE", ""], "exactly one namespace's id"),
+        (["prune", "PLACE"], "say what may stay"),
+        (["prune", "PLACE", "--max-bytes", "lots"], "such as 2GiB"),
+    ],
+)
+def test_impossible_wishes_are_refused_by_name(place: Place, words: list[str], reason: str) -> None:
+    place.fill(1)
+    result = CliRunner().invoke(app, ["cache", *(place.name if word == "PLACE" else word for word in words)])
+    assert result.exit_code == 2
+    assert reason in result.stderr and len(result.stderr.splitlines()) == 1
+    assert isinstance(result.exception, SystemExit) and not isinstance(result.exception, ConfigError)
+    assert len(listed(place)) == 1
