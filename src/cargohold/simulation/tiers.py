@@ -66,12 +66,15 @@ class HeldQueue:
 
     Attributes:
         pending: jobs that have not ended.
+        held: kinds of jobs that are carried out only when told to.
+        on_job: told of every job that is carried out.
     """
 
     def __init__(self, medium: SimulatedMedium, clock: Clock, *, auto: bool = True) -> None:
         self.medium = medium
         self.auto = auto
         self.pending: list[TierJob] = []
+        self.held: frozenset[JobKind] = frozenset()
         self.on_job: Callable[[TierJob], None] = lambda _: None
         self._clock = clock
         self._results: list[TierResult] = []
@@ -98,7 +101,7 @@ class HeldQueue:
         for job in list(self.pending):
             if self._clock() > job.deadline:
                 self._end(job, JobStatus.EXPIRED)
-            elif self.auto and not self.medium.stalls:
+            elif self.auto and job.kind not in self.held and not self.medium.stalls:
                 if self.medium.is_gone:
                     self._end(job, JobStatus.FAILED)
                 else:

@@ -1,0 +1,460 @@
+"""Lower tiers as a state machine: any operations in any order, against what must always hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cargohold.blocks import ABSENT, NOT_YET, READY
+from cargohold.offload.manager import CannotStore, LoadHandle, StoreHandle, make_manager
+from cargohold.offload.tier import JobKind
+from cargohold.offload.tiering import (
+    UNKNOWN,
+    Chain,
+    LowerTiers,
+    Promotion,
+    TierCommand,
+    TieringConfig,
+    TieringManager,
+    TierOptions,
+)
+from cargohold.protocol import TransferOutcome
+from cargohold.simulation import VirtualClock
+
+NUM_CHUNKS = 12
+
+
+def key_of(prefix: int, at: int) -> bytes:
+    return bytes([prefix, at]) * 16 + bytes(4)
+
+
+class World:
+    """A manager, and workers that are told what to answer."""
+
+    def __init__(
+        self,
+        capacity: int = 8,
+        num_tiers: int = 1,
+        num_workers: int = 1,
+        *,
+        max_inflight_chunks: int = 64,
+        max_daily_chunks: int | None = None,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.host = make_manager("lru", capacity)
+        self.lower = LowerTiers(
+            self.host,
+            [
+                TierOptions(
+                    name=f"tier{at}", max_inflight_chunks=max_inflight_chunks, max_daily_chunks=max_daily_chunks
+                )
+                for at in range(num_tiers)
+            ],
+            self.clock,
+            TieringConfig(num_workers=num_workers, restore_timeout_s=2.0, store_timeout_s=5.0, record_events=True),
+            new_epoch=lambda: b"epoch",
+        )
+        self.manager = TieringManager(self.host, self.lower)
+        self.ids: Iterator[int] = iter(range(1, 10**9))
+        self.running: dict[int, TierCommand] = {}
+
+    def step(self) -> list[TierCommand]:
+        commands = self.lower.take_commands(lambda: next(self.ids))
+        self.running |= {command.job_id: command for command in commands}
+        return list(commands)
+
+    def end(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome = TransferOutcome.DONE) -> None:
+        del self.running[command.job_id]
+        self.lower.note_answers(command.job_id, bytes(answers), self.lower.config.num_workers)
+        assert self.lower.end(command.job_id, outcome)
+
+    def keep(self, keys: list[bytes], parent: bytes | None = None) -> None:
+        handle = self.manager.prepare_store(keys, parent)
+        assert not isinstance(handle, CannotStore)
+        handle.commit()
+
+    def learn(self, keys: list[bytes], tier: int = 0) -> None:
+        """Let a tier say that it has these chunks."""
+        self.lower.probe(keys)
+        for _ in range(tier + 1):
+            for command in self.step():
+                if command.kind is JobKind.PROBE:
+                    self.end(command, [command.tier == tier] * len(command.keys))
+            self.lower.probe([key for key in keys if self.lower.lookup(key) == UNKNOWN])
+
+
+KEYS = [key_of(0, at) for at in range(NUM_CHUNKS)]
+
+
+def test_look_up_says_what_is_known() -> None:
+    world = World(num_tiers=2)
+    assert world.lower.lookup(KEYS[0]) == UNKNOWN
+    world.lower.probe(KEYS[:2])
+    assert world.lower.lookup(KEYS[0]) == NOT_YET
+    (probe,) = world.step()
+    assert (probe.kind, probe.tier, probe.keys) == (JobKind.PROBE, 0, tuple(KEYS[:2]))
+    world.end(probe, [True, False])
+    assert [world.lower.lookup(key) for key in KEYS[:2]] == [READY, UNKNOWN], "the next tier was not asked yet"
+    world.lower.probe(KEYS[:2])
+    (probe,) = world.step()
+    assert (probe.tier, probe.keys) == (1, (KEYS[1],))
+    world.end(probe, [False])
+    assert [world.lower.lookup(key) for key in KEYS[:2]] == [READY, ABSENT]
+
+
+def test_a_probe_is_not_repeated_while_it_runs() -> None:
+    world = World()
+    world.lower.probe(KEYS[:2])
+    world.lower.probe(KEYS[:3])
+    assert [command.keys for command in world.step()] == [tuple(KEYS[:2]), (KEYS[2],)]
+    assert world.step() == []
+
+
+def test_a_promotion_is_not_ready_before_all_workers_are_done() -> None:
+    world = World(num_workers=3)
+    world.learn(KEYS[:4])
+    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(promotion, Promotion)
+    (load,) = world.step()
+    assert [world.lower.lookup(key) for key in KEYS[:4]] == [NOT_YET] * 4
+    world.lower.note_answers(load.job_id, bytes([1, 1, 0, 1]), 2)
+    world.lower.note_answers(load.job_id, bytes([1, 1, 1, 1]), 1)
+    assert world.manager.num_ready == 0
+    assert world.lower.end(load.job_id, TransferOutcome.DONE)
+    assert list(world.manager.lookup(KEYS[:4])) == [READY, READY, ABSENT, READY]
+    assert list(promotion.sources) == [KEYS[0], KEYS[1], KEYS[3]]
+    assert world.manager.num_pins == 3
+    world.manager.check()
+    promotion.release()
+    assert world.manager.num_pins == 0
+
+
+def test_answers_of_too_few_workers_count_for_nothing() -> None:
+    world = World(num_workers=2)
+    world.lower.probe(KEYS[:2])
+    (probe,) = world.step()
+    world.lower.note_answers(probe.job_id, bytes([1, 1]), 1)
+    world.lower.end(probe.job_id, TransferOutcome.DONE)
+    assert world.lower.lookup(KEYS[0]) == ABSENT
+
+
+def test_when_no_slot_can_be_had_nothing_is_held() -> None:
+    world = World(capacity=4)
+    world.learn(KEYS)
+    busy = world.manager.prepare_store([key_of(1, at) for at in range(4)])
+    assert not isinstance(busy, CannotStore)
+    assert world.lower.promote([Chain(0, KEYS, None)], ()) is CannotStore.BUSY
+    assert world.step() == [] and world.lower.is_idle
+    before = world.manager.generation
+    busy.forfeit()
+    promotion = world.lower.promote([Chain(0, KEYS, None)], ())
+    assert isinstance(promotion, Promotion) and promotion.num_wanted == 4
+    assert world.manager.generation >= before
+
+
+def test_what_is_kept_for_a_promotion_is_not_evicted_by_it() -> None:
+    world = World(capacity=4)
+    world.keep(KEYS[:2])
+    world.learn(KEYS[2:6])
+    promotion = world.lower.promote([Chain(0, KEYS[2:6], KEYS[1])], KEYS[:2])
+    assert isinstance(promotion, Promotion)
+    loads = [command for command in world.step() if command.kind is JobKind.LOAD]
+    assert [command.keys for command in loads] == [tuple(KEYS[2:4])]
+    assert list(world.manager.lookup(KEYS[:2])) == [READY, READY]
+
+
+def test_a_released_promotion_is_cancelled_and_others_can_have_the_slots() -> None:
+    world = World(capacity=4)
+    world.learn(KEYS[:4])
+    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(promotion, Promotion)
+    (load,) = world.step()
+    before = world.manager.generation
+    promotion.release()
+    assert world.manager.generation != before, "whoever waits for the same chunks looks again"
+    assert world.lower.take_cancelled() == (load.job_id,)
+    assert world.lower.take_cancelled() == ()
+    assert world.manager.num_writing == 4, "until the workers have let go of them"
+    world.end(load, [False] * 4, TransferOutcome.ABANDONED)
+    assert (world.manager.num_writing, world.manager.num_free) == (0, 4)
+    assert [world.lower.lookup(key) for key in KEYS[:4]] == [READY] * 4, "the tier still has them"
+    assert world.lower.tiers[0].stats["failures"] == 0, "and is not to blame"
+
+
+def test_a_promotion_that_never_got_to_the_workers_is_forgotten() -> None:
+    world = World()
+    world.learn(KEYS[:4])
+    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(promotion, Promotion)
+    promotion.release()
+    assert world.step() == []
+    assert world.lower.is_idle and world.manager.num_free == 8
+
+
+def test_nobody_holds_chunks_for_ever() -> None:
+    world = World()
+    world.learn(KEYS[:2])
+    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    (load,) = world.step()
+    world.end(load, [True, True])
+    assert world.manager.num_pins == 2
+    world.clock.advance(4.1)
+    world.step()
+    assert isinstance(promotion, Promotion) and promotion.is_released
+    assert world.manager.num_pins == 0
+
+
+def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
+    world = World()
+    for at in range(3):
+        world.lower.probe([KEYS[at]])
+        (probe,) = world.step()
+        world.end(probe, [False], TransferOutcome.FAILED)
+    assert world.lower.lookup(KEYS[5]) == ABSENT, "at once, without asking"
+    world.keep(KEYS[5:7])
+    assert world.step() == []
+    world.clock.advance(11)
+    assert world.lower.lookup(KEYS[8]) == UNKNOWN
+    (trial,) = world.step()
+    assert trial.kind is JobKind.STORE, "one job finds out"
+    world.end(trial, [True] * len(trial.keys))
+    world.lower.probe([KEYS[8]])
+    assert [command.kind for command in world.step()] == [JobKind.PROBE]
+
+
+def test_a_job_that_does_not_end_is_blamed_once_and_its_slots_stay_reserved_until_it_does() -> None:
+    world = World()
+    world.learn(KEYS[:2])
+    world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    (load,) = world.step()
+    world.clock.advance(9)
+    for _ in range(5):
+        world.step()
+    assert world.lower.tiers[0].stats["failures"] == 1
+    assert load.job_id in world.lower.take_cancelled()
+    assert world.manager.num_writing == 2
+    world.end(load, [False, False], TransferOutcome.FAILED)
+    assert world.lower.tiers[0].stats["failures"] == 1
+    assert world.manager.num_writing == 0
+
+
+def test_chunks_are_written_in_prefix_order_with_their_parents() -> None:
+    world = World(max_inflight_chunks=2)
+    world.keep(KEYS[:3])
+    world.keep(KEYS[3:5], KEYS[2])
+    written = []
+    while commands := world.step():
+        for command in commands:
+            written.append((command.parent, command.keys))
+            assert len(command.slots) == len(command.keys)
+            world.end(command, [True] * len(command.keys))
+    assert written == [(None, tuple(KEYS[:2])), (KEYS[1], tuple(KEYS[2:4])), (KEYS[3], (KEYS[4],))]
+    assert [world.lower.lookup(key) for key in KEYS[:5]] == [READY] * 5
+
+
+def test_what_the_tier_has_is_not_written_again() -> None:
+    world = World()
+    world.learn(KEYS[:2])
+    world.keep(KEYS[:3])
+    assert [command.keys for command in world.step()] == [(KEYS[2],)]
+
+
+def test_a_daily_budget_is_kept() -> None:
+    world = World(max_daily_chunks=48)
+    world.keep(KEYS[:6])
+    (store,) = world.step()
+    assert len(store.keys) == 2, "an hour's share"
+    world.end(store, [True] * 2)
+    assert world.step() == []
+    world.clock.advance(1801)
+    assert [len(command.keys) for command in world.step()] == [1]
+
+
+def test_after_a_reset_chunks_have_other_names() -> None:
+    world = World()
+    world.keep(KEYS[:2])
+    (store,) = world.step()
+    assert not world.manager.reset(), "not while something is being written"
+    world.end(store, [True, True])
+    assert world.manager.reset()
+    assert world.lower.lookup(KEYS[0]) == UNKNOWN
+    world.lower.probe(KEYS[:2])
+    (probe,) = world.step()
+    assert not set(probe.keys) & set(store.keys)
+    assert [len(key) for key in probe.keys] == [36, 36] and all(key[-4:] == bytes(4) for key in probe.keys)
+
+
+def test_the_engine_steps_on_for_a_while_to_have_things_written() -> None:
+    world = World(max_inflight_chunks=1)
+    world.keep(KEYS[:3])
+    while world.lower.is_settling:
+        for command in world.step():
+            world.end(command, [True])
+    assert len(world.lower.tiers[0].backlog) == 0
+    world.keep(KEYS[3:5])
+    world.step()
+    before = world.lower.is_settling
+    world.clock.advance(1.1)
+    assert (before, world.lower.is_settling) == (True, False), "the tier does nothing, so nobody waits for it"
+
+
+def test_events_tell_what_is_known_of_a_tier() -> None:
+    world = World()
+    world.learn(KEYS[:3])
+    world.keep(KEYS[3:5])
+    (store,) = world.step()
+    world.end(store, [True, False])
+    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    (load,) = world.step()
+    world.end(load, [True, False])
+    assert isinstance(promotion, Promotion)
+    promotion.release()
+    known: set[bytes] = set()
+    for event in world.lower.tiers[0].take_events():
+        change = known.update if type(event).__name__ == "ChunksStored" else known.difference_update
+        change(event.keys)
+    assert known == {KEYS[0], KEYS[2], KEYS[3]}
+
+
+class Traffic:
+    """Random moves, one method each."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.random = random.Random(seed)
+        self.stores: list[StoreHandle] = []
+        self.loads: list[LoadHandle] = []
+        self.promotions: list[Promotion] = []
+
+    def chain(self) -> list[bytes]:
+        first = self.random.randrange(NUM_CHUNKS)
+        prefix = self.random.randrange(3)
+        return [key_of(prefix, at) for at in range(first, self.random.randrange(first, NUM_CHUNKS) + 1)]
+
+    def is_ready(self, key: bytes) -> bool:
+        return self.world.manager.lookup([key])[0] == READY
+
+    def store(self) -> None:
+        handle = self.world.manager.prepare_store(self.chain())
+        if not isinstance(handle, CannotStore):
+            self.stores.append(handle)
+
+    def end_store(self) -> None:
+        if self.stores:
+            handle = self.stores.pop(self.random.randrange(len(self.stores)))
+            if self.random.random() < 0.7:
+                handle.commit()
+            else:
+                handle.forfeit()
+
+    def load(self) -> None:
+        self.loads.append(self.world.manager.prepare_load([key for key in self.chain() if self.is_ready(key)]))
+
+    def end_load(self) -> None:
+        if self.loads:
+            self.loads.pop(self.random.randrange(len(self.loads))).release()
+
+    def probe(self) -> None:
+        self.world.lower.probe(self.chain())
+
+    def promote(self) -> None:
+        keys, lower = self.chain(), self.world.lower
+        kept = [key for key in keys if self.is_ready(key)]
+        known = [key for key in keys if key not in kept and lower.lookup(key) == READY]
+        promotion = lower.promote([Chain(lower.tier_of(key), [key], None) for key in known], kept)
+        if isinstance(promotion, Promotion):
+            self.promotions.append(promotion)
+
+    def release(self) -> None:
+        if self.promotions:
+            self.promotions.pop(self.random.randrange(len(self.promotions))).release()
+
+    def end_job(self) -> None:
+        if self.world.running:
+            command = self.random.choice(list(self.world.running.values()))
+            answers = [self.random.random() < 0.7 for _ in command.keys]
+            self.world.end(command, answers, self.random.choice(list(TransferOutcome)))
+
+    def touch(self) -> None:
+        self.world.manager.touch(self.chain())
+
+    def pass_time(self) -> None:
+        self.world.clock.advance(self.random.choice([0.1, 1.0, 10.0]))
+
+    def step(self) -> None:
+        self.world.step()
+
+    def settle(self) -> None:
+        """Give everything back, and let all jobs end."""
+        for load in self.loads:
+            load.release()
+        for store in self.stores:
+            store.forfeit()
+        for promotion in self.promotions:
+            promotion.release()
+        for _ in range(200):
+            for command in list(self.world.running.values()):
+                self.world.end(command, [True] * len(command.keys))
+            self.world.clock.advance(1.0)
+            if not self.world.step() and not self.world.running:
+                break
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 2), st.integers(1, 2))
+def test_whatever_happens_nothing_is_lost_or_held_for_ever(
+    seed: int, capacity: int, num_tiers: int, num_workers: int
+) -> None:
+    world = World(capacity, num_tiers, num_workers, max_inflight_chunks=1 + seed % 5)
+    traffic = Traffic(world, seed)
+    moves = [
+        traffic.store,
+        traffic.end_store,
+        traffic.load,
+        traffic.end_load,
+        traffic.probe,
+        traffic.promote,
+        traffic.release,
+        traffic.end_job,
+        traffic.end_job,
+        traffic.touch,
+        traffic.pass_time,
+        traffic.step,
+    ]
+    for _ in range(80):
+        traffic.random.choice(moves)()
+        world.manager.check()
+        assert world.manager.num_pins >= sum(len(load.keys) for load in traffic.loads)
+    traffic.settle()
+    world.manager.check()
+    assert world.lower.is_idle
+    assert (world.manager.num_pins, world.manager.num_writing, world.manager.num_leaving) == (0, 0, 0)
+    assert world.manager.reset()
+
+
+def test_a_handle_of_a_promotion_is_given_back_once() -> None:
+    world = World()
+    world.keep(KEYS[:2])
+    promotion = world.lower.promote([], KEYS[:2])
+    assert isinstance(promotion, Promotion)
+    assert world.manager.num_pins == 2
+    promotion.release()
+    promotion.release()
+    assert world.manager.num_pins == 0
+
+
+def test_a_tier_is_asked_for_what_another_could_not_give() -> None:
+    """A chunk that turns out to be gone is looked for further down the next time."""
+    world = World(num_tiers=2)
+    world.learn(KEYS[:1])
+    promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
+    (load,) = world.step()
+    world.end(load, [False])
+    assert isinstance(promotion, Promotion) and not promotion.sources
+    assert world.lower.lookup(KEYS[0]) == UNKNOWN
+    world.lower.probe(KEYS[:1])
+    (probe,) = world.step()
+    assert probe.tier == 1

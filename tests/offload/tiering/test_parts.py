@@ -1,0 +1,146 @@
+"""The parts that lower tiers are made of: each against what it says of itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cargohold.offload.tiering.allowance import DAY_S, Allowance
+from cargohold.offload.tiering.backlog import Backlog, Batch
+from cargohold.offload.tiering.pace import Pace
+from cargohold.offload.tiering.presence import Presence
+from cargohold.simulation import VirtualClock
+
+KEYS = [bytes([at]) * 36 for at in range(20)]
+
+
+def everything(_: bytes) -> bool:
+    return True
+
+
+class TestBacklog:
+    def test_a_batch_is_consecutive_in_one_prefix(self) -> None:
+        backlog = Backlog(20)
+        for at in (0, 1, 2):
+            backlog.add(KEYS[at], KEYS[at - 1] if at else None)
+        backlog.add(KEYS[9], KEYS[8])
+        assert backlog.take(2, everything) == Batch((KEYS[0], KEYS[1]), None)
+        assert backlog.take(9, everything) == Batch((KEYS[2],), KEYS[1])
+        assert backlog.take(9, everything) == Batch((KEYS[9],), KEYS[8])
+        assert backlog.take(9, everything) is None
+
+    def test_what_has_left_host_memory_is_passed_over(self) -> None:
+        backlog = Backlog(20)
+        for at in range(5):
+            backlog.add(KEYS[at], KEYS[at - 1] if at else None)
+        gone = {KEYS[0], KEYS[3]}
+        assert backlog.take(9, lambda key: key not in gone) == Batch((KEYS[1], KEYS[2]), KEYS[0])
+        assert backlog.take(9, lambda key: key not in gone) == Batch((KEYS[4],), KEYS[3])
+        assert len(backlog) == 0
+
+    def test_the_oldest_are_given_up_when_there_are_too_many(self) -> None:
+        backlog = Backlog(3)
+        for key in KEYS[:5]:
+            backlog.add(key, None)
+        assert backlog.num_given_up == 2
+        assert [backlog.take(1, everything) for _ in range(4)] == [
+            *(Batch((key,), None) for key in KEYS[2:5]),
+            None,
+        ]
+
+    def test_what_was_used_is_written_last_and_the_end_of_a_prefix_before_its_start(self) -> None:
+        backlog = Backlog(20)
+        for key in KEYS[:4]:
+            backlog.add(key, None)
+        backlog.postpone(KEYS[:2])
+        taken = [backlog.take(1, everything) for _ in range(4)]
+        assert [batch.keys[0] for batch in taken if batch] == [KEYS[2], KEYS[3], KEYS[1], KEYS[0]]
+
+
+class TestPresence:
+    def test_an_answer_counts_for_a_while(self) -> None:
+        clock = VirtualClock()
+        presence = Presence(9, 10.0, clock)
+        assert presence.get(KEYS[0]) is None
+        presence.note(KEYS[0], is_there=True)
+        presence.note(KEYS[1], is_there=False)
+        clock.advance(10)
+        assert (presence.get(KEYS[0]), presence.get(KEYS[1])) == (True, False)
+        clock.advance(0.1)
+        assert presence.get(KEYS[0]) is None
+
+    def test_so_many_are_remembered_and_no_more(self) -> None:
+        presence = Presence(3, 10.0, VirtualClock())
+        for key in KEYS[:5]:
+            presence.note(key, is_there=True)
+        assert len(presence) == 3
+        assert [presence.get(key) for key in KEYS[:5]] == [None, None, True, True, True]
+
+
+class TestPace:
+    @given(
+        fixed=st.floats(0, 1),
+        each=st.floats(1e-6, 1),
+        amounts=st.lists(st.integers(1, 1000), min_size=2, max_size=20, unique=True),
+    )
+    def test_it_finds_the_line_that_the_measurements_are_on(
+        self, fixed: float, each: float, amounts: list[int]
+    ) -> None:
+        pace = Pace(VirtualClock(), 60)
+        for amount in amounts:
+            pace.note(amount, fixed + each * amount)
+        assert pace.predict(500) == pytest.approx(fixed + each * 500, rel=1e-3, abs=1e-3)
+        assert pace.predict(500, times=3) == pytest.approx(3 * fixed + each * 500, rel=1e-2, abs=1e-2)
+
+    def test_with_one_amount_measured_more_is_thought_cheap(self) -> None:
+        pace = Pace(VirtualClock(), 60)
+        pace.note(10, 1.0)
+        pace.note(10, 3.0)
+        predicted = pace.predict(1000)
+        assert predicted is not None and 1.0 < predicted < 3.0
+
+    def test_nothing_is_known_at_first_and_after_a_long_time(self) -> None:
+        clock = VirtualClock()
+        pace = Pace(clock, 60)
+        assert pace.predict(1) is None
+        pace.note(1, 1.0)
+        clock.advance(61)
+        assert pace.predict(1) is None
+        pace.note(1, 5.0)
+        assert pace.predict(1) == pytest.approx(5.0)
+
+    def test_a_medium_that_has_become_slow_is_found_slow(self) -> None:
+        pace = Pace(VirtualClock(), 60)
+        for amount in range(1, 20):
+            pace.note(amount, 0.001 * amount)
+        for amount in range(1, 20):
+            pace.note(amount, 0.1 * amount)
+        assert pace.predict(100) == pytest.approx(10, rel=0.1)
+
+
+class TestAllowance:
+    @given(st.lists(st.tuples(st.floats(0, 4000), st.integers(0, 200)), max_size=100))
+    def test_a_day_is_exceeded_by_an_hours_share_at_most(self, wishes: list[tuple[float, int]]) -> None:
+        clock = VirtualClock()
+        allowance = Allowance(1000, clock)
+        spent = 0
+        for wait_s, wish in wishes:
+            if clock() + wait_s > DAY_S:
+                break
+            clock.advance(wait_s)
+            num_chunks = min(wish, allowance.available)
+            allowance.spend(num_chunks)
+            spent += num_chunks
+        assert spent <= 1000 * (1 + 1 / 24)
+
+    def test_all_of_it_can_be_used(self) -> None:
+        clock = VirtualClock()
+        allowance = Allowance(1000, clock)
+        spent = 0
+        while clock() < DAY_S:
+            num_chunks = allowance.available
+            allowance.spend(num_chunks)
+            spent += num_chunks
+            clock.advance(600)
+        assert spent >= 990
