@@ -16,7 +16,7 @@ demo: $(VENV)/.demo ## Serve a real model, without and with offloading
 	$(BIN)/cargohold demo $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.demo ## Run the test suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation
 	$(BIN)/ruff format --check .
