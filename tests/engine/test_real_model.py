@@ -1,0 +1,193 @@
+"""SmolLM2-135M: a trained model, in float32, against transformers; its tokens with and without offloading."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from cargohold import LLM, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
+from cargohold.cli.conversations import load_conversations
+from cargohold.connector.factory import connector_factory
+from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.engine.model.source import SMOLLM2_PACKAGE, locate_model
+from cargohold.engine.model.weights import load_model
+from tests.models import greedy_reference
+
+pytestmark = [
+    pytest.mark.real_model,
+    pytest.mark.skipif(importlib.util.find_spec(SMOLLM2_PACKAGE) is None, reason=f"{SMOLLM2_PACKAGE} is not installed"),
+]
+
+NUM_TOKENS = 12
+STORY = load_conversations(2)[0].questions[0]
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a lighthouse keeper who",
+    STORY[:500],
+    STORY[:350] + "\n\nIn short:",
+    "def fibonacci(n):",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _load_once() -> Iterator[None]:
+    """The engines of this module share one copy of the weights: there is one engine at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cargohold.engine.model.hf_runner.load_model", functools.cache(load_model))
+        torch.set_num_threads(1)  # several tests at once on few cores would wait for each other's threads
+        yield
+
+
+@pytest.fixture
+def smollm2(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
+    return functools.partial(make_llm, "smollm2", num_device_blocks=256)
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[tuple[int, ...]]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415  # slow to import
+
+    path = locate_model("smollm2")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return [greedy_reference(model, tokenizer(prompt).input_ids, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def generate(llm: LLM, prompts: tuple[str, ...] = PROMPTS) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in llm.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS))]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 37}, {"max_num_seqs": 1, "prefix_caching": False}, {"block_tokens": 7}],
+    ids=["together", "in chunks", "one by one", "in odd blocks"],
+)
+def test_greedy_tokens_are_those_of_transformers(
+    options: dict[str, Any], reference: list[tuple[int, ...]], smollm2: Callable[..., LLM]
+) -> None:
+    assert generate(smollm2(**options)) == reference
+
+
+def test_it_knows_the_capital_of_france(smollm2: Callable[..., LLM]) -> None:
+    output = smollm2().chat(
+        [{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=20)
+    )
+    assert "Paris" in output.text
+    assert output.finish_reason == "stop", "the end-of-sequence token ends an answer"
+
+
+# --- offloading -------------------------------------------------------------------------------------------------------
+
+EAGER, LAZY = OffloadConfig(host_bytes="256MiB"), LazyOffloadConfig(host_bytes="256MiB")
+OFFLOADS: dict[str, Any] = {
+    "eager": EAGER,
+    "lazy": LAZY,
+    "multi(eager, lazy)": [EAGER, LAZY],
+    "multi(multi(lazy, eager), eager)": [
+        MultiConnectorFactory((connector_factory(LAZY), connector_factory(EAGER))),
+        EAGER,
+    ],
+}
+
+
+def visit(llm: LLM) -> list[RequestOutput]:
+    """Three conversations in turn, twice; each answer becomes part of what follows."""
+    talks = [(talk.questions[0][:500], talk.questions[1]) for talk in load_conversations(2)[:3]]
+    messages: list[list[dict[str, str]]] = [[] for _ in talks]
+    outputs = []
+    for turn in range(2):
+        for questions, history in zip(talks, messages, strict=True):
+            history.append({"role": "user", "content": questions[turn]})
+            outputs.append(llm.chat(history, SamplingParams(max_tokens=8)))
+            history.append({"role": "assistant", "content": outputs[-1].text})
+    return outputs
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+def restored(output: RequestOutput) -> int:
+    return sum(output.metrics.restored_tokens.values())
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[int, ...]]:
+    with LLM("smollm2", num_device_blocks=256, prefix_caching=False) as llm:
+        return tokens_of(visit(llm))
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_conversations_that_come_back_are_restored_and_go_on_the_same(
+    offload: str, answers: list[tuple[int, ...]], smollm2: Callable[..., LLM]
+) -> None:
+    outputs = visit(smollm2(offload=OFFLOADS[offload], num_device_blocks=15))
+    assert tokens_of(outputs) == answers
+    first, second = outputs[:3], outputs[3:]
+    assert all(not output.metrics.restored_tokens for output in first)
+    for output in second:
+        reused = output.metrics.device_tokens + restored(output)
+        # Lazy offloading saves what it can reach in time in a pool that each conversation all but fills.
+        assert reused > (0.7 if offload in {"eager", "multi(eager, lazy)"} else 0.3) * output.metrics.prompt_tokens
+
+
+def test_in_half_precision_what_is_restored_is_what_was_there(smollm2: Callable[..., LLM]) -> None:
+    # Recomputing would round differently; so compare with a pool that keeps everything.
+    kept = visit(smollm2(dtype="bfloat16", num_device_blocks=256))
+    again = visit(smollm2(dtype="bfloat16", num_device_blocks=15, offload=EAGER))
+    assert tokens_of(again) == tokens_of(kept)
+    for before, after in zip(kept[3:], again[3:], strict=True):
+        assert before.metrics.device_tokens > 100 and not before.metrics.restored_tokens
+        assert restored(after) > 100
+
+
+@pytest.mark.parametrize("offload", [None, EAGER], ids=["none", "eager"])
+def test_a_pool_so_small_that_requests_are_preempted(
+    offload: Any, reference: list[tuple[int, ...]], smollm2: Callable[..., LLM]
+) -> None:
+    llm = smollm2(block_tokens=4, num_device_blocks=51, max_num_batched_tokens=64, offload=offload)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=NUM_TOKENS))
+    assert tokens_of(outputs) == reference
+    assert sum(output.metrics.preemptions for output in outputs) > 0, "the pool was not small enough"
+
+
+# --- sampling and text ------------------------------------------------------------------------------------------------
+
+
+def test_with_a_seed_tokens_do_not_depend_on_the_batch(smollm2: Callable[..., LLM]) -> None:
+    llm = smollm2()
+    sampling = [SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, seed=seed) for seed in range(3)]
+    prompts = ["My favourite colour is"] * 3
+    together = [output.text for output in llm.generate(prompts, sampling)]
+    alone = [llm.generate(prompt, params)[0].text for prompt, params in zip(prompts, sampling, strict=True)]
+    assert together == alone
+    assert len(set(together)) == 3
+
+
+def test_a_stop_string_ends_the_text_before_it_and_is_never_streamed(smollm2: Callable[..., LLM]) -> None:
+    llm = smollm2()
+    (whole,) = llm.generate(PROMPTS[1], SamplingParams(max_tokens=24))
+    stop = whole.text[30:37]
+    expected = whole.text[: whole.text.index(stop)]
+    pieces = list(llm.stream(PROMPTS[1], SamplingParams(max_tokens=24, stop=["never said", stop])))
+    assert pieces[-1].text == "".join(piece.new_text for piece in pieces) == expected
+    assert pieces[-1].finish_reason == "stop"
+    assert len(pieces) > 5, "it came piece by piece"
+    assert all(later.text.startswith(earlier.text) for earlier, later in pairwise(pieces))
+    assert not any(piece.finished for piece in pieces[:-1])
+
+
+def test_text_that_takes_several_tokens_per_character_is_streamed_whole(smollm2: Callable[..., LLM]) -> None:
+    llm = smollm2()
+    sampling = SamplingParams(max_tokens=16)
+    prompt = "Repeat after me: 🙂 🚢 ⚓ 日本語 🙂 🚢 ⚓ 日本語 🙂 🚢"
+    pieces = [piece.new_text for piece in llm.stream(prompt, sampling)]
+    assert "".join(pieces) == llm.generate(prompt, sampling)[0].text
+    assert any(ord(char) > 0x2000 for piece in pieces for char in piece)
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces[:-1])
