@@ -25,6 +25,7 @@ from cargohold.errors import (
     UnsupportedModelError,
 )
 from cargohold.llm import LLM
+from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "LLM",
     "CargoholdError",
     "ConfigError",
+    "DiskTierConfig",
     "EngineDeadError",
     "LazyOffloadConfig",
     "ModelError",
@@ -41,6 +43,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SharedTierConfig",
     "UnsupportedModelError",
     "__version__",
 ]

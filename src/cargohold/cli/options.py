@@ -13,6 +13,8 @@ import typer
 
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.sampling_params import SamplingParams
+from cargohold.errors import ConfigError
+from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A directory, a GGUF file, a Hugging Face hub id, or smollm2.", metavar="MODEL")
@@ -41,6 +43,13 @@ class EngineOptions:
     host_bytes: Annotated[
         str | None, typer.Option(help="Host memory for KV, such as 2GiB. Without it nothing is offloaded.")
     ] = None
+    disk_dir: Annotated[
+        str | None, typer.Option(metavar="DIRECTORY", help="Keep KV here, too: it is found again by the next run.")
+    ] = None
+    disk_bytes: Annotated[str, typer.Option(help="What the directory may take at most.")] = "20GiB"
+    shared_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Share KV with others: s3://bucket/prefix, redis://host:6379, ...")
+    ] = None
     num_device_blocks: Annotated[
         int | None, typer.Option(help="Blocks of the device pool; by default 2 GiB worth of them.")
     ] = None
@@ -57,9 +66,23 @@ class EngineOptions:
 
     def llm_options(self) -> dict[str, Any]:
         """Keyword arguments for ``LLM``. Raises ``ConfigError``."""
-        options = dataclasses.asdict(self)
-        host_bytes = options.pop("host_bytes")
-        return {**options, "offload": None if host_bytes is None else OffloadConfig(host_bytes=host_bytes)}
+        own = ("host_bytes", "disk_dir", "disk_bytes", "shared_url")
+        options = {key: value for key, value in dataclasses.asdict(self).items() if key not in own}
+        return {**options, "offload": self._offload()}
+
+    def _offload(self) -> OffloadConfig | None:
+        tiers: list[TierConfig] = []
+        if self.disk_dir is not None:
+            tiers.append(DiskTierConfig(directory=self.disk_dir, max_bytes=self.disk_bytes))
+        if self.shared_url is not None:
+            tiers.append(SharedTierConfig(url=self.shared_url))
+        if self.host_bytes is not None:
+            return OffloadConfig(host_bytes=self.host_bytes, tiers=tiers)
+        if tiers:
+            raise ConfigError(
+                "host_bytes", None, "what is below host memory goes through it; give it some, such as 1GiB"
+            )
+        return None
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
