@@ -122,10 +122,10 @@ class JobLedger:
         piece.live.num_copying += 1
         return True
 
-    def end_copy(self, piece: Piece) -> None:
-        """The piece's buffers are used no more."""
+    def end_copy(self, piece: Piece) -> bool:
+        """The piece's buffers are used no more; whether the job's end was waiting for that."""
         piece.live.num_copying -= 1
-        self._settle(piece.live)
+        return self._settle(piece.live)
 
     def answer(self, piece: Piece, answers: Sequence[Answer]) -> bool:
         """What became of a piece; whether that ended its job."""
@@ -163,10 +163,13 @@ class JobLedger:
         """Chunks that one thread deals with at a time, so that several can share a large transfer."""
         return 1 if live.job.kind in _ONE_BY_ONE else len(live.answers)
 
-    def _settle(self, live: LiveJob) -> None:
+    def _settle(self, live: LiveJob) -> bool:
+        """Make a result of a job that has ended, unless its buffers are used; whether that was done now."""
         if live.end and not live.num_copying and self._live.pop(live.job.job_id, None):
             status, reason = live.end
             self.num_chunks[live.job.kind in URGENT] -= len(live.job.keys)
             self.results.append(
                 TierResult(live.job, status, tuple(live.answers), self.clock() - live.submitted, reason)
             )
+            return True
+        return False

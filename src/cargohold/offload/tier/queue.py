@@ -139,8 +139,8 @@ class TierQueue:
     def end_copy(self, piece: Piece) -> None:
         """The piece's buffers are used no more."""
         with self._changed:
-            self._ledger.end_copy(piece)
-            self._changed.notify_all()
+            if self._ledger.end_copy(piece):
+                self._changed.notify_all()
 
     def answer(self, piece: Piece, answers: list[Answer], duration_s: float) -> None:
         """A piece was carried out."""
