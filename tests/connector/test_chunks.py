@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from cargohold.blocks import ABSENT, READY, GroupUnits, longest_hit
-from cargohold.connector.offloading.chunks import ChunkBlocks, chunk_rows, chunks_to_load, chunks_to_store
+from cargohold.connector.offloading.chunks import (
+    BlocksToLoad,
+    ChunkBlocks,
+    blocks_to_load,
+    chunk_rows,
+    chunks_to_store,
+    rows_to_load,
+)
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
 BLOCK_TOKENS = 2
@@ -31,6 +38,10 @@ def table_at(group: KVCacheGroup, num_blocks: int, next_query: int) -> list[int]
     return [0 if at < num_skipped else at + 1 for at in range(num_blocks)]
 
 
+def to_load(table: Sequence[int], per_chunk: int, num_computed_tokens: int, num_hit_tokens: int) -> BlocksToLoad:
+    return blocks_to_load(table, BLOCK_TOKENS, per_chunk, num_computed_tokens, num_hit_tokens)
+
+
 def flat(chunks: Sequence[ChunkBlocks], per_chunk: int) -> Iterator[tuple[int, int]]:
     """Block index and id of every block that takes part."""
     for chunk in chunks:
@@ -48,9 +59,10 @@ def test_loads_fill_exactly_the_blocks_that_are_neither_computed_nor_null(
         num_hit_tokens = num_hit_blocks * BLOCK_TOKENS
         table = table_at(group, num_hit_blocks, num_hit_tokens)
         for num_computed_blocks in range(num_hit_blocks):
-            chunks = chunks_to_load(group, table, per_chunk, num_computed_blocks * BLOCK_TOKENS, num_hit_tokens)
+            blocks = to_load(table, per_chunk, num_computed_blocks * BLOCK_TOKENS, num_hit_tokens)
             expected = [(at, table[at]) for at in range(num_computed_blocks, num_hit_blocks) if table[at]]
-            assert list(flat(chunks, per_chunk)) == expected
+            assert list(zip(blocks.numbers, blocks.block_ids, strict=True)) == expected
+            assert list(blocks.chunks) == sorted({at // per_chunk for at, _ in expected})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,10 +84,9 @@ def test_whatever_a_hit_needs_was_stored_however_late(kind: tuple[AttentionKind,
                 for num_tokens in (num_hit_tokens, num_hit_tokens + 1):
                     next_query = min(num_hit_tokens, num_tokens - 1)
                     destination = table_at(group, num_hit_tokens // BLOCK_TOKENS, next_query)
-                    for chunk in chunks_to_load(group, destination, per_chunk, 0, num_hit_tokens):
-                        if chunk.index == index:
-                            needed = {index * per_chunk + position for position in chunk.positions}
-                            assert needed <= stored.keys(), "a load would read a row that was never written"
+                    blocks = to_load(destination, per_chunk, 0, num_hit_tokens)
+                    needed = {number for number in blocks.numbers if number // per_chunk == index}
+                    assert needed <= stored.keys(), "a load would read a row that was never written"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,11 +121,10 @@ def test_what_is_looked_up_can_be_loaded_and_suffices(
             num_hit = longest_hit(units, num_tokens, num_computed).num_tokens
             for group, of in zip(groups, presence, strict=True):
                 table = table_at(group, num_hit // BLOCK_TOKENS, num_hit)
-                chunks = chunks_to_load(group, table, per_chunk, num_computed, num_hit)
-                assert all(of[chunk.index] == READY for chunk in chunks)
+                blocks = to_load(table, per_chunk, num_computed, num_hit)
+                assert all(of[chunk] == READY for chunk in blocks.chunks)
                 first_needed = max(num_computed, group.num_skipped_tokens(num_hit)) // BLOCK_TOKENS
-                filled = {at for at, _ in flat(chunks, per_chunk)}
-                assert filled == set(range(first_needed, num_hit // BLOCK_TOKENS)) - {
+                assert set(blocks.numbers) == set(range(first_needed, num_hit // BLOCK_TOKENS)) - {
                     at for at, block_id in enumerate(table) if not block_id
                 }
 
@@ -134,3 +144,14 @@ class Present:
 
 def test_rows_of_a_chunk_are_those_of_its_slot() -> None:
     assert list(chunk_rows(ChunkBlocks(7, (1, 2), (10, 11)), slot=4, blocks_per_chunk=3)) == [13, 14]
+
+
+def test_rows_to_load_are_those_of_the_blocks_places_in_their_chunks() -> None:
+    """The first block lies inside chunk 2, and one of chunk 3's is not needed."""
+    blocks = BlocksToLoad(numbers=[7, 8, 9, 11], block_ids=[70, 80, 90, 110], chunks=[2, 3])
+    assert list(rows_to_load(blocks, slots=[5, 1], blocks_per_chunk=3)) == [16, 17, 3, 5]
+    assert list(rows_to_load(BlocksToLoad([7, 9], [70, 90], [7, 9]), slots=[5, 1], blocks_per_chunk=1)) == [5, 1]
+
+
+def test_a_load_of_nothing_has_no_blocks() -> None:
+    assert to_load([1, 2, 3], 1, 4, 4) == BlocksToLoad(range(2, 2), (), range(2, 2))

@@ -19,7 +19,7 @@ from cargohold.protocol import NULL_BLOCK_ID, KVCacheGroup
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlocks:
-    """A chunk of a request, and those of its blocks that take part in a transfer.
+    """A chunk of a request, and those of its blocks that are stored.
 
     Attributes:
         index: number of the chunk in its group, from the start of the request.
@@ -32,18 +32,51 @@ class ChunkBlocks:
     block_ids: tuple[int, ...]
 
 
-def chunks_to_load(
-    group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, num_computed_tokens: int, num_hit_tokens: int
-) -> list[ChunkBlocks]:
-    """The chunks that fill a group's blocks between what is computed and the end of the hit. Null blocks need nothing.
+@dataclass(frozen=True, slots=True)
+class BlocksToLoad:
+    """The blocks of one group that a load fills. Columns, not objects: a long prompt has thousands.
+
+    Attributes:
+        numbers: which blocks of the request they are, counted in the group from its start.
+        block_ids: the device blocks there, parallel to ``numbers``.
+        chunks: numbers of the chunks that they lie in, each once.
+    """
+
+    numbers: Sequence[int]
+    block_ids: Sequence[int]
+    chunks: Sequence[int]
+
+
+def blocks_to_load(
+    table: Sequence[int], block_tokens: int, blocks_per_chunk: int, num_computed_tokens: int, num_hit_tokens: int
+) -> BlocksToLoad:
+    """A group's blocks between what is computed and the end of the hit. Null blocks need nothing.
 
     Args:
         table: block ids of the request.
+        block_tokens: tokens per block of the group.
+        blocks_per_chunk: blocks per chunk.
         num_computed_tokens: leading tokens that are on the device.
         num_hit_tokens: leading tokens that will be after the load.
     """
-    first, end = num_computed_tokens // group.block_tokens, num_hit_tokens // group.block_tokens
-    return list(_by_chunk(table, range(first, end), blocks_per_chunk))
+    numbers: Sequence[int] = range(num_computed_tokens // block_tokens, num_hit_tokens // block_tokens)
+    block_ids = table[numbers[0] : numbers[-1] + 1] if numbers else ()
+    if NULL_BLOCK_ID in block_ids:
+        numbers = [number for number in numbers if table[number] != NULL_BLOCK_ID]
+        block_ids = [table[number] for number in numbers]
+    if blocks_per_chunk == 1:
+        return BlocksToLoad(numbers, block_ids, numbers)
+    return BlocksToLoad(numbers, block_ids, list(dict.fromkeys(number // blocks_per_chunk for number in numbers)))
+
+
+def rows_to_load(blocks: BlocksToLoad, slots: Sequence[int], blocks_per_chunk: int) -> Sequence[int]:
+    """The tier's rows for blocks whose chunks are in ``slots``, parallel to ``blocks.chunks``."""
+    if blocks_per_chunk == 1:
+        return slots
+    slot_of = dict(zip(blocks.chunks, slots, strict=True))
+    return [
+        slot_of[number // blocks_per_chunk] * blocks_per_chunk + number % blocks_per_chunk for number in blocks.numbers
+    ]
 
 
 def chunks_to_store(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ class Load:
         handle: pins on the chunks it reads.
         num_computed_tokens: leading tokens that were on the device before it.
         block_ids: its destinations, held until it has ended on all workers.
-        key_of_block: which chunk fills which destination.
+        block_keys: which chunk fills each of them, parallel to ``block_ids``.
     """
 
     job_id: int
@@ -27,7 +28,7 @@ class Load:
     handle: LoadHandle
     num_computed_tokens: int
     block_ids: tuple[int, ...]
-    key_of_block: dict[int, OffloadKey]
+    block_keys: Sequence[OffloadKey]
 
 
 @dataclass(slots=True)
@@ -67,7 +68,8 @@ class JobTable:
         self._since: dict[int, float] = {}
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
-        self._loading: dict[OffloadKey, int] = {}
+        # How many loads read each chunk.
+        self._loading: Counter[OffloadKey] = Counter()
         self.version = 0
         self.num_store_blocks = 0
 
@@ -92,8 +94,7 @@ class JobTable:
         self._loads[load.job_id] = load
         self._since[load.job_id] = self._clock()
         self.version += 1
-        for key in load.handle.keys:
-            self._loading[key] = self._loading.get(key, 0) + 1
+        self._loading.update(load.handle.keys)
 
     def add_store(self, store: Store) -> None:
         """A store begins."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain, islice
 
-from cargohold.connector.offloading.chunks import chunks_to_load
+from cargohold.connector.offloading.chunks import blocks_to_load, rows_to_load
 from cargohold.connector.offloading.jobs import Load
 from cargohold.connector.offloading.messages import LoadJob
 from cargohold.connector.offloading.recall import Recalls
@@ -39,21 +40,27 @@ class Loads:
         """
         shared = self._shared
         per_chunk = shared.config.blocks_per_chunk
-        chunks = [
-            (keys.keys[chunk.index], chunk)
-            for keys in state.keys
-            for chunk in chunks_to_load(
-                keys.group, blocks[keys.group.index], per_chunk, num_computed_tokens, num_hit_tokens
+        parts = [
+            (
+                keys.keys,
+                blocks_to_load(
+                    blocks[keys.group.index], keys.group.block_tokens, per_chunk, num_computed_tokens, num_hit_tokens
+                ),
             )
+            for keys in state.keys
         ]
-        handle = shared.manager.prepare_load([key for key, _ in chunks])
-        block_ids, rows = shared.places([chunk for _, chunk in chunks], handle.slots)
+        handle = shared.manager.prepare_load([keys[chunk] for keys, part in parts for chunk in part.chunks])
+        slots = iter(handle.slots)
+        rows: list[int] = []
+        for _, part in parts:
+            rows += rows_to_load(part, list(islice(slots, len(part.chunks))), per_chunk)
+        block_ids = tuple(chain.from_iterable(part.block_ids for _, part in parts))
+        block_keys = [keys[number // per_chunk] for keys, part in parts for number in part.numbers]
         shared.holder.hold(block_ids)
         request_id = state.request.request_id
-        key_of_block = {block_id: key for key, chunk in chunks for block_id in chunk.block_ids}
-        load = Load(shared.jobs.new_id(), request_id, handle, num_computed_tokens, block_ids, key_of_block)
+        load = Load(shared.jobs.new_id(), request_id, handle, num_computed_tokens, block_ids, block_keys)
         shared.jobs.add_load(load)
-        self._planned.append(LoadJob(load.job_id, request_id, block_ids, rows, shared.config.transfer_timeout_s))
+        self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), shared.config.transfer_timeout_s))
         shared.stats["loads"] += 1
         shared.stats["loaded_blocks"] += len(block_ids)
         sources = Counter({shared.tier: num_hit_tokens - num_computed_tokens})
@@ -69,16 +76,19 @@ class Loads:
 
     def note_invalid(self, block_ids: frozenset[int]) -> None:
         """Some worker could not fill these blocks; those that no load of ours fills are somebody else's."""
-        for load in self._shared.jobs.loads():
-            self._invalid_block_ids |= block_ids & load.key_of_block.keys()
+        if block_ids:
+            for load in self._shared.jobs.loads():
+                self._invalid_block_ids |= block_ids.intersection(load.block_ids)
 
     def end(self, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
         """Release what the load held. Chunks that could not be read are forgotten: they are misses from now on."""
-        bad_blocks = self._invalid_block_ids & load.key_of_block.keys()
+        bad_blocks = self._invalid_block_ids.intersection(load.block_ids)
         self._invalid_block_ids -= bad_blocks
         if outcome is TransferOutcome.FAILED and load.request_id in output.finished.failed_recving:
             bad_blocks = set(load.block_ids)
-        bad_keys = {load.key_of_block[block_id] for block_id in bad_blocks}
+        bad_keys = {
+            key for block_id, key in zip(load.block_ids, load.block_keys, strict=True) if block_id in bad_blocks
+        }
         load.handle.release(bad_keys)
         self._shared.holder.release(load.block_ids)
         if outcome is not TransferOutcome.DONE:

@@ -82,16 +82,12 @@ class ReuseModel:
 
     def observe(self, tags: list[int], classes: list[int], now: int) -> None:
         """Sampled chunks are used. Mutates the records."""
-        for tag, chunk_class in zip(tags, classes, strict=True):
+        at = 0
+        while at < len(tags):
             if self._num_records == _NUM_RECORDS:
                 self._thin_out(now)
-            at = self._num_records
-            before = self._open.get(tag)
-            if before is not None:
-                self._ends[before] = now
-            self._open[tag] = at
-            self._tags[at], self._classes[at], self._starts[at], self._ends[at] = tag, chunk_class, now, _OPEN
-            self._num_records += 1
+            part = slice(at, at + _NUM_RECORDS - self._num_records)
+            at += self._record(tags[part], classes[part], now)
 
     def fit(self, now: int) -> bool:
         """Learn from the records, if it is time to; whether it was. Mutates the index."""
@@ -120,6 +116,16 @@ class ReuseModel:
             reused.reshape(families).sum(axis=1), at_risk.reshape(families).sum(axis=1), in_general, _FAMILY_WEIGHT
         )
         return _blend(reused, at_risk, family.repeat(self._family_size, axis=0), _CLASS_WEIGHT)
+
+    def _record(self, tags: list[int], classes: list[int], now: int) -> int:
+        """Begin new records, for which there is room, and end those of the uses before; how many."""
+        records = range(self._num_records, self._num_records + len(tags))
+        self._ends[[before for before in map(self._open.get, tags) if before is not None]] = now
+        self._open.update(zip(tags, records, strict=True))
+        new = slice(records.start, records.stop)
+        self._tags[new], self._classes[new], self._starts[new], self._ends[new] = tags, classes, now, _OPEN
+        self._num_records = records.stop
+        return len(records)
 
     def _thin_out(self, now: int) -> None:
         """Forget half of the records: those of chunks that leave the sample, or the oldest. Mutates everything."""
