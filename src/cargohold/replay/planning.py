@@ -122,7 +122,8 @@ class Planner:
         return Plan(
             policy=self._policy,
             steps=tuple(steps),
-            knee=_knee(steps),
+            # More memory than there is to keep would only flatten the curve.
+            knee=_knee([step for step in steps if step.num_chunks <= self._workload.num_unique]),
             host=found[self._policy, (self._host,)] if self._host else None,
             both=found[self._policy, (self._host, self._disk)] if self._host and self._disk else None,
         )
@@ -131,9 +132,13 @@ class Planner:
         """An amount of the whole trace, per hour; ``None`` if the trace does not tell how long it is."""
         return amount * _HOUR_S / self._workload.duration_s if self._workload.duration_s else None
 
+    def saved_s(self, result: ReplayResult) -> float | None:
+        """Prefill time saved; ``None`` if the prefill rate is not known."""
+        return self._costs.saved_s(result, self._workload.chunk_tokens)
+
     def _step(self, result: ReplayResult, optimum: ReplayResult | None, before: Sequence[Step]) -> Step:
         num_bytes = result.capacities[0] * self.chunk_bytes
-        saved_s = self._costs.saved_s(result, self._workload.chunk_tokens)
+        saved_s = self.saved_s(result)
         known_s = before[0].saved_s or 0.0 if before else 0.0
         return Step(
             num_chunks=result.capacities[0],
