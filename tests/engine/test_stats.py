@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cargohold import LLM, OffloadConfig, SamplingParams
+from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
 
 
 def test_stats_count_what_was_moved(tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]) -> None:
@@ -22,6 +22,7 @@ def test_stats_count_what_was_moved(tiny_model: Callable[[str], str], make_llm: 
     # 65 tokens are eight whole blocks.
     assert stats["store_blocks"] == stats["stored_blocks"] == 24
     assert "load_blocks" not in stats
+    assert stats["ready_chunks"] == stats["stored_chunks"] == 24
     restored = llm.generate(prompts[0], SamplingParams(max_tokens=1))[0].metrics.restored_tokens["host"]
     assert restored == 64
     assert llm.stats()["load_blocks"] == 8
@@ -34,3 +35,13 @@ def test_there_is_nothing_to_count_without_a_connector(
     llm = make_llm(tiny_model("llama"))
     llm.generate([1, 2, 3], SamplingParams(max_tokens=1))
     assert llm.stats() == {}
+
+
+def test_what_came_in_has_gone_or_is_there(tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]) -> None:
+    for offload in (OffloadConfig(host_bytes="64KiB"), LazyOffloadConfig(host_bytes="64KiB")):
+        llm = make_llm(tiny_model("llama"), block_tokens=8, num_device_blocks=16, max_model_len=100, offload=offload)
+        for number in range(12):
+            llm.generate([number, *range(90)], SamplingParams(max_tokens=1))
+        stats = llm.stats()
+        assert stats["evicted_chunks"] > 0
+        assert stats["ready_chunks"] == stats["stored_chunks"] - stats["evicted_chunks"]

@@ -52,7 +52,11 @@ def start() -> Iterator[Callable[..., Engine]]:
 
     def make(model: str, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
         stop()
-        running.append(Engine(model, extra, **options))
+        try:
+            running.append(Engine(model, extra, **options))
+        except BaseException:
+            Engine.clean_up()
+            raise
         return running[0]
 
     yield make

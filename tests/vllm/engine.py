@@ -147,10 +147,17 @@ class Engine:
 
     def close(self) -> None:
         """Give everything back, so that another engine can live in this process."""
-        from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415  # after the environment has been set
-
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
+        self.clean_up()
+
+    @staticmethod
+    def clean_up() -> None:
+        """Forget what vLLM keeps in this process."""
+        from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415  # after the environment has been set
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: PLC0415
+
+        ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
 
 

@@ -89,6 +89,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._stores = make_stores(self._shared, self._requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
+        self._levels: dict[str, int] = {}
 
     @property
     def jobs(self) -> JobTable:
@@ -242,6 +243,12 @@ class OffloadingScheduler(KVConnectorScheduler):
     def get_stats(self) -> Stats:
         """Counters since the last call."""
         stats, self._shared.stats = dict(self._shared.stats), Counter()
+        levels = {"evicted_chunks": self.manager.num_removed, "ready_chunks": self.manager.num_ready}
+        # Differences, so that counters of several steps add up to what there is.
+        stats |= {
+            name: level - before for name, level in levels.items() if level != (before := self._levels.get(name, 0))
+        }
+        self._levels = levels
         return stats if self._lower is None else {**stats, **self._lower.take_stats()}
 
     # --- inside -------------------------------------------------------------------------------------------------------

@@ -123,6 +123,7 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
     """Let a store's chunks be found, or give their slots back."""
     if outcome is TransferOutcome.DONE and not store.is_spoiled:
         store.handle.commit()
+        shared.stats["stored_chunks"] += len(store.handle.keys)
     else:
         store.handle.forfeit()
         if shared.events is not None:

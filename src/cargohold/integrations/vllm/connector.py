@@ -24,8 +24,9 @@ from cargohold.protocol import AttentionKind, KVCacheLayout, SchedulerEnvironmen
 logger = logging.getLogger(__name__)
 
 _NEEDS = {
-    "cache_config": ("enable_prefix_caching",),
+    "cache_config": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),
     "kv_transfer_config": ("kv_connector_extra_config", "kv_load_failure_policy"),
+    "model_config": ("dtype", "model", "served_model_name"),
     "parallel_config": ("rank", "world_size"),
     "scheduler_config": ("max_num_batched_tokens",),
 }
@@ -247,8 +248,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return translate(self._vllm_config, self._kv_cache_config, reports_requests=compat.TransferResults is not None)
 
     def _layout(self, hash_block_tokens: int) -> KVCacheLayout:
-        world_size = int(self._vllm_config.parallel_config.world_size)
-        return make_layout(self._groups, self._kv_cache_config, hash_block_tokens, world_size)
+        return make_layout(self._groups, self._vllm_config, self._kv_cache_config, hash_block_tokens)
 
     def _bind(self, pool: Any, tables: BlockTables) -> None:
         """The pool is known: make the scheduler side."""

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
+from cargohold.integrations.vllm import compat
+from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, ServedModel
 
 # By name: subclasses keep other things in their blocks, and one that is not known is not served.
 _KINDS: Mapping[str, AttentionKind] = {
@@ -69,7 +70,7 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
 
 
 def make_layout(
-    groups: Sequence[KVCacheGroup], kv_cache_config: Any, hash_block_tokens: int, world_size: int
+    groups: Sequence[KVCacheGroup], vllm_config: Any, kv_cache_config: Any, hash_block_tokens: int
 ) -> KVCacheLayout:
     """The layout that scheduler and workers agree on; raises ``ValueError`` if it contradicts itself."""
     return KVCacheLayout(
@@ -77,7 +78,8 @@ def make_layout(
         num_blocks=int(kv_cache_config.num_blocks),
         block_bytes=block_bytes(kv_cache_config),
         hash_block_tokens=hash_block_tokens,
-        world_size=world_size,
+        world_size=int(vllm_config.parallel_config.world_size),
+        model=_served_model(vllm_config),
     )
 
 
@@ -95,6 +97,17 @@ def block_bytes(kv_cache_config: Any) -> int:
 def smallest_block_tokens(groups: Sequence[KVCacheGroup]) -> int:
     """A number of tokens that divides the blocks of all groups."""
     return math.gcd(*(group.block_tokens for group in groups))
+
+
+def _served_model(vllm_config: Any) -> ServedModel:
+    """Whose KV it is. How its bytes are arranged is up to attention backend and version, so they are part of its type."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return ServedModel(
+        name=str(model.served_model_name),
+        path=str(model.model),
+        dtype=f"{model.dtype}, cached as {cache.cache_dtype}, by vLLM {compat.VLLM_VERSION}, "
+        f"hashed with {cache.prefix_caching_hash_algo}",
+    )
 
 
 def _parallel_obstacles(parallel_config: Any) -> list[str]:

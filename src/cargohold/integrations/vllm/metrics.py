@@ -37,54 +37,62 @@ class Metric:
     is_level: bool = False
 
 
-_HITS = "Prompt tokens of admitted requests by where their KV was found; computed means nowhere."
-_BYTES = "Bytes copied between device and tier, over all workers."
+_PROMPT = "Prompt tokens of admitted requests by where their KV was found; computed means nowhere."
+_BYTES = "Bytes copied between device and host memory, over all workers."
 _SECONDS = "Seconds between start and end of transfers, over all workers."
-_FAILURES = "Transfers that failed or were given up, by kind."
-_LOAD, _STORE = (("direction", "load"),), (("direction", "store"),)
+_FAILURES = "What failed or was given up, by kind."
+_OTHER = "Everything else that connectors and tiers count, by their own names."
 
 METRICS: Mapping[str, Metric] = {
-    "device_hit_tokens": Metric("cargohold_prompt_tokens", _HITS, (("tier", "device"),)),
-    "host_hit_tokens": Metric("cargohold_prompt_tokens", _HITS, (("tier", "host"),)),
-    "computed_tokens": Metric("cargohold_prompt_tokens", _HITS, (("tier", "computed"),)),
-    "load_bytes": Metric("cargohold_transfer_bytes", _BYTES, _LOAD),
-    "store_bytes": Metric("cargohold_transfer_bytes", _BYTES, _STORE),
-    "load_s": Metric("cargohold_transfer_seconds", _SECONDS, _LOAD),
-    "store_s": Metric("cargohold_transfer_seconds", _SECONDS, _STORE),
+    "device_tokens": Metric("cargohold_prompt_tokens", _PROMPT, (("tier", "device"),)),
+    "computed_tokens": Metric("cargohold_prompt_tokens", _PROMPT, (("tier", "computed"),)),
+    "load_bytes": Metric("cargohold_transfer_bytes", _BYTES, (("direction", "load"),)),
+    "store_bytes": Metric("cargohold_transfer_bytes", _BYTES, (("direction", "store"),)),
+    "load_s": Metric("cargohold_transfer_seconds", _SECONDS, (("direction", "load"),)),
+    "store_s": Metric("cargohold_transfer_seconds", _SECONDS, (("direction", "store"),)),
     "loads_failed": Metric("cargohold_failures", _FAILURES, (("kind", "load"),)),
     "stores_failed": Metric("cargohold_failures", _FAILURES, (("kind", "store"),)),
     "connectors_off": Metric("cargohold_failures", _FAILURES, (("kind", "connector_off"),)),
     "deferred_lookups": Metric(
-        "cargohold_deferred_lookups", "Requests that waited because a tier, or another request's load, was not ready."
+        "cargohold_deferred_lookups",
+        "Requests that waited for a tier's answer, or for another request's load of the same.",
     ),
     "stores_deferred": Metric(
         "cargohold_deferred_stores", "Times that stores waited for room in the tier or in flight."
     ),
-    "evicted_chunks": Metric("cargohold_evicted_chunks", "Chunks that left the tier."),
-    "stored_chunks": Metric("cargohold_stored_chunks", "Chunks that entered the tier."),
-    "ready_chunks": Metric("cargohold_tier_chunks", "Chunks that the tier holds.", is_level=True),
-    "tier_slots": Metric("cargohold_tier_capacity_chunks", "Chunks that the tier can hold.", is_level=True),
+    "stored_chunks": Metric("cargohold_stored_chunks", "Chunks that entered host memory."),
+    "evicted_chunks": Metric("cargohold_evicted_chunks", "Chunks that left host memory."),
+    "ready_chunks": Metric("cargohold_tier_chunks", "Chunks that host memory holds.", is_level=True),
 }
-"""By the name of the connectors' counter. Counters that are not here appear in vLLM's log alone."""
+"""By the name of the counter."""
+
+_TIER_TOKENS = "_hit_tokens"
+# Counted per connector, so several would count a request several times; or said by others already.
+_NOT_SHOWN = frozenset({"asked_tokens", f"device{_TIER_TOKENS}", "loaded_blocks", "stored_blocks"})
+
+
+def metric_of(counter: str) -> Metric:
+    """The time series that a counter belongs to."""
+    if counter in METRICS:
+        return METRICS[counter]
+    if counter.endswith(_TIER_TOKENS):
+        return Metric("cargohold_prompt_tokens", _PROMPT, (("tier", counter.removesuffix(_TIER_TOKENS)),))
+    return Metric("cargohold_connector", _OTHER, (("counter", counter),))
 
 
 def for_vllm(stats: Stats, block_bytes: int) -> dict[str, float]:
-    """The connectors' counters as vLLM's users want them: bytes instead of blocks.
+    """The connectors' counters as vLLM's users want them: added up over connectors, and bytes instead of blocks.
 
     Args:
-        stats: counters since the last call.
-        block_bytes: of one block on one worker, as it is copied.
+        stats: counters since the last call. Those of one of several connectors have its name and a dot in front.
+        block_bytes: of one block on one worker.
     """
-    result = {name: value for name, value in stats.items() if value}
+    total: Counter[str] = Counter()
+    for name, value in stats.items():
+        total[name.rpartition(".")[2]] += value  # type: ignore[assignment]  # seconds are not integers
     for direction in ("load", "store"):
-        blocks = result.pop(f"{direction}_blocks", 0)
-        if blocks:
-            result[f"{direction}_bytes"] = blocks * block_bytes
-    asked = result.pop("asked_tokens", 0)
-    computed = asked - sum(result.get(name, 0) for name in ("device_hit_tokens", "host_hit_tokens"))
-    if computed > 0:
-        result["computed_tokens"] = computed
-    return result
+        total[f"{direction}_bytes"] = total.pop(f"{direction}_blocks", 0) * block_bytes
+    return {name: value for name, value in total.items() if value and name not in _NOT_SHOWN}
 
 
 _registered: list[Any] = []
@@ -135,26 +143,35 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _forget_earlier()
-        families: dict[str, Any] = {}
+        self._types = metric_types
+        self._families: dict[str, Any] = {}
         self._series: dict[tuple[int, str], Any] = {}
-        for counter, metric in METRICS.items():
-            own_labels = [name for name, _ in metric.labels]
-            if metric.name not in families:
-                kind = metric_types[PromGauge if metric.is_level else PromCounter]
-                families[metric.name] = kind(
-                    name=metric.name, documentation=metric.help, labelnames=[*labelnames, *own_labels]
-                )
-                _registered.append(families[metric.name])
-            for engine, values in per_engine_labelvalues.items():
-                labels = [*values, *(value for _, value in metric.labels)]
-                self._series[engine, counter] = families[metric.name].labels(*labels)
+        for engine in per_engine_labelvalues:
+            for counter in METRICS:
+                self._find(engine, counter)  # so that what has not happened yet is shown as 0
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an interval's counters."""
         for counter, value in transfer_stats_data.items():
-            series = self._series.get((engine_idx, counter))
-            if series is not None:
-                series.inc(value)
+            self._find(engine_idx, counter).inc(value)
+
+    def _find(self, engine: int, counter: str) -> Any:
+        """The time series of a counter, made when first asked for."""
+        series = self._series.get((engine, counter))
+        if series is None:
+            metric = metric_of(counter)
+            labels = [*self.per_engine_labelvalues[engine], *(value for _, value in metric.labels)]
+            series = self._series[engine, counter] = self._family(metric).labels(*labels)
+        return series
+
+    def _family(self, metric: Metric) -> Any:
+        if metric.name not in self._families:
+            kind = self._types[PromGauge if metric.is_level else PromCounter]
+            labelnames = [*self._labelnames, *(name for name, _ in metric.labels)]
+            family = kind(name=metric.name, documentation=metric.help, labelnames=labelnames)
+            self._families[metric.name] = family
+            _registered.append(family)
+        return self._families[metric.name]
 
 
 def _forget_earlier() -> None:

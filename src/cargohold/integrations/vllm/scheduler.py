@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from cargohold.errors import ContractError, RequestError
+from cargohold.integrations.vllm import probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.step import Step
@@ -66,10 +67,14 @@ class SchedulerSide:
         self._failed: set[str] = set()
         # Tokens on the device when the connector was last asked, for those it has something for.
         self._num_computed: dict[str, int] = {}
+        # Requests whose prompt was counted: after a failed load or a preemption they come again.
+        self._admitted: set[str] = set()
         self._new_loads: dict[str, tuple[int, ...]] = {}
         self._new_sends: list[str] = []
         self._stopped_ranks: set[int] = set()
         self._is_released = False
+        self._has_seen_request = False
+        self._is_broken_counted = False
         self._stats: Counter[str] = Counter()
         self.guard.bind_scheduler_context(self._context)
 
@@ -77,7 +82,12 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived. One that the connector refuses, or that may change its own past, is served without it."""
-        if getattr(request, "resumable", False):
+        if not self._has_seen_request:
+            self._has_seen_request = True
+            missing = probe.missing_from_request(request)
+            if missing:
+                self.guard.break_off("; ".join(missing))
+        if self.guard.broken is not None or getattr(request, "resumable", False):
             return
         try:
             self.guard.on_new_request(request)
@@ -94,6 +104,7 @@ class SchedulerSide:
         self._failed.discard(request_id)
         self._deferred.pop(request_id, None)
         self._num_computed.pop(request_id, None)
+        self._admitted.discard(request_id)
         if self._requests.pop(request_id, None) is None:
             return False, None
         keeps_blocks, params = self.guard.request_finished(request, tables)
@@ -132,6 +143,11 @@ class SchedulerSide:
         if request_id not in self._requests:
             return
         tables = block_ids(blocks.blocks)
+        num_computed = self._num_computed.get(request_id)
+        if num_computed is not None and request_id not in self._admitted:
+            self._admitted.add(request_id)
+            self._stats["device_tokens"] += num_computed
+            self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
         if num_external_tokens:
             self._loading[request_id] = self._clock()
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
@@ -194,6 +210,9 @@ class SchedulerSide:
         """Counters of both sides since the last call."""
         stats, self._stats = self._stats, Counter()
         stats.update(dict(self.guard.get_stats()))
+        if self.guard.broken is not None and not self._is_broken_counted:
+            self._is_broken_counted = True
+            stats["connectors_off"] = 1
         return stats
 
     def shutdown(self) -> None:

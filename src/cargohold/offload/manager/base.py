@@ -201,6 +201,11 @@ class OffloadManager(ABC):
         """Slots reserved by live store handles."""
 
     @property
+    def num_removed(self) -> int:
+        """Chunks that were there and have gone, ever since: evicted, removed or found corrupt. 0 if they are not counted."""
+        return 0
+
+    @property
     def num_leaving(self) -> int:
         """Slots of removed chunks that are still being read."""
         return 0

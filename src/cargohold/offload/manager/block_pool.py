@@ -42,6 +42,7 @@ class BlockPoolManager(OffloadManager):
         self._leaving: set[KVCacheBlock] = set()
         self._num_handles = self._num_pins = 0
         self._generation = 0
+        self._num_removed = 0
         self._record_events = record_events
         self._events: list[ManagerEvent] = []
 
@@ -129,6 +130,11 @@ class BlockPoolManager(OffloadManager):
         return self._pool.num_cached_prefixes
 
     @property
+    def num_removed(self) -> int:
+        """Chunks that were there and have gone, ever since."""
+        return self._num_removed
+
+    @property
     def num_writing(self) -> int:
         """Slots being filled."""
         return len(self._writing)
@@ -177,6 +183,7 @@ class BlockPoolManager(OffloadManager):
 
     def _note_removed(self, block_hash: bytes, group: int) -> None:
         self._generation += 1
+        self._num_removed += 1
         if self._record_events:
             self._events.append(ChunksRemoved((offload_key(block_hash, group),)))
 

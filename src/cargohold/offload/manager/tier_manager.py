@@ -73,6 +73,7 @@ class TierManager(OffloadManager):
         self._writing: dict[SlotReservation, list[Strand]] = {}
         self._reading: set[ChunkPins] = set()
         self._num_pins = 0
+        self._num_removed = 0
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -87,6 +88,10 @@ class TierManager(OffloadManager):
     @property
     def num_writing(self) -> int:  # noqa: D102
         return self._table.num_writing
+
+    @property
+    def num_removed(self) -> int:  # noqa: D102
+        return self._num_removed
 
     @property
     def num_leaving(self) -> int:  # noqa: D102
@@ -265,6 +270,7 @@ class TierManager(OffloadManager):
 
     def _note_removed(self, keys: list[OffloadKey]) -> None:
         self._generation += 1
+        self._num_removed += len(keys)
         if self._events is not None and keys:
             self._events.append(ChunksRemoved(tuple(keys)))
 

@@ -86,6 +86,11 @@ class TieringManager(OffloadManager):
         return self.host.num_writing
 
     @property
+    def num_removed(self) -> int:
+        """Host memory's."""
+        return self.host.num_removed
+
+    @property
     def num_leaving(self) -> int:
         """Host memory's."""
         return self.host.num_leaving

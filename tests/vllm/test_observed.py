@@ -1,0 +1,98 @@
+"""What can be seen from outside: time series, KV events; and what outlives an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+from prometheus_client import REGISTRY
+
+from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
+
+
+def series(name: str) -> dict[str, float]:
+    """Values of a time series of ours, by the value of its own label."""
+    return {
+        "".join(value for key, value in sample.labels.items() if key not in ("model_name", "engine")): sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_counters_reach_prometheus(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
+    engine = start(vllm_model("llama"), {"host_bytes": "4MiB"})
+    prompts = make_prompts(3, 330)
+    assert restored(ask_twice(engine, prompts)) == 960
+    engine.ask(make_prompts(20, 92, seed=5), 1)  # more than host memory has room for
+    engine.settle()
+    engine.ask(make_prompts(1, 40, seed=6), 1)  # vLLM passes counters on with answers
+    tiers = series("cargohold_prompt_tokens_total")
+    assert tiers["host"] == 960
+    assert tiers["device"] == 0
+    asked = 2 * 3 * 330 + (22 + 20) * 92 + 40
+    assert tiers["computed"] == asked - 960
+    block_bytes = engine.side.layout.block_bytes
+    assert series("cargohold_transfer_bytes_total")["load"] == 30 * block_bytes
+    assert series("cargohold_transfer_seconds_total")["load"] > 0
+    stored, gone = series("cargohold_stored_chunks_total")[""], series("cargohold_evicted_chunks_total")[""]
+    assert gone > 0
+    assert series("cargohold_tier_chunks")[""] == stored - gone == engine.side.guard.inner.manager.num_ready
+    assert series("cargohold_failures_total") == {"load": 0, "store": 0, "connector_off": 0}
+
+
+def test_an_index_built_from_events_is_what_the_tier_holds(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    engine = start(
+        vllm_model("llama"),
+        {"host_bytes": "1MiB"},
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+    )
+    held: set[Any] = set()
+    removed = 0
+
+    def follow(batch: Any) -> None:
+        nonlocal removed
+        for event in batch.events:
+            if event.medium != "CPU":
+                continue
+            if type(event).__name__ == "BlockStored":
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                held.update(event.block_hashes)
+            else:
+                held.difference_update(event.block_hashes)
+                removed += len(event.block_hashes)
+
+    engine.scheduler.kv_event_publisher.publish = follow
+    ask_twice(engine, make_prompts(3, 330))
+    engine.settle()
+    engine.ask(make_prompts(1, 20), 1)
+    assert removed > 0
+    assert len(held) == engine.side.guard.inner.manager.num_ready
+
+
+def test_a_directory_outlives_the_engine_but_not_the_weights(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    extra = {
+        **EAGER,
+        "restore": "always",
+        "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}],
+    }
+    prompts = make_prompts(2, 330)
+    engine = start(vllm_model("llama"), extra)
+    expected = tokens(ask_twice(engine, prompts))
+    engine.settle()
+    engine = start(vllm_model("llama"), extra)
+    answers = [engine.ask([prompt], 6)[0] for prompt in prompts]
+    assert tokens(answers) == expected
+    assert restored(answers) == 640
+    forget(engine)
+    engine = start(vllm_model("mistral-window"), extra)
+    assert restored(engine.ask(prompts, 6)) == 0

@@ -1,0 +1,38 @@
+"""Options are refused by the name under which the user wrote them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cargohold.connector.offloading import OffloadConfig
+from cargohold.errors import ConfigError
+from cargohold.integrations.vllm.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        ({}, "host_bytes"),
+        ({"host_bytes": "1GiB", "polcy": "lru"}, "polcy"),
+        ({"host_bytes": "1GiB", "policy": "mru"}, "policy"),
+        ({"host_bytes": "a lot"}, "host_bytes"),
+        ({"host_bytes": "9000TiB"}, "host_bytes"),
+        ({"host_bytes": "1GiB", "blocks_per_chunk": "2"}, "blocks_per_chunk"),
+        ({"host_bytes": "1GiB", "if_unsupported": "shrug"}, "if_unsupported"),
+        ({"host_bytes": "1GiB", "load_failure_policy": "retry"}, "load_failure_policy"),
+        ({"host_bytes": "1GiB", "load_timeout_s": 0}, "load_timeout_s"),
+        ({"mode": "multi", "connectors": [{"host_bytes": "1GiB", "lookahead": 3}]}, "connectors[0].lookahead"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(extra: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.parse(extra)
+    assert caught.value.key == f"kv_connector_extra_config.{key}"
+
+
+def test_options_of_adapter_and_connector_lie_side_by_side() -> None:
+    settings = Settings.parse({"host_bytes": "1GiB", "if_unsupported": "refuse", "blocks_per_chunk": 4})
+    assert settings.adapter.if_unsupported == "refuse"
+    assert settings.offload == OffloadConfig(host_bytes="1GiB", blocks_per_chunk=4)
