@@ -38,6 +38,7 @@ class ConnectorPlan:
         name: as on the command line.
         tiers: its offloading connectors, most preferred first.
         nesting: how they are composed: each number composes that many of what is there, from the right; empty for one alone.
+        custom: connectors of somebody else, preferred to those with tiers.
         with_context: whether the engine gives a view of its pool.
         applies_locks: whether it applies locks.
     """
@@ -47,17 +48,25 @@ class ConnectorPlan:
     nesting: tuple[int, ...] = ()
     with_context: bool = True
     applies_locks: bool = True
+    custom: tuple[KVConnectorFactory, ...] = ()
 
     @property
     def holds_copies(self) -> bool:
         """Whether blocks being copied can be held."""
         return self.with_context or self.applies_locks
 
-    def build(self, make_tier: Callable[[TierPlan], KVConnectorFactory]) -> KVConnectorFactory:
-        """The factory, with tiers from ``make_tier``, which is called in their order."""
-        if ":" in self.name:
-            return custom_factory(self.name)
-        factories: list[KVConnectorFactory] = [make_tier(tier) for tier in self.tiers]
+    def build(
+        self,
+        make_tier: Callable[[TierPlan], KVConnectorFactory],
+        wrap: Callable[[KVConnectorFactory], KVConnectorFactory] = lambda factory: factory,
+    ) -> KVConnectorFactory:
+        """The factory.
+
+        Args:
+            make_tier: makes connectors with tiers; called in their order.
+            wrap: puts something around connectors that are composed of no others.
+        """
+        factories = [wrap(factory) for factory in (*self.custom, *map(make_tier, self.tiers))]
         for count in self.nesting:
             factories[-count:] = [MultiConnectorFactory(tuple(factories[-count:]))]
         return factories[0] if factories else NULL_CONNECTOR
@@ -104,7 +113,7 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
         prefix_caching: without it, lazy connectors are left out of ``any``: they keep what the prefix cache evicts.
     """
     if ":" in name:
-        return ConnectorPlan(name, (), with_context=random.random() < 0.7)
+        return ConnectorPlan(name, (), with_context=random.random() < 0.7, custom=(custom_factory(name),))
     if name not in CONNECTORS:
         usable = [name for name in CONNECTORS if prefix_caching or not needs_prefix_cache(name)]
         name = random.choice(usable)

@@ -18,18 +18,19 @@ class SimulatedExecutor:
         expected_finished_count: what the connector says of it; see ``KVConnectorScheduler.get_finished_count``.
 
     Attributes:
+        workers: by rank.
         aggregator: what merges their reports.
     """
 
     def __init__(self, workers: Sequence[Worker], expected_finished_count: int | None = None) -> None:
-        self._workers = workers
+        self.workers = workers
         self.aggregator = OutputAggregator(len(workers), expected_finished_count)
 
     def execute(self, step: SchedulerStep) -> StepOutput:
         """Run one step."""
-        return merge_outputs(self.aggregator, [worker.execute(step) for worker in self._workers])
+        return merge_outputs(self.aggregator, [worker.execute(step) for worker in self.workers])
 
     def shutdown(self) -> None:
         """Stop all workers."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.shutdown()

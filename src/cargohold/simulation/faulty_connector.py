@@ -44,6 +44,7 @@ class FaultyScheduler(KVConnectorScheduler):
     def __init__(self, inner: KVConnectorScheduler, source: FaultSource) -> None:
         self.inner = inner
         self.name = inner.name
+        self.worker_metadata_type = inner.worker_metadata_type
         self._source = source
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
@@ -130,6 +131,7 @@ class FaultyWorker(KVConnectorWorker):
     def __init__(self, inner: KVConnectorWorker, source: FaultSource) -> None:
         self.inner = inner
         self.name = inner.name
+        self.metadata_type = inner.metadata_type
         self._source = source
         self._held_back = FinishedTransfers()
         self._invalid: AbstractSet[int] = frozenset()

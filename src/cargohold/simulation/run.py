@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -67,6 +67,8 @@ class Run:
         timeline: where to note what happens, for people.
         inspect_every: steps between thorough checks.
         checksums: whether tiers notice corruption.
+        on_idle: called when nothing happens. Somebody else's copies may take real time, which can be spent here.
+        prepare: called with every engine before its first step.
     """
 
     def __init__(
@@ -76,8 +78,12 @@ class Run:
         timeline: Timeline = NO_TIMELINE,
         inspect_every: int = INSPECT_EVERY,
         checksums: bool = True,
+        on_idle: Callable[[], None] | None = None,
+        prepare: Callable[[SimulatedEngine], None] = lambda _: None,
     ) -> None:
         self._scenario = scenario
+        self._on_idle = on_idle
+        self._prepare = prepare
         self._timeline = timeline
         self._inspect_every = inspect_every
         self._world = World(scenario, checksums=checksums)
@@ -192,6 +198,9 @@ class Run:
 
     def _sleep(self, next_action: float) -> None:
         """Nothing happened: let time pass until something may. Faults strike by time too, so naps are short."""
+        if self._on_idle is not None:
+            self._on_idle()
+            return
         wake_at = min(next_action, self._world.next_event(), self._clock.now + LONGEST_NAP_S)
         if wake_at > self._clock.now:
             self._clock.advance(wake_at - self._clock.now)
@@ -207,6 +216,7 @@ class Run:
     def _start_engine(self) -> None:
         scenario, world = self._scenario, self._world
         engine = self._engine = world.new_engine()
+        self._prepare(engine)
         may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"
         self._oracles = [
             RequestOracle(self._expected, may_fail=may_fail),
@@ -216,9 +226,8 @@ class Run:
             ContainmentOracle(engine, self._is_excused),
         ]
         if engine.config.emit_events:
-            self._events = EventOracle(
-                engine, self._index, knows_tiers=self._events is None or self._events.knows_tiers
-            )
+            knows_tiers = not scenario.connector.custom and (self._events is None or self._events.knows_tiers)
+            self._events = EventOracle(engine, self._index, knows_tiers=knows_tiers)
             self._oracles.append(self._events)
         self._oracles.append(PoolOracle(engine))
         self._each_step = [oracle for oracle in self._oracles if type(oracle).after_step is not Oracle.after_step]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 from cargohold.offload.manager import OffloadManager
@@ -51,7 +50,7 @@ class World:
         self._links: list[LinkTransfers] = []
         self._faulty: list[FaultyTransfers] = []
         self.tiers: list[SimulatedOffloading] = []
-        self._factory = scenario.connector.build(self._make_tier)
+        self._factory = scenario.connector.build(self._make_tier, self._faulty_connector)
 
     def new_engine(self) -> SimulatedEngine:
         """An engine as after a start of its process."""
@@ -65,7 +64,7 @@ class World:
             with_context=connector.with_context,
             applies_locks=connector.applies_locks,
             copies=self.copies,
-            as_tensors=not connector.tiers,
+            as_tensors=bool(connector.custom),
             **shape.scheduler,
         )
         engine.runner.before_forward = self._advance_links
@@ -93,7 +92,7 @@ class World:
             **plan.options,
         )
         self.tiers.append(tier)
-        return FaultyFactory(tier, self.source)
+        return tier
 
     def _make_transfers(self, region: ByteRows, rows: ByteRows, rank: int, sums: dict[int, int]) -> TransferWorker:
         random = Random(f"{self._scenario.seed}/link {rank}/{len(self._links)}")  # noqa: S311  # repeatable, on purpose
@@ -109,6 +108,9 @@ class World:
             transfers = faulty
         return WatchedTransfers(transfers, self.copies[rank])
 
+    def _faulty_connector(self, factory: KVConnectorFactory) -> KVConnectorFactory:
+        return FaultyFactory(factory, self.source)
+
     def _faulty_manager(self, manager: OffloadManager) -> OffloadManager:
         return FaultyManager(manager, self.source, self._is_gone)
 
@@ -122,6 +124,3 @@ class World:
 
 def _unchanged(manager: OffloadManager) -> OffloadManager:
     return manager
-
-
-MakeWorld = Callable[[Scenario], World]

@@ -23,8 +23,8 @@ class EventOracle(Oracle):
     Args:
         engine: the replica; it must emit events.
         index: what the media held before; changed.
-        knows_tiers: whether ``index`` is right about the tiers: a connector that was turned off has kept its last events to
-            itself, so whoever followed them knows nothing for sure.
+        knows_tiers: whether ``index`` is right about the tiers and they are all known here. A connector that was turned off has
+            kept its last events to itself, so whoever followed them knows nothing for sure.
     """
 
     name = "events"

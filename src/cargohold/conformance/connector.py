@@ -1,0 +1,236 @@
+"""What any connector must do, as a suite of tests to inherit."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+
+from cargohold.conformance.strict import CodedExecutor, StrictFactory
+from cargohold.errors import ConfigError
+from cargohold.protocol import KVConnectorFactory
+from cargohold.simulation.connectors import ConnectorPlan, TierPlan
+from cargohold.simulation.engine import VOCAB_SIZE, SimulatedEngine
+from cargohold.simulation.faults import Fault
+from cargohold.simulation.fingerprints import tokens_alone
+from cargohold.simulation.layouts import simulated_layout
+from cargohold.simulation.run import Run, RunResult
+from cargohold.simulation.scenario import Scenario, draw_scenario
+from cargohold.simulation.workloads import WORKLOADS
+
+BLOCK_TOKENS = 4
+PROMPT_TOKENS = 40
+OUTPUT_TOKENS = 3
+NUM_BLOCKS = 24
+MAX_REFUSALS = 5
+"""Scenarios to try for each that is to be played, because a connector may refuse some."""
+
+
+class ConnectorConformance(ABC):
+    """Plays a connector under simulated traffic, with every oracle watching, and asks it what an engine asks.
+
+    Scenarios that the connector refuses, by raising ``ConfigError`` from ``make_scheduler_side``, are left out; a test whose
+    scenarios are all refused is skipped.
+
+    Attributes:
+        num_seeds: scenarios per kind of traffic.
+        needs_context: whether it must be given a view of the block pool.
+        needs_prefix_caching: whether the engine must keep prefixes.
+        takes_real_time: whether it copies by itself, in real time, so that a simulation must wait for it when nothing happens.
+        may_forget: whether what was stored may not be found a moment later, with nothing else stored in between.
+    """
+
+    num_seeds: ClassVar[int] = 3
+    needs_context: ClassVar[bool] = False
+    needs_prefix_caching: ClassVar[bool] = False
+    takes_real_time: ClassVar[bool] = False
+    may_forget: ClassVar[bool] = False
+
+    @abstractmethod
+    def factory(self) -> KVConnectorFactory:
+        """A new connector that shares nothing with earlier ones. It needs room for 100 blocks of 64 bytes at least."""
+
+    # --- under traffic ------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("workload", WORKLOADS)
+    def test_tokens_blocks_and_endings_are_right(self, workload: str) -> None:
+        """Every request gets the tokens that it would get alone; no block is lost, or reused under a copy; all of it ends."""
+        self._play_all(workload, ())
+
+    @pytest.mark.parametrize("workload", ["shared-prefix", "aborts", "ranks"])
+    def test_workers_may_report_at_different_times(self, workload: str) -> None:
+        """One worker tells what has ended some steps after the others."""
+        self._play_all(workload, [Fault.LATE_WORKER])
+
+    @pytest.mark.parametrize("workload", ["shared-prefix", "preemption"])
+    def test_it_can_be_turned_off_at_any_moment(self, workload: str) -> None:
+        """Either side raises somewhere: the connector is turned off, and requests go on without it."""
+        self._play_all(workload, [Fault.RAISES])
+
+    @pytest.mark.parametrize("workload", ["shared-prefix", "multi-turn"])
+    def test_a_new_process_may_find_what_an_old_one_left(self, workload: str) -> None:
+        """The engine dies and comes back, with connectors of the same factory."""
+        self._play_all(workload, [Fault.RESTART])
+
+    @pytest.mark.parametrize("workload", ["shared-prefix", "aborts"])
+    def test_it_can_be_composed(self, workload: str) -> None:
+        """It serves beside another connector whose copies fail, and either may raise."""
+        other = TierPlan(num_slots=40, lookahead=None, options={})
+        self._play_all(workload, [Fault.FAILED, Fault.RAISES], lambda plan: replace(plan, tiers=(other,), nesting=(2,)))
+
+    @pytest.mark.parametrize("workload", ["shared-prefix", "full-hit"])
+    def test_what_a_failed_step_computed_is_never_found(self, workload: str) -> None:
+        """It serves beside one of its own kind, and either may raise while it loads for the step that the other stores from."""
+
+        def doubled(plan: ConnectorPlan) -> ConnectorPlan:
+            return replace(plan, custom=(*plan.custom, StrictFactory(self.factory())), nesting=(2,))
+
+        self._play_all(workload, [Fault.RAISES], doubled)
+
+    def test_messages_survive_the_way_to_another_process(self) -> None:
+        """Metadata of both sides is what its declared types say."""
+
+        def through_bytes(engine: SimulatedEngine) -> None:
+            engine.executor = CodedExecutor(engine)
+
+        self._play_all("ranks", (), prepare=through_bytes)
+
+    # --- one thing at a time ------------------------------------------------------------------------------------------
+
+    def test_the_factory_survives_spawn(self) -> None:
+        """Workers may live in other processes, so the factory must pickle."""
+        copy = pickle.loads(pickle.dumps(self.factory()))  # noqa: S301  # our own bytes
+        assert callable(copy.make_worker_side)
+
+    def test_it_gives_back_what_it_has_stored(self) -> None:
+        """A prompt that the device pool has lost is restored, at least in part."""
+        engine = self._engine(self.factory())
+        prompt = self._prompt(0)
+        self._ask(engine, "first", prompt)
+        self._overwrite_device(engine)
+        again = self._ask(engine, "again", prompt)
+        if self.may_forget and not again.num_external_tokens:
+            pytest.skip("nothing was restored, which this connector may do")
+        assert again.num_external_tokens > 0, "nothing was restored"
+
+    def test_it_explains_what_it_has_restored(self) -> None:
+        """A report never claims more tokens than were loaded, and its notes are sentences."""
+        engine = self._engine(self.factory())
+        prompt = self._prompt(0)
+        self._ask(engine, "first", prompt)
+        self._overwrite_device(engine)
+        again = self._ask(engine, "again", prompt)
+        report = engine.outputs["again"].cache_report
+        assert sum(report.restored_tokens.values()) <= again.num_external_tokens
+        assert all(report.notes), "an empty note explains nothing"
+
+    def test_a_reset_forgets_everything(self) -> None:
+        """After ``reset_cache``, nothing is found."""
+        engine = self._engine(self.factory())
+        prompt = self._prompt(0)
+        self._ask(engine, "first", prompt)
+        assert engine.scheduler.reset_cache(), "a connector at rest refuses to forget"
+        assert self._ask(engine, "again", prompt).num_external_tokens == 0
+        assert engine.scheduler.connector.broken is None
+
+    @pytest.mark.parametrize("num_steps", range(8))
+    def test_an_abort_at_any_step_leaves_nothing_behind(self, num_steps: int) -> None:
+        """A request is aborted while its prompt is being restored or computed."""
+        engine = self._engine(self.factory())
+        prompt = self._prompt(0)
+        self._ask(engine, "first", prompt)
+        self._overwrite_device(engine)
+        engine.add("aborted", prompt, OUTPUT_TOKENS)
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort("aborted")
+        self._settle(engine)
+        self._ask(engine, "again", prompt)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _play_all(
+        self,
+        workload: str,
+        faults: Collection[Fault],
+        change: Callable[[ConnectorPlan], ConnectorPlan] = lambda plan: plan,
+        prepare: Callable[[SimulatedEngine], None] = lambda _: None,
+    ) -> None:
+        num_played, refusal = 0, ""
+        for seed in range(MAX_REFUSALS * self.num_seeds):
+            scenario = self._scenario(seed, workload, faults)
+            scenario = replace(scenario, connector=change(scenario.connector))
+            idle = self._wait if self.takes_real_time else None
+            result = Run(scenario, on_idle=idle, prepare=prepare).play()
+            if _is_refusal(result):
+                refusal = str(result.error)
+                continue
+            if result.error is not None:
+                raise AssertionError(f"{result.error}\nin: {scenario.describe()}") from result.error
+            num_played += 1
+            if num_played == self.num_seeds:
+                return
+        if not num_played:
+            pytest.skip(f"the connector refuses such engines: {refusal}")
+
+    def _scenario(self, seed: int, workload: str, faults: Collection[Fault]) -> Scenario:
+        scenario = draw_scenario(seed, workload, "none", faults)
+        if faults:
+            # Not left to chance, as in a simulation of many seeds.
+            rates = {Fault.RAISES: 0.01, Fault.RESTART: 1.0}
+            scenario = replace(scenario, rates={fault: rates.get(fault, 0.2) for fault in faults})
+        shape = scenario.shape
+        if self.needs_prefix_caching:
+            shape = replace(shape, scheduler={**shape.scheduler, "prefix_caching": True})
+        with_context = self.needs_context or Random(seed).random() < 0.6  # noqa: S311  # repeatable, on purpose
+        plan = ConnectorPlan(
+            type(self).__name__, (), with_context=with_context, custom=(StrictFactory(self.factory()),)
+        )
+        return replace(scenario, shape=shape, connector=plan)
+
+    def _engine(self, factory: KVConnectorFactory, **options: Any) -> SimulatedEngine:
+        try:
+            return SimulatedEngine(simulated_layout(NUM_BLOCKS, BLOCK_TOKENS), factory, as_tensors=True, **options)
+        except ConfigError as error:
+            pytest.skip(f"the connector refuses a plain engine: {error}")
+
+    def _ask(self, engine: SimulatedEngine, name: str, prompt: list[int]) -> Any:
+        """Serve a request, and return it."""
+        request = engine.add(name, prompt, OUTPUT_TOKENS)
+        self._settle(engine)
+        assert engine.tokens(name) == tokens_alone(prompt, OUTPUT_TOKENS, VOCAB_SIZE), f"{name} got wrong tokens"
+        return request
+
+    def _settle(self, engine: SimulatedEngine) -> None:
+        """Let everything end, and verify that nothing is left."""
+        for _ in range(10_000):
+            if not engine.scheduler.has_work():
+                break
+            step, _ = engine.step()
+            if self.takes_real_time and not step.scheduled:
+                self._wait()
+        engine.scheduler.check_settled()
+        broken = engine.scheduler.connector.broken
+        assert broken is None, f"the connector was turned off: {broken}"
+
+    def _overwrite_device(self, engine: SimulatedEngine) -> None:
+        """Serve other prompts until the device pool has lost the first."""
+        for number in range(1, 4):
+            self._ask(engine, f"other {number}", self._prompt(number))
+
+    def _prompt(self, number: int) -> list[int]:
+        random = Random(f"prompt {number}")  # noqa: S311  # repeatable, on purpose
+        return [random.randrange(VOCAB_SIZE) for _ in range(PROMPT_TOKENS)]
+
+    def _wait(self) -> None:
+        time.sleep(0.0005)
+
+
+def _is_refusal(result: RunResult) -> bool:
+    return isinstance(result.error, ConfigError) and result.num_steps == 0

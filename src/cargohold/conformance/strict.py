@@ -1,0 +1,93 @@
+"""Wrappers that a connector is played inside of: they ask more of it than an engine does."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from random import Random
+
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.executor import Worker
+from cargohold.engine.executor.codec import StepCodec
+from cargohold.engine.executor.merge import merge_outputs
+from cargohold.protocol import (
+    ConnectorMetadata,
+    KVConnectorFactory,
+    KVConnectorScheduler,
+    KVConnectorWorker,
+    RequestView,
+    SchedulerEnvironment,
+    StepView,
+    WorkerEnvironment,
+)
+from cargohold.simulation.engine import SimulatedEngine
+from cargohold.simulation.executor import SimulatedExecutor
+from cargohold.simulation.faults import FaultSource
+from cargohold.simulation.faulty_connector import FaultyScheduler
+
+
+class StrictScheduler(FaultyScheduler):
+    """Asks everything twice, and watches that steps stay as they are. Injects no faults.
+
+    Args:
+        inner: the connector.
+        source: the run's faults, none of which strike here.
+    """
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Ask twice."""
+        first = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        second = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        assert first == second, f"get_num_new_matched_tokens answered {first}, and asked again {second}"
+        return second
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        """Compare the step with what it was."""
+        before = deepcopy(step)
+        metadata = self.inner.build_connector_meta(step)
+        assert step == before, "build_connector_meta changed the step"
+        return metadata
+
+
+class StrictFactory:
+    """Makes strict scheduler sides of another factory's connectors. Satisfies ``KVConnectorFactory``.
+
+    Args:
+        inner: the other factory.
+    """
+
+    def __init__(self, inner: KVConnectorFactory) -> None:
+        self._inner = inner
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
+        """A strict scheduler side."""
+        no_faults = FaultSource({}, Random(0), environment.clock, until=0.0)  # noqa: S311  # nothing is drawn
+        return StrictScheduler(self._inner.make_scheduler_side(environment), no_faults)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
+        """The worker side itself."""
+        return self._inner.make_worker_side(environment)
+
+
+class CodedExecutor(SimulatedExecutor):
+    """Hands every message over as bytes, as if the workers lived in other processes.
+
+    Args:
+        engine: whose executor it replaces.
+    """
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        super().__init__(engine.executor.workers, engine.scheduler.connector.get_finished_count())
+        self._outputs = StepCodec.for_outputs_of(engine.scheduler.connector)
+        self._steps = [StepCodec(side.metadata_type) for side in engine.worker_sides]
+
+    def execute(self, step: SchedulerStep) -> StepOutput:
+        """Run one step."""
+        data = self._outputs.encode_step(step)
+        outputs = [
+            self._through_bytes(worker, codec, data) for worker, codec in zip(self.workers, self._steps, strict=True)
+        ]
+        return merge_outputs(self.aggregator, outputs)
+
+    def _through_bytes(self, worker: Worker, codec: StepCodec, data: bytes) -> StepOutput:
+        output = worker.execute(codec.decode_step(data))
+        return self._outputs.decode_output(codec.encode_output(output))

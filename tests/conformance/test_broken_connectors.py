@@ -1,0 +1,191 @@
+"""The suite fails for connectors that break the contract: one way each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from cargohold.conformance import ConnectorConformance
+from cargohold.protocol import (
+    BlockIds,
+    CacheReport,
+    ClassFactory,
+    KVConnectorFactory,
+    KVConnectorOutput,
+    RequestView,
+    SchedulerContext,
+    SchedulerEnvironment,
+    StepView,
+    WorkerEnvironment,
+)
+from tests.conformance.shelf import Orders, ShelfScheduler, ShelfWorker
+
+
+class Suite(ConnectorConformance):
+    __test__ = False
+    scheduler_side: ClassVar[Callable[[SchedulerEnvironment], ShelfScheduler]] = ShelfScheduler
+    worker_side: ClassVar[Callable[[WorkerEnvironment], ShelfWorker]] = ShelfWorker
+
+    def factory(self) -> KVConnectorFactory:
+        return ClassFactory(type(self).scheduler_side, type(self).worker_side)
+
+
+def suite(
+    scheduler_side: type[ShelfScheduler] = ShelfScheduler, worker_side: type[ShelfWorker] = ShelfWorker
+) -> ConnectorConformance:
+    sides = {"scheduler_side": scheduler_side, "worker_side": worker_side}
+    made: ConnectorConformance = type("SuiteOfBroken", (Suite,), sides)()
+    return made
+
+
+class Promising(ShelfScheduler):
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int, bool]:
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return min(found + self._size, (request.num_tokens - num_computed_tokens) // self._size * self._size), is_async
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_new: int) -> None:
+        super().update_state_after_alloc(request, blocks, max(0, num_new - self._size))
+
+
+def test_promises_are_kept() -> None:
+    with pytest.raises(AssertionError, match="does not hold the KV"):
+        suite(Promising).test_tokens_blocks_and_endings_are_right("shared-prefix")
+
+
+class Fickle(ShelfScheduler):
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int, bool]:
+        if self._first[request.request_id]:
+            return 0, False
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._first[request.request_id] += 1
+        return answer
+
+
+def test_asking_twice_changes_nothing() -> None:
+    with pytest.raises(AssertionError, match="and asked again"):
+        suite(Fickle).test_tokens_blocks_and_endings_are_right("shared-prefix")
+
+
+class Meddling(ShelfScheduler):
+    def build_connector_meta(self, step: StepView) -> Orders:
+        orders = super().build_connector_meta(step)
+        for share in step.scheduled:
+            table = share.block_ids[0]
+            assert isinstance(table, list)
+            table.append(1)
+        return orders
+
+
+def test_steps_are_read_only() -> None:
+    with pytest.raises(AssertionError, match="changed the step"):
+        suite(Meddling).test_tokens_blocks_and_endings_are_right("shared-prefix")
+
+
+class Clinging(ShelfScheduler):
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        self.context = context
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, None]:
+        if block_ids and block_ids[0]:
+            self.context.touch([self.context.get_block(block_ids[0][-1])])
+        return False, None
+
+
+def test_references_are_given_back() -> None:
+    broken = suite(Clinging)
+    type(broken).needs_context = True
+    with pytest.raises(AssertionError, match="liveness"):
+        broken.test_tokens_blocks_and_endings_are_right("shared-prefix")
+
+
+class Unforgetting(ShelfScheduler):
+    def reset_cache(self) -> bool:
+        if not hasattr(self, "_places"):
+            super().reset_cache()
+        return True
+
+
+def test_a_reset_forgets() -> None:
+    with pytest.raises(AssertionError):
+        suite(Unforgetting).test_a_reset_forgets_everything()
+
+
+class Trusting(ShelfScheduler):
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        pass
+
+
+def test_what_a_failed_step_computed_is_forgotten() -> None:
+    broken = suite(Trusting)
+    type(broken).num_seeds = 60
+    with pytest.raises(AssertionError, match="does not hold the KV"):
+        broken.test_what_a_failed_step_computed_is_never_found("full-hit")
+
+
+class Forgetful(ShelfScheduler):
+    def build_connector_meta(self, step: StepView) -> Orders:
+        return Orders(super().build_connector_meta(step).loads)
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int, bool]:
+        return 0, False
+
+
+def test_a_connector_without_use_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="nothing was restored"):
+        suite(Forgetful).test_it_gives_back_what_it_has_stored()
+
+
+class Boasting(ShelfScheduler):
+    def explain(self, request_id: str) -> CacheReport:
+        super().explain(request_id)
+        return CacheReport({"shelf": 1000})
+
+
+def test_reports_are_true() -> None:
+    with pytest.raises(AssertionError):
+        suite(Boasting).test_it_explains_what_it_has_restored()
+
+
+@dataclass(frozen=True)
+class Opaque:
+    loads: object = ()
+    stores: object = ()
+
+
+class Undeclared(ShelfWorker):
+    metadata_type = Opaque  # type: ignore[assignment]  # that is what is wrong with it
+
+
+def test_messages_are_what_their_types_say() -> None:
+    with pytest.raises(AssertionError):
+        suite(worker_side=Undeclared).test_messages_survive_the_way_to_another_process()
+
+
+class Local(Suite):
+    def factory(self) -> KVConnectorFactory:
+        def scheduler_side(environment: SchedulerEnvironment) -> ShelfScheduler:
+            return ShelfScheduler(environment)
+
+        return ClassFactory(scheduler_side, ShelfWorker)
+
+
+def test_factories_survive_spawn() -> None:
+    with pytest.raises(AttributeError, match="pickle"):
+        Local().test_the_factory_survives_spawn()
+
+
+class Late(ShelfWorker):
+    def start_load_kv(self) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        super().start_load_kv()
+        super().wait_for_save()
+
+
+def test_loads_come_before_the_forward_pass() -> None:
+    with pytest.raises(AssertionError, match="does not hold the KV"):
+        suite(worker_side=Late).test_tokens_blocks_and_endings_are_right("multi-turn")

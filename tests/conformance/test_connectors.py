@@ -1,0 +1,57 @@
+"""Our own connectors pass the suite that others inherit; broken ones do not."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from cargohold.conformance import ConnectorConformance
+from cargohold.connector.lazy import LazyOffloadConfig, LazyOffloadingFactory
+from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
+from cargohold.offload.policy import POLICIES
+from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
+from tests.conformance import shelf
+
+
+class TestShelf(ConnectorConformance):
+    def factory(self) -> KVConnectorFactory:
+        return shelf.FACTORY
+
+
+class TestOffloading(ConnectorConformance):
+    takes_real_time: ClassVar[bool] = True
+    num_seeds: ClassVar[int] = 2
+    config: ClassVar[dict[str, Any]] = {"host_bytes": 64 * 128}
+
+    def factory(self) -> KVConnectorFactory:
+        return OffloadingFactory(OffloadConfig(**self.config))
+
+
+class TestOffloadingInChunks(TestOffloading):
+    config: ClassVar[dict[str, Any]] = {"host_bytes": 64 * 256, "blocks_per_chunk": 2, "policy": "arc"}
+
+
+class TestLazyOffloading(ConnectorConformance):
+    takes_real_time: ClassVar[bool] = True
+    num_seeds: ClassVar[int] = 2
+    needs_context: ClassVar[bool] = True
+    needs_prefix_caching: ClassVar[bool] = True
+
+    def factory(self) -> KVConnectorFactory:
+        return LazyOffloadingFactory(LazyOffloadConfig(host_bytes=64 * 128, lookahead_blocks=8))
+
+
+class TestComposed(ConnectorConformance):
+    takes_real_time: ClassVar[bool] = True
+    num_seeds: ClassVar[int] = 2
+
+    def factory(self) -> KVConnectorFactory:
+        eager = [OffloadingFactory(OffloadConfig(host_bytes=64 * 64, policy=policy)) for policy in sorted(POLICIES)]
+        return MultiConnectorFactory(tuple(eager[:2]))
+
+
+class TestNothing(ConnectorConformance):
+    may_forget: ClassVar[bool] = True
+
+    def factory(self) -> KVConnectorFactory:
+        return NULL_CONNECTOR

@@ -1,0 +1,459 @@
+"""Deliberately broken connectors, managers, pools, workers and schedulers: what the simulator is held against.
+
+Each mutant breaks one thing, as a plausible mistake would, and names the traffic in which somebody should notice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import pytest
+
+import cargohold.connector.offloading.loads as loads_module
+import cargohold.connector.offloading.stores as stores_module
+import cargohold.engine.core.request as request_module
+from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
+from cargohold.connector.lazy.stores import LazyStores
+from cargohold.connector.multi.scheduler import MultiConnectorScheduler
+from cargohold.connector.multi.worker import MultiConnectorWorker
+from cargohold.connector.offloading.chunks import BlocksToLoad, ChunkBlocks
+from cargohold.connector.offloading.events import TierEvents
+from cargohold.connector.offloading.holds import TouchHolder
+from cargohold.connector.offloading.jobs import JobTable, Store
+from cargohold.connector.offloading.messages import OffloadingMetadata
+from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.shared import Shared
+from cargohold.connector.offloading.stores import EagerStores
+from cargohold.connector.offloading.worker import OffloadingWorker
+from cargohold.engine.core.connector_reports import ConnectorReports
+from cargohold.engine.core.kv_cache_manager import KVCacheManager
+from cargohold.engine.core.roster import Roster
+from cargohold.engine.core.scheduler import Scheduler
+from cargohold.engine.core.transfers import TransferTable
+from cargohold.offload.manager.slot_table import SlotTable
+from cargohold.offload.manager.tier_manager import TierManager
+from cargohold.offload.policy.base import Slots
+from cargohold.offload.policy.fifo import FIFOPolicy
+from cargohold.offload.policy.lru import LRUPolicy
+from cargohold.offload.policy.oldest_first import OldestFirst
+from cargohold.protocol import (
+    FinishedTransfers,
+    KVCacheBlockView,
+    KVCacheGroup,
+    OutputAggregator,
+    TransferOutcome,
+)
+from cargohold.simulation.campaign import Recipe
+from cargohold.simulation.faults import parse_faults
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One thing broken.
+
+    Attributes:
+        what: what is broken, for people.
+        apply: breaks it.
+        recipe: where somebody should notice.
+    """
+
+    what: str
+    apply: Callable[[Patch], None]
+    recipe: Recipe
+
+
+MUTANTS: Final[list[Mutant]] = []
+
+
+def mutant(
+    connector: str = "eager", workload: str = "shared-prefix", faults: str = "none"
+) -> Callable[[Callable[[Patch], None]], None]:
+    def register(apply: Callable[[Patch], None]) -> None:
+        what = apply.__name__.replace("_", " ")
+        MUTANTS.append(Mutant(what, apply, Recipe(workload, connector, parse_faults(faults))))
+
+    return register
+
+
+# --- connectors -------------------------------------------------------------------------------------------------------
+
+
+@mutant()
+def skips_a_hold(patch: Patch) -> None:
+    patch.setattr(TouchHolder, "hold", lambda self, block_ids: None)
+    patch.setattr(TouchHolder, "release", lambda self, block_ids: None)
+
+
+@mutant()
+def releases_holds_when_the_copy_starts(patch: Patch) -> None:
+    hold, release = TouchHolder.hold, TouchHolder.release
+
+    def held_for_a_moment(self: TouchHolder, block_ids: Sequence[int]) -> None:
+        hold(self, block_ids)
+        release(self, block_ids)
+
+    patch.setattr(TouchHolder, "hold", held_for_a_moment)
+    patch.setattr(TouchHolder, "release", lambda self, block_ids: None)
+
+
+@mutant()
+def never_releases_holds(patch: Patch) -> None:
+    patch.setattr(TouchHolder, "release", lambda self, block_ids: None)
+
+
+@mutant()
+def loads_a_chunk_twice_at_a_time(patch: Patch) -> None:
+    patch.setattr(JobTable, "is_loading_any", lambda self, keys: False)
+
+
+@mutant()
+def waits_for_ever_for_a_load_that_has_ended(patch: Patch) -> None:
+    patch.setattr(JobTable, "_forget_loading", lambda self, keys: None)
+
+
+@mutant(faults="lost")
+def never_misses_a_lost_job(patch: Patch) -> None:
+    patch.setattr(JobTable, "find_lost", lambda self, after_s: None)
+    patch.setattr(ConnectorReports, "check_progress", lambda self: None)
+
+
+@mutant(faults="failed")
+def makes_failed_stores_visible(patch: Patch) -> None:
+    end = EagerStores.end
+    patch.setattr(EagerStores, "end", lambda self, store, outcome: end(self, store, TransferOutcome.DONE))
+
+
+@mutant(workload="windows")
+def stores_chunks_with_null_blocks(patch: Patch) -> None:
+    def all_chunks(
+        group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
+    ) -> list[ChunkBlocks]:
+        del group
+        return [
+            ChunkBlocks(
+                index,
+                tuple(range(blocks_per_chunk)),
+                tuple(table[index * blocks_per_chunk : (index + 1) * blocks_per_chunk]),
+            )
+            for index in range(first_chunk, end_chunk)
+        ]
+
+    patch.setattr(stores_module, "chunks_to_store", all_chunks)
+
+
+@mutant(workload="chunks")
+def confuses_rows_inside_a_chunk(patch: Patch) -> None:
+    def packed(blocks: BlocksToLoad, slots: Sequence[int], blocks_per_chunk: int) -> list[int]:
+        slot_of = dict(zip(blocks.chunks, slots, strict=True))
+        counts: Counter[int] = Counter()
+        rows = []
+        for number in blocks.numbers:
+            chunk = number // blocks_per_chunk
+            rows.append(slot_of[chunk] * blocks_per_chunk + counts[chunk])
+            counts[chunk] += 1  # counted from the first that takes part, not from the chunk's start
+        return rows
+
+    patch.setattr(loads_module, "rows_to_load", packed)
+
+
+@mutant()
+def ignores_the_limit_on_stores_in_flight(patch: Patch) -> None:
+    patch.setattr(Shared, "num_storable_blocks", lambda self: 10**6)
+
+
+@mutant(connector="eager-requests", workload="aborts")
+def gives_an_ended_requests_blocks_back_while_stores_read_them(patch: Patch) -> None:
+    patch.setattr(OffloadingScheduler, "_needs_request", lambda self, request_id: False)
+
+
+@mutant(connector="eager-requests", workload="aborts")
+def forgets_to_release_ended_requests(patch: Patch) -> None:
+    patch.setattr(OffloadingScheduler, "_take_released", lambda self: ())
+
+
+@mutant(connector="lazy", workload="multi-turn")
+def forgets_blocks_that_were_stored_lazily(patch: Patch) -> None:
+    def end(self: LazyStores, store: Store, outcome: TransferOutcome) -> None:
+        stores_module.end_store(self._shared, store, outcome)
+
+    patch.setattr(LazyStores, "end", end)
+
+
+@mutant(workload="tiny-pool")
+def forgets_an_event_when_chunks_are_evicted(patch: Patch) -> None:
+    patch.setattr(TierEvents, "_removed", lambda self, keys: ())
+
+
+@mutant()
+def remembers_ended_requests_for_ever(patch: Patch) -> None:
+    explain = OffloadingScheduler.explain
+
+    def remembers(self: OffloadingScheduler, request_id: str) -> Any:
+        state = self._requests[request_id]
+        report = explain(self, request_id)
+        self._requests[request_id] = state
+        return report
+
+    patch.setattr(OffloadingScheduler, "explain", remembers)
+
+
+@mutant(connector="multi")
+def tells_the_children_of_loads_that_others_do(patch: Patch) -> None:
+    def all_load(self: MultiConnectorScheduler, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        chosen = self._chosen.pop(request.request_id, None) if num_external_tokens else None
+        if chosen is not None:
+            self._loading[request.request_id] = chosen[0]
+            self._new_loads.append(request.request_id)
+        for child in self._children:
+            child.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    patch.setattr(MultiConnectorScheduler, "update_state_after_alloc", all_load)
+
+
+@mutant(connector="multi-requests", workload="aborts")
+def lets_go_of_a_request_when_the_first_child_has(patch: Patch) -> None:
+    bind = MultiConnectorWorker.bind_connector_metadata
+
+    def first_keeper_only(self: MultiConnectorWorker, metadata: Any) -> None:
+        sends = {ident: keepers[:1] for ident, keepers in metadata.new_sends.items()}
+        bind(self, replace(metadata, new_sends=sends))
+
+    patch.setattr(MultiConnectorWorker, "bind_connector_metadata", first_keeper_only)
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+@mutant()
+def reports_stores_before_they_are_copied(patch: Patch) -> None:
+    get_finished = OffloadingWorker.get_finished
+
+    def hasty(self: OffloadingWorker, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        finished = get_finished(self, finished_req_ids)
+        metadata = self._metadata
+        assert isinstance(metadata, OffloadingMetadata)
+        stores = {store.job_id for store in metadata.stores}
+        told = vars(self).setdefault("told", set())
+        jobs = {job_id: outcome for job_id, outcome in finished.jobs.items() if job_id not in told}
+        told |= stores
+        return replace(finished, jobs={**jobs, **dict.fromkeys(stores, TransferOutcome.DONE)})
+
+    patch.setattr(OffloadingWorker, "get_finished", hasty)
+
+
+@mutant()
+def starts_stores_before_the_forward_pass(patch: Patch) -> None:
+    start, save = OffloadingWorker.start_load_kv, OffloadingWorker.wait_for_save
+
+    def both(self: OffloadingWorker) -> None:
+        start(self)
+        save(self)
+
+    patch.setattr(OffloadingWorker, "start_load_kv", both)
+    patch.setattr(OffloadingWorker, "wait_for_save", lambda self: None)
+
+
+@mutant(faults="failed")
+def ignores_failed_loads(patch: Patch) -> None:
+    get_finished = OffloadingWorker.get_finished
+
+    def rosy(self: OffloadingWorker, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        finished = get_finished(self, finished_req_ids)
+        self._invalid_block_ids.clear()
+        jobs = dict.fromkeys(finished.jobs, TransferOutcome.DONE)
+        return replace(finished, failed_recving=frozenset(), jobs=jobs)
+
+    patch.setattr(OffloadingWorker, "get_finished", rosy)
+
+
+@mutant(connector="eager-requests", workload="preemption")
+def does_not_end_stores_of_preempted_requests(patch: Patch) -> None:
+    patch.setattr(OffloadingWorker, "handle_preemptions", lambda self: None)
+
+
+@mutant(workload="ranks")
+def aggregates_too_early(patch: Patch) -> None:
+    init = OutputAggregator.__init__
+
+    def hasty(self: OutputAggregator, world_size: int, *args: Any, **options: Any) -> None:
+        init(self, world_size, *args, **options)
+        self._expected = 1
+
+    patch.setattr(OutputAggregator, "__init__", hasty)
+
+
+@mutant(workload="ranks")
+def believes_the_best_of_several_workers(patch: Patch) -> None:
+    report = OutputAggregator._count
+
+    def rosy(self: OutputAggregator, rank: int, finished: FinishedTransfers) -> None:
+        # Loads count as ended as soon as one worker has loaded.
+        report(self, rank, finished)
+        for request_id in list(self._recving.reporters):
+            self._recving.reporters[request_id] = set(range(self._world_size))
+
+    patch.setattr(OutputAggregator, "_count", rosy)
+
+
+# --- managers and policies --------------------------------------------------------------------------------------------
+
+
+@mutant(workload="tiny-pool")
+def forgets_a_pin(patch: Patch) -> None:
+    prepare = TierManager.prepare_load
+
+    def unpinned(self: TierManager, keys: Any) -> Any:
+        handle: Any = prepare(self, keys)
+        self._table.let_go(handle.slot_array)
+        return handle
+
+    patch.setattr(TierManager, "prepare_load", unpinned)
+
+
+@mutant()
+def finds_chunks_that_are_being_written(patch: Patch) -> None:
+    insert = TierManager.prepare_store
+
+    def visible_at_once(self: TierManager, keys: Any, parent: Any = None) -> Any:
+        handle: Any = insert(self, keys, parent)
+        for strand in self._writing.get(handle, ()):
+            self._index.publish(strand)
+        return handle
+
+    patch.setattr(TierManager, "prepare_store", visible_at_once)
+
+
+@mutant(workload="tiny-pool")
+def evicts_what_is_in_use(patch: Patch) -> None:
+    take = OldestFirst.take
+    patch.setattr(OldestFirst, "take", lambda self, num, busy=None, before=None: take(self, num, None, before))
+
+
+@mutant(faults="failed")
+def leaks_the_slots_of_failed_stores(patch: Patch) -> None:
+    patch.setattr(SlotTable, "forfeit", lambda self, slots: None)
+
+
+@mutant()
+def a_policy_forgets_what_it_added(patch: Patch) -> None:
+    for policy in (LRUPolicy, FIFOPolicy):
+        patch.setattr(policy, "add", lambda self, offer, slots: None)
+
+
+@mutant(workload="tiny-pool")
+def gives_a_slot_to_two_chunks(patch: Patch) -> None:
+    reserve = SlotTable.reserve
+
+    def twice(self: SlotTable, num_slots: int) -> Slots:
+        slots = reserve(self, num_slots)
+        slots[-1] = slots[0]
+        return slots
+
+    patch.setattr(SlotTable, "reserve", twice)
+
+
+# --- the device pool and the scheduler --------------------------------------------------------------------------------
+
+
+@mutant()
+def finds_evicted_blocks(patch: Patch) -> None:
+    forget = BlockPool._forget
+
+    def only_when_asked(self: BlockPool, block: KVCacheBlock) -> None:
+        key = (block.block_hash, block.group_id)
+        forget(self, block)
+        assert key[0] is not None
+        assert key[1] is not None
+        self._index.setdefault((key[0], key[1]), {})[block.block_id] = block
+
+    patch.setattr(BlockPool, "_forget", only_when_asked)
+
+
+@mutant()
+def frees_shared_blocks_at_once(patch: Patch) -> None:
+    def free_blocks(self: BlockPool, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
+        del evict_first
+        for block in self._own(blocks, "free"):
+            if block.ref_cnt:
+                block.ref_cnt = 0
+                self._free.append(block)
+
+    patch.setattr(BlockPool, "free_blocks", free_blocks)
+
+
+@mutant()
+def touches_without_leaving_the_free_queue(patch: Patch) -> None:
+    def touch(self: BlockPool, blocks: Iterable[KVCacheBlockView]) -> None:
+        for block in self._own(blocks, "touch"):
+            block.ref_cnt += 1
+
+    patch.setattr(BlockPool, "touch", touch)
+
+
+@mutant()
+def lets_tenants_share(patch: Patch) -> None:
+    def saltless(*, salt: str | None) -> bytes:
+        del salt
+        return root_hash()
+
+    patch.setattr(request_module, "root_hash", saltless)
+
+
+@mutant()
+def runs_requests_before_their_loads_end(patch: Patch) -> None:
+    load = Roster.load
+
+    def at_once(self: Roster, request: Any) -> None:
+        load(self, request)
+        request.num_computed_tokens = min(request.num_reused_tokens, request.num_tokens - 1)
+        self.wait(request)
+
+    patch.setattr(Roster, "load", at_once)
+    patch.setattr(TransferTable, "strays", lambda self, finished: [])
+
+
+@mutant(workload="aborts")
+def frees_aborted_requests_while_they_load(patch: Patch) -> None:
+    def freed_at_once(self: Roster, request: Any) -> None:
+        self._kv.free(request)
+
+    patch.setattr(Roster, "free_unless_in_use", freed_at_once)
+    patch.setattr(TouchHolder, "hold", lambda self, block_ids: None)
+    patch.setattr(TouchHolder, "release", lambda self, block_ids: None)
+
+
+@mutant(faults="corrupt")
+def keeps_invalid_blocks_in_the_prefix_cache(patch: Patch) -> None:
+    patch.setattr(ConnectorReports, "_discard_blocks", lambda self, block_ids: None)
+
+
+@mutant()
+def caches_blocks_that_are_not_full(patch: Patch) -> None:
+    cache = KVCacheManager.cache_blocks
+
+    def too_many(self: KVCacheManager, request: Any, num_tokens: int) -> None:
+        cache(self, request, min(num_tokens + 3, request.num_tokens))
+
+    patch.setattr(KVCacheManager, "cache_blocks", too_many)
+
+
+@mutant()
+def stops_while_stores_are_in_flight(patch: Patch) -> None:
+    patch.setattr(Scheduler, "has_work", lambda self: bool(self._roster))
+
+
+@mutant(connector="eager-requests", workload="preemption")
+def does_not_tell_the_connector_of_preemptions(patch: Patch) -> None:
+    preempt = Roster.preempt
+
+    def silent(self: Roster, request: Any) -> None:
+        preempt(self, request)
+        self.preempted_ids.clear()
+
+    patch.setattr(Roster, "preempt", silent)
