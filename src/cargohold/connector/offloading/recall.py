@@ -21,17 +21,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from cargohold.blocks import READY, GroupUnits, longest_hit
+from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.connector.offloading.pacing import StepPace
 from cargohold.connector.offloading.recall_plan import chains_to_promote, count_sources, needed_keys
 from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
-from cargohold.offload.manager.base import CannotStore, OffloadManager
+from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
 from cargohold.offload.tiering import Chain, LowerTiers
 from cargohold.protocol import Clock
 
 PATIENCE = 0.5
 """Part of the time a request may wait that loads are planned to take: estimates err."""
+LOOK_AGAIN_S = 0.02
+"""Pause between two looks at what others are doing."""
 
 
 class Recalls:
@@ -69,16 +71,19 @@ class Recalls:
             recall.end()
         elif recall.promotion is not None:
             recall.is_over = not recall.promotion.num_running
-        else:
+        elif self._is_time(recall):
             self._begin(recall, state, num_computed_tokens, limit_tokens)
         return not recall.is_over
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:
         """Ask the tiers, or bring up what they have; end ``recall`` if that is not worth while."""
-        num_hit_tokens = self._deep_hit(state, num_computed_tokens, limit_tokens)
-        if num_hit_tokens is None:
-            return  # asked, or somebody else is bringing it up
-        num_tokens = self._worth_while(state, num_computed_tokens, num_hit_tokens)
+        unknown: list[OffloadKey] = []
+        hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
+        if hit.undecided:
+            recall.probes = self._lower.probe(list(dict.fromkeys(unknown)))
+            self._look_again_later(recall)
+            return
+        num_tokens = self._worth_while(state, num_computed_tokens, hit.num_tokens)
         chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_tokens)
         if not chains:
             recall.end()
@@ -86,21 +91,32 @@ class Recalls:
         needed = needed_keys(state, num_computed_tokens, num_tokens)
         kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
         promotion = self._lower.promote(chains, kept)
-        if not isinstance(promotion, CannotStore):
-            recall.promotion = promotion
-            recall.is_over = not promotion.num_running
+        if isinstance(promotion, CannotStore):
+            self._look_again_later(recall)
+            return
+        recall.promotion = promotion
+        recall.is_over = not promotion.num_running
 
-    def _deep_hit(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> int | None:
-        """The longest prefix that all tiers have together; ``None``, and the tiers asked, if it is not known."""
-        deep = [DeepStates(self._host, self._lower, keys) for keys in state.keys]
+    def _is_time(self, recall: Recall) -> bool:
+        """Whether something may have changed for a request that waits for answers, slots or others' chunks."""
+        if recall.probes:
+            return all(probe.has_ended for probe in recall.probes)
+        return self._clock() >= recall.look_again_at
+
+    def _look_again_later(self, recall: Recall) -> None:
+        if not recall.probes:
+            recall.look_again_at = self._clock() + LOOK_AGAIN_S
+            self._lower.wake_at(recall.look_again_at)
+
+    def _deep_hit(
+        self, state: RequestState, num_computed_tokens: int, limit_tokens: int, unknown: list[OffloadKey]
+    ) -> PrefixHit:
+        """The longest prefix that all tiers have together. Adds to ``unknown`` what they have to be asked for."""
+        deep = [DeepStates(self._host, self._lower, keys, unknown) for keys in state.keys]
         groups = [
             GroupUnits(keys.group, keys.chunk_tokens, states) for keys, states in zip(state.keys, deep, strict=True)
         ]
-        hit = longest_hit(groups, state.request.num_tokens, num_computed_tokens, limit_tokens)
-        if not hit.undecided:
-            return hit.num_tokens
-        self._lower.probe(list(dict.fromkeys(key for states in deep for key in states.unknown)))
-        return None
+        return longest_hit(groups, state.request.num_tokens, num_computed_tokens, limit_tokens)
 
     def _worth_while(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int:
         """How many leading tokens to restore with the help of lower tiers: all of the hit, a part, or the computed ones."""
@@ -110,8 +126,7 @@ class Recalls:
         if load_s is not None and load_s > limit_s:
             # As much as will come in time.
             part = int(limit_s / load_s * (num_hit_tokens - num_computed_tokens))
-            shorter = self._deep_hit(state, num_computed_tokens, num_computed_tokens + part)
-            num_hit_tokens = num_computed_tokens if shorter is None else shorter
+            num_hit_tokens = self._deep_hit(state, num_computed_tokens, num_computed_tokens + part, []).num_tokens
             chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
             load_s = self._lower.estimate_s(_count(chains))
         if self._pace is None or load_s is None or not chains:

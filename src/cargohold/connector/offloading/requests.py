@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cargohold.connector.offloading.params import TransferParams
 from cargohold.offload.keys import ChunkKeys
-from cargohold.offload.tiering import Promotion
+from cargohold.offload.tiering import Promotion, TierTask
 from cargohold.protocol import KVCacheLayout, RequestView
 
 
@@ -34,11 +35,15 @@ class Recall:
 
     Attributes:
         deadline: when the request goes on with what there is.
+        probes: what the tiers were asked for.
+        look_again_at: not before this time, unless a probe has ended: looking costs time that others could use.
         promotion: what is being brought up.
         is_over: whether the request need not wait any more.
     """
 
     deadline: float
+    probes: Sequence[TierTask] = ()
+    look_again_at: float = 0.0
     promotion: Promotion | None = None
     is_over: bool = False
 

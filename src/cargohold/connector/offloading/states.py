@@ -31,15 +31,18 @@ class HostStates:
 class DeepStates:
     """Presence in host memory or any tier below.
 
-    Attributes:
-        unknown: chunks that no tier was asked about: they count as "not yet".
+    Args:
+        host: host memory.
+        lower: the tiers below.
+        keys: the request's chunks.
+        unknown: gets the chunks that no tier was asked about: they count as "not yet".
     """
 
-    def __init__(self, host: OffloadManager, lower: LowerTiers, keys: ChunkKeys) -> None:
+    def __init__(self, host: OffloadManager, lower: LowerTiers, keys: ChunkKeys, unknown: list[OffloadKey]) -> None:
         self._host = host
         self._lower = lower
         self._keys = keys.keys
-        self.unknown: list[OffloadKey] = []
+        self._unknown = unknown
 
     def run(self, first: int, end: int) -> bytes:
         """Up to the first absent one."""
@@ -57,7 +60,7 @@ class DeepStates:
             if states[at] == ABSENT:
                 states[at] = self._lower.lookup(key)
                 if states[at] == UNKNOWN:
-                    self.unknown.append(key)
+                    self._unknown.append(key)
                 elif ends_at_absent and states[at] == ABSENT:
                     del states[at:]
                     break

@@ -6,6 +6,7 @@ from cargohold.offload.tiering.lower_tiers import UNKNOWN, LowerTiers
 from cargohold.offload.tiering.manager import TieringManager
 from cargohold.offload.tiering.pace import Pace
 from cargohold.offload.tiering.promotion import Chain, Promotion
+from cargohold.offload.tiering.task import TierTask
 
 __all__ = [
     "UNKNOWN",
@@ -16,6 +17,7 @@ __all__ = [
     "Promotion",
     "TierCommand",
     "TierOptions",
+    "TierTask",
     "TieringConfig",
     "TieringManager",
     "WriteMode",

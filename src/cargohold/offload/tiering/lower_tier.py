@@ -20,7 +20,8 @@ from cargohold.protocol import Clock
 logger = logging.getLogger(__name__)
 
 ANSWERS_PER_SLOT = 4
-"""Answers remembered, and chunks known to have been seen once, per slot of host memory."""
+"""Answers remembered, and chunks known to have been seen once, per slot of host memory; but no more than is good for it."""
+MAX_ANSWERS = 2**18
 MAX_ANSWER_AGE_S = 10.0
 REMEASURE_S = 30.0
 """A tier that was too slow is tried again after this time."""
@@ -43,7 +44,7 @@ class LowerTier:
 
     def __init__(self, options: TierOptions, host_capacity: int, clock: Clock, config: TieringConfig) -> None:
         self.options = options
-        self.presence = Presence(ANSWERS_PER_SLOT * host_capacity + 1024, MAX_ANSWER_AGE_S, clock)
+        self.presence = Presence(min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity + 1024), MAX_ANSWER_AGE_S, clock)
         self.breaker = CircuitBreaker(clock, BreakerConfig())
         self.pace = Pace(clock, REMEASURE_S)
         self.backlog = Backlog(host_capacity)
@@ -57,7 +58,7 @@ class LowerTier:
         self._writing: set[OffloadKey] = set()
         # Chunks used once, for admission; oldest first.
         self._seen: dict[OffloadKey, None] = {}
-        self._max_seen = ANSWERS_PER_SLOT * host_capacity
+        self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
         # Chunks whose presence was announced, where anyone listens.
         self._announced: set[OffloadKey] | None = set() if config.record_events else None
         self._events: list[ManagerEvent] = []

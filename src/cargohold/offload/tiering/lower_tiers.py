@@ -15,19 +15,17 @@ Loads to the device are from host memory alone. Nobody waits for a tier beyond a
 from __future__ import annotations
 
 import heapq
-import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from hashlib import blake2b
+from collections.abc import Callable, Mapping, Sequence
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.offload.manager.base import CannotStore, ManagerEvent, OffloadKey, OffloadManager
+from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
+from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
 from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.offload.tiering.promotion import Chain, Promotion
-from cargohold.offload.tiering.promotions import BATCH_CHUNKS, Promotions
+from cargohold.offload.tiering.promotions import Promotions
 from cargohold.offload.tiering.task import TierTask
 from cargohold.offload.tiering.tasks import TaskTable
 from cargohold.protocol import Clock, TransferOutcome
@@ -40,11 +38,6 @@ SETTLE_S = 5.0
 
 PROGRESS_S = 1.0
 """It does not step on for a tier that has done nothing for this time."""
-
-
-def random_epoch() -> bytes:
-    """A name that nobody else has, and nobody can foresee."""
-    return secrets.token_bytes(16)
 
 
 class LowerTiers:
@@ -71,9 +64,8 @@ class LowerTiers:
         self.config = config
         self._host = host
         self._clock = clock
-        self._new_epoch = new_epoch
-        self._epoch = b""
         self._tasks = TaskTable(clock)
+        self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
         self._promotions = Promotions(host, self._tasks, clock, config.restore_timeout_s)
         self._alarms: list[float] = []
         self._num_changes = 0
@@ -133,15 +125,21 @@ class LowerTiers:
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
-    def probe(self, keys: Sequence[OffloadKey]) -> None:
-        """Ask for chunks of which nothing is known: each in the first usable tier that has not said that it is absent."""
+    def probe(self, keys: Sequence[OffloadKey]) -> list[TierTask]:
+        """Ask for chunks of which nothing is known: each in the first usable tier that has not said that it is absent.
+
+        Returns:
+            The questions; each ``has_ended`` when there is an answer.
+        """
         asked: dict[int, list[OffloadKey]] = {}
         for key in keys:
             if self.lookup(key) == UNKNOWN:
                 asked.setdefault(self._first_unknown(key), []).append(key)
-        for at, asked_keys in asked.items():
-            self.tiers[at].probing.update(asked_keys)
-            self._tasks.want(TierTask(JobKind.PROBE, at, asked_keys))
+        probes = [TierTask(JobKind.PROBE, at, asked_keys) for at, asked_keys in asked.items()]
+        for probe in probes:
+            self.tiers[probe.tier].probing.update(probe.keys)
+            self._tasks.want(probe)
+        return probes
 
     def promote(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | CannotStore:
         """Bring chunks into host memory, as far as slots can be had, and hold ``kept``, which are there already.
@@ -169,7 +167,7 @@ class LowerTiers:
         assert self.is_idle, "jobs in flight would be remembered under the wrong name"
         for tier in self.tiers:
             tier.clear()
-        self._epoch = self._new_epoch()
+        self._dispatch.rename()
         self._num_changes += 1
 
     # --- for workers --------------------------------------------------------------------------------------------------
@@ -177,7 +175,7 @@ class LowerTiers:
     def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
         """What the workers are to do now; call it once in every step."""
         self._give_up_late()
-        return (*self._requested(new_id), *self._writes(new_id))
+        return (*self._dispatch.requested(new_id, self._turn_away), *self._dispatch.writes(new_id))
 
     def take_cancelled(self) -> tuple[int, ...]:
         """Jobs that nobody needs any more; they end like all others, only sooner."""
@@ -198,12 +196,6 @@ class LowerTiers:
         self._judge(task, outcome)
         self._conclude(task, outcome)
         return True
-
-    def take_events(self) -> Iterator[tuple[str, ManagerEvent]]:
-        """What became known of the tiers' contents, with the tier's name."""
-        for tier in self.tiers:
-            for event in tier.take_events():
-                yield tier.name, event
 
     def take_stats(self) -> Counter[str]:
         """Counters since the last call."""
@@ -247,6 +239,7 @@ class LowerTiers:
 
     def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Draw the consequences of a job's end."""
+        task.has_ended = True
         self._num_changes += 1
         tier, succeeded = self.tiers[task.tier], task.succeeded(self.config.num_workers)
         match task.kind:
@@ -267,7 +260,8 @@ class LowerTiers:
                 tier.end_writing(task.keys)
                 tier.stats["stored_chunks"] += sum(succeeded)
                 tier.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
-                tier.note_presence(task.keys, succeeded)
+                if outcome is TransferOutcome.DONE:
+                    tier.note_presence(task.keys, succeeded)
             case JobKind.REMOVE:
                 raise AssertionError("nobody removes")
 
@@ -281,6 +275,9 @@ class LowerTiers:
         self._note_new(self.tiers[: task.tier], arrived, parents)
         if promotion is not None and promotion.was_undisturbed and not task.is_late:
             tier.pace.note(promotion.num_wanted, self._clock() - promotion.started_at)
+
+    def _turn_away(self, task: TierTask) -> None:
+        self._conclude(task, TransferOutcome.ABANDONED)
 
     def _judge(self, task: TierTask, outcome: TransferOutcome) -> None:
         """What a job's end says of the tier's health."""
@@ -299,47 +296,3 @@ class LowerTiers:
             self.tiers[task.tier].blame(f"a {task.kind.value} of {len(task.keys)} chunks did not end in time")
             self._num_changes += 1
         self._promotions.release_expired()
-
-    def _requested(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
-        """Probes and loads."""
-        for task in self._tasks.take_wanted():
-            tier = self.tiers[task.tier]
-            if task.is_cancelled or not tier.breaker.admit():
-                self._conclude(task, TransferOutcome.ABANDONED)
-            else:
-                yield self._command(new_id(), task, self.config.restore_timeout_s)
-
-    def _writes(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
-        """As much of the backlogs as may be in flight."""
-        for at, tier in enumerate(self.tiers):
-            while (room := tier.num_writable) and tier.breaker.would_admit():
-                batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._is_writable, tier))
-                if batch is None:
-                    break
-                tier.breaker.admit()
-                tier.begin_writing(batch.keys)
-                pins = self._host.prepare_load(batch.keys)
-                task = TierTask(JobKind.STORE, at, batch.keys, pins.slots, batch.parent, pins=pins)
-                yield self._command(new_id(), task, self.config.store_timeout_s)
-
-    def _is_writable(self, tier: LowerTier, key: OffloadKey) -> bool:
-        return tier.is_wanted(key) and self._host.lookup([key])[0] == READY
-
-    def _command(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
-        self._tasks.begin(job_id, task, timeout_s)
-        return TierCommand(
-            job_id,
-            task.tier,
-            task.kind,
-            tuple(map(self._name, task.keys)),
-            tuple(task.slots),
-            None if task.parent is None else self._name(task.parent),
-            timeout_s,
-        )
-
-    def _name(self, key: OffloadKey) -> OffloadKey:
-        """What a chunk is called in lower tiers."""
-        if not self._epoch:
-            return key
-        # As long as other keys; the group stays readable.
-        return blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]

@@ -28,6 +28,7 @@ class TierTask:
         num_answers: workers that have answered.
         num_overdue_checks: how often it was found in flight behind its deadline.
         is_late: its deadline has passed, and the tier was blamed for it.
+        has_ended: whether its consequences were drawn.
         is_cancelled: nobody wants it any more.
     """
 
@@ -44,6 +45,7 @@ class TierTask:
     num_answers: int = 0
     num_overdue_checks: int = 0
     is_late: bool = False
+    has_ended: bool = False
     is_cancelled: bool = False
 
     def note_answers(self, answers: bytes, num_workers: int) -> None:

@@ -1,0 +1,97 @@
+"""Hands out jobs: what requests want, and what is to be written."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from hashlib import blake2b
+
+from cargohold.blocks import READY
+from cargohold.offload.manager.base import OffloadKey, OffloadManager
+from cargohold.offload.tier.jobs import JobKind
+from cargohold.offload.tiering.commands import TierCommand, TieringConfig
+from cargohold.offload.tiering.lower_tier import LowerTier
+from cargohold.offload.tiering.promotions import BATCH_CHUNKS
+from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.tasks import TaskTable
+
+
+def random_epoch() -> bytes:
+    """A name that nobody else has, and nobody can foresee."""
+    return secrets.token_bytes(16)
+
+
+class Dispatch:
+    """Makes commands of tasks, as far as the tiers can take them.
+
+    Args:
+        host: host memory's manager; what is written is pinned there.
+        tiers: the tiers.
+        tasks: what is wanted, and where tasks in flight are noted.
+        config: deadlines.
+        new_epoch: see ``rename``.
+    """
+
+    def __init__(
+        self,
+        host: OffloadManager,
+        tiers: Sequence[LowerTier],
+        tasks: TaskTable,
+        config: TieringConfig,
+        new_epoch: Callable[[], bytes],
+    ) -> None:
+        self._host = host
+        self._tiers = tiers
+        self._tasks = tasks
+        self._config = config
+        self._new_epoch = new_epoch
+        self._epoch = b""
+
+    def requested(self, new_id: Callable[[], int], turn_away: Callable[[TierTask], None]) -> Iterator[TierCommand]:
+        """Probes and loads; those that were cancelled, or whose tier is left alone, are turned away."""
+        for task in self._tasks.take_wanted():
+            if not task.is_cancelled and self._tiers[task.tier].breaker.admit():
+                yield self._command(new_id(), task, self._config.restore_timeout_s)
+            else:
+                turn_away(task)
+
+    def writes(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
+        """As much of the backlogs as may be in flight."""
+        for at, tier in enumerate(self._tiers):
+            while (room := tier.num_writable) and tier.breaker.would_admit():
+                batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._is_writable, tier))
+                if batch is None:
+                    break
+                tier.breaker.admit()
+                tier.begin_writing(batch.keys)
+                pins = self._host.prepare_load(batch.keys)
+                task = TierTask(JobKind.STORE, at, batch.keys, pins.slots, batch.parent, pins=pins)
+                yield self._command(new_id(), task, self._config.store_timeout_s)
+
+    def rename(self) -> None:
+        """From now on chunks have other names in the tiers: what is there is not found any more, by us or by others."""
+        self._epoch = self._new_epoch()
+
+    def _is_writable(self, tier: LowerTier, key: OffloadKey) -> bool:
+        return tier.is_wanted(key) and self._host.lookup([key])[0] == READY
+
+    def _command(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
+        self._tasks.begin(job_id, task, timeout_s)
+        parent = task.parent if task.kind is JobKind.STORE else None
+        return TierCommand(
+            job_id,
+            task.tier,
+            task.kind,
+            tuple(map(self._name, task.keys)),
+            tuple(task.slots),
+            None if parent is None else self._name(parent),
+            timeout_s,
+        )
+
+    def _name(self, key: OffloadKey) -> OffloadKey:
+        """What a chunk is called in the tiers."""
+        if not self._epoch:
+            return key
+        # As long as other keys; the group stays readable.
+        return blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]
