@@ -47,6 +47,7 @@ def run(*, quick: bool) -> dict[str, Any]:
         chunks, starts = (200, 1) if quick else (100_000, 3)
         return {
             "load_average_before": round(os.getloadavg()[0], 1),
+            "nice": os.nice(0),
             "workload": {
                 "threads": THREADS,
                 "bytes_per_pass": total,

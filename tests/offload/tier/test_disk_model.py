@@ -1,0 +1,148 @@
+"""The disk tier against a dictionary, under any sequence of calls and restarts; its index slot by slot; a disk really full."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from cargohold.offload.policy import make_policy
+from cargohold.offload.tier import LoadOutcome, StoreOutcome
+from cargohold.offload.tier.disk import DiskTier
+from cargohold.offload.tier.disk.root import bytes_in
+from cargohold.offload.tier.disk.slot_index import SlotIndex
+from tests.offload.tier.common import codec, disk_tier, key, load, payload
+
+NUM_KEYS = 40
+SMALL = 3000
+MAX_BYTES = 256 * 1024
+
+
+def step(random: Random, tier: DiskTier, model: dict[int, bytes]) -> None:
+    number = random.randrange(NUM_KEYS)
+    match random.randrange(6):
+        case 0:
+            victims = random.sample(range(NUM_KEYS), 2)
+            tier.remove([key(victim) for victim in victims])
+            for victim in victims:
+                model.pop(victim, None)
+        case 1:
+            tier.touch([key(other) for other in range(number, number + 3)])
+        case 2 | 3:
+            found = load(tier, number, SMALL)
+            assert found in {LoadOutcome.ABSENT, model.get(number)}
+        case _:
+            parent = key(number - 1) if number % 5 else None
+            outcome = tier.store(key(number), memoryview(payload(number, SMALL)), parent)
+            if outcome is StoreOutcome.PRESENT:
+                assert number in model
+            if outcome is StoreOutcome.STORED:
+                model[number] = payload(number, SMALL)
+                assert load(tier, number, SMALL) == model[number]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "reuse-index"])
+def test_like_a_dictionary_that_forgets(tmp_path: Path, policy: str) -> None:
+    random = Random(policy)
+    model: dict[int, bytes] = {}
+    using = codec()
+    tier = disk_tier(tmp_path, MAX_BYTES, chunk_bytes=SMALL, policy=policy, using=using)
+    for _ in range(20):
+        for _ in range(60):
+            step(random, tier, model)
+        tier.check()
+        present = tier.probe([key(number) for number in range(NUM_KEYS)])
+        assert {number for number in range(NUM_KEYS) if present[number]} <= set(model)
+        assert bytes_in(tmp_path) <= MAX_BYTES
+        tier.close()
+        tier = disk_tier(tmp_path, MAX_BYTES, chunk_bytes=SMALL, policy=policy, using=using)
+        tier.check()
+        assert tier.probe([key(number) for number in range(NUM_KEYS)]) == present
+        model = {number: data for number, data in model.items() if present[number]}
+    assert len(model) > 15
+
+
+def index_of(num_slots: int) -> SlotIndex:
+    index = SlotIndex(num_slots, make_policy("lru", num_slots))
+    index.add_slots(num_slots)
+    return index
+
+
+def test_a_slot_is_free_when_its_last_reader_has_let_go() -> None:
+    index = index_of(1)
+    slot = index.reserve(key(1), None)
+    assert slot == 0
+    index.commit(slot)
+    assert index.pin(key(1)) == slot and index.pin(key(1)) == slot
+    assert index.discard([key(1), key(1)]) == [slot]
+    assert index.pin(key(1)) is None and not index.is_current(key(1), slot)
+    for _ in range(2):
+        assert index.reserve(key(2), None) is None
+        index.check()
+        index.unpin(slot)
+    assert index.reserve(key(2), None) == slot
+    index.check()
+
+
+def test_a_chunk_being_written_cannot_be_read_or_removed_and_is_no_victim() -> None:
+    index = index_of(1)
+    slot = index.reserve(key(1), None)
+    assert slot is not None
+    assert not index.contains(key(1)) and index.is_known(key(1))
+    assert index.pin(key(1)) is None
+    assert index.discard([key(1)]) == []
+    assert index.reserve(key(2), None) is None
+    index.check()
+    index.forfeit(slot)
+    assert not index.is_known(key(1)) and index.has_free
+    index.check()
+
+
+def test_low_slots_come_first_and_more_can_be_added() -> None:
+    index = SlotIndex(4, make_policy("lru", 4))
+    assert index.reserve(key(0), None) is None
+    index.add_slots(2)
+    assert [index.reserve(key(number), None) for number in range(2)] == [0, 1]
+    index.add_slots(2)
+    assert [index.reserve(key(number), None) for number in (2, 3)] == [2, 3]
+    index.check()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip("this process may not mount file systems")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_disk_that_others_fill_up(small_disk: Path) -> None:
+    tier = disk_tier(small_disk / "kv", "6MiB", chunk_bytes=100_000)
+    chunks = [payload(number, 100_000) for number in range(100)]
+
+    def store_all() -> list[StoreOutcome]:
+        return [tier.store(key(number), memoryview(chunk)) for number, chunk in enumerate(chunks)]
+
+    (small_disk / "other").write_bytes(bytes(8 * 1024 * 1024 - 64 * 1024))
+    assert set(store_all()) == {StoreOutcome.REFUSED}
+    (small_disk / "other").write_bytes(bytes(5 * 1024 * 1024))
+    store_all()
+    assert store_all()[-1] in {StoreOutcome.STORED, StoreOutcome.PRESENT}
+    num_kept = sum(tier.probe([key(number) for number in range(100)]))
+    assert 10 < num_kept < 32
+    (small_disk / "other").unlink()
+    store_all()
+    kept = [number for number in range(100) if tier.probe([key(number)])[0]]
+    assert len(kept) > 40, "it took the room that became free"
+    assert all(load(tier, number, 100_000) == chunks[number] for number in kept)
+    tier.check()
+    tier.close()
