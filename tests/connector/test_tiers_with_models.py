@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cargohold import LLM, ConfigError, OffloadConfig, RequestOutput, SamplingParams
+from cargohold import LLM, ConfigError, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
 
@@ -150,3 +150,26 @@ def test_a_small_host_over_a_large_disk(
         assert tokens(outputs) == expected
         num_restored += sum(counts.get("disk", 0) for counts in restored(outputs))
     assert num_restored > 600
+
+
+def test_as_one_of_several_connectors(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    offloads = [offload(disk(tmp_path)), LazyOffloadConfig(host_bytes="1MiB")]
+    with LLM(tiny_model("gemma3"), offload=offloads, **OPTIONS) as first:
+        expected = tokens(ask(first, prompts()))
+    again = ask(make_llm(tiny_model("gemma3"), offload=offloads, **OPTIONS), prompts())
+    assert tokens(again) == expected
+    assert restored(again) == [{"disk": 100}] * 3
+
+
+def test_on_two_workers_each_with_its_shard(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    small = {"num_device_blocks": 40, "max_model_len": 120, "tensor_parallel_size": 2}
+    config = offload(disk(tmp_path), host_bytes="100KiB", restore_timeout_s=60.0)
+    llm = make_llm(tiny_model("llama"), offload=config, **(OPTIONS | small))
+    expected = tokens(ask(llm, prompts()))
+    again = ask(llm, prompts())
+    assert tokens(again) == expected
+    assert all(counts["disk"] > 50 for counts in restored(again))
