@@ -79,7 +79,8 @@ def make_layout(
         block_bytes=block_bytes(kv_cache_config),
         hash_block_tokens=hash_block_tokens,
         world_size=int(vllm_config.parallel_config.world_size),
-        model=_served_model(vllm_config),
+        # vLLM hashes an adapter's name and path: after a restart other weights may be there, and nobody would notice.
+        model=None if getattr(vllm_config, "lora_config", None) is not None else _served_model(vllm_config),
     )
 
 
