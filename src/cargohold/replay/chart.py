@@ -56,8 +56,10 @@ class _Scale:
         self.xs = xs
         self._is_log = xs[-1] > _LOGARITHMIC_FROM * xs[0]
         self._first, self._last = self._place(xs[0]), self._place(xs[-1])
-        self.y_step = _nice_step(max((y for line in series for _, y in line.points), default=0.0))
-        self.y_max = self.y_step * _NUM_Y_TICKS
+        largest = max((y for line in series for _, y in line.points), default=0.0)
+        self.y_step = _nice_step(largest)
+        self.num_steps = max(1, math.ceil(largest / self.y_step - 1e-9))
+        self.y_max = self.y_step * self.num_steps
 
     def x(self, value: float) -> float:
         """Pixels from the left."""
@@ -89,7 +91,7 @@ def line_chart(series: Sequence[Series], axes: Axes) -> str:
 
 def _grid(scale: _Scale, axes: Axes) -> Iterator[str]:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    for tick in range(_NUM_Y_TICKS + 1):
+    for tick in range(scale.num_steps + 1):
         value = tick * scale.y_step
         y = scale.y(value)
         yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
@@ -113,11 +115,15 @@ def _line(line: Series, scale: _Scale, axes: Axes) -> Iterator[str]:
 
 def _labels(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
     """Names at the ends of the lines, pushed apart so that none covers another."""
-    lowest = math.inf
-    for line in sorted(series, key=lambda line: line.points[-1][1]):
-        x, y = line.points[-1]
-        lowest = min(scale.y(y), lowest - _LABEL_GAP)
-        yield f'<text class="name {line.style}" x="{scale.x(x) + 10:.1f}" y="{lowest + 4:.1f}">{escape(line.name)}</text>'
+    lines = sorted(series, key=lambda line: line.points[-1][1])
+    places: list[float] = []
+    for line in lines:
+        places.append(min(scale.y(line.points[-1][1]), (places or [math.inf])[-1] - _LABEL_GAP))
+    highest = -math.inf
+    for line, place in zip(reversed(lines), reversed(places), strict=True):
+        highest = max(place, _TOP, highest + _LABEL_GAP)
+        x = scale.x(line.points[-1][0]) + 10
+        yield f'<text class="name {line.style}" x="{x:.1f}" y="{highest + 4:.1f}">{escape(line.name)}</text>'
 
 
 def _spread(values: Sequence[float]) -> Sequence[float]:

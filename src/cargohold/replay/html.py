@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -42,6 +44,23 @@ th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { te
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What a chart is about.
+
+    Attributes:
+        title: for those who cannot see it.
+        value: of a result; ``None`` if it has none.
+        unit: values are shown in multiples of this.
+        suffix: name of the unit.
+    """
+
+    title: str
+    value: Callable[[ReplayResult], float | None]
+    unit: float
+    suffix: str
+
+
 def write_page(path: Path, report: Report) -> None:
     """Write the page. Raises ``ConfigError`` if the file cannot be written."""
     try:
@@ -65,13 +84,13 @@ def page(report: Report) -> str:
 <h2>Prefix-hit ratio</h2>
 <p>Blocks found with all blocks before them, of all blocks asked for. No policy can be above the optimum, which knows the
 future; {INFINITE} never evicts.</p>
-{_chart(report, _ratio, lambda value: f"{100 * value:.0f}%", "Prefix-hit ratio against size")}
+{_chart(report, Measure("Prefix-hit ratio against size", _ratio, 0.01, "%"))}
 <h2>Written</h2>
 <p>What goes into the tiers, and evicts what was there: of the disk, it is wear.</p>
-{_chart(report, _stored, lambda value: format_amount(report, value), "Volume written against size")}
+{_chart(report, _volume(report, "Volume written against size", _stored))}
 <h2>Loaded</h2>
 <p>What comes back from the tiers instead of being computed.</p>
-{_chart(report, _loaded, lambda value: format_amount(report, value), "Volume loaded against size")}
+{_chart(report, _volume(report, "Volume loaded against size", _loaded))}
 <h2>All numbers</h2>
 <p class="soft">{escape(describe_costs(report))}</p>
 <div class="scroll">{_table(report)}</div>
@@ -100,9 +119,17 @@ def _loaded(result: ReplayResult) -> float | None:
     return sum(tier.loaded for tier in result.tiers) if result.tiers else None
 
 
-def _chart(
-    report: Report, value: Callable[[ReplayResult], float | None], show: Callable[[float], str], title: str
-) -> str:
+def _volume(report: Report, title: str, value: Callable[[ReplayResult], float | None]) -> Measure:
+    """Chunks in the unit in which the largest number has one to four digits."""
+    largest = max((value(result) or 0 for result in report.results), default=0)
+    if report.chunk_bytes is None:
+        return Measure(title, value, 1000.0, "k") if largest >= 10_000 else Measure(title, value, 1.0, "")
+    power = max(0, int(math.log2(max(1, largest * report.chunk_bytes)) // 10))
+    unit = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")[min(power, 5)]
+    return Measure(title, value, 1024.0 ** min(power, 5) / report.chunk_bytes, f" {unit}")
+
+
+def _chart(report: Report, measure: Measure) -> str:
     sizes = report.sizes
     if not sizes:
         return '<p class="soft">Nothing to draw: only an infinite cache was replayed.</p>'
@@ -110,11 +137,21 @@ def _chart(
     own = [policy for policy in report.policies if policy not in (OPTIMUM, INFINITE)]
     for policy in report.policies:
         found = [(float(size[0]), report.find(policy, size)) for size in sizes]
-        points = [(x, y) for x, result in found if result is not None and (y := value(result)) is not None]
+        points = [
+            (x, y / measure.unit)
+            for x, result in found
+            if result is not None and (y := measure.value(result)) is not None
+        ]
         if points:
             series.append(Series(policy, f"p{own.index(policy)}" if policy in own else policy, points))
     below = f", with {describe_size(report, sizes[0][1:])} of disk below" if len(sizes[0]) > 1 else ""
-    return line_chart(series, Axes(title, f"host memory{below}", lambda x: format_amount(report, x), show))
+    axes = Axes(
+        title=measure.title,
+        x_title=f"host memory{below}",
+        show_x=lambda x: format_amount(report, x),
+        show_y=lambda y: f"{y:,.4g}{measure.suffix}",
+    )
+    return line_chart(series, axes)
 
 
 def _table(report: Report) -> str:

@@ -37,7 +37,7 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[LoggedMessage] | None = None
     token_ids: list[int] | None = None
     output_token_ids: list[int] = []
-    hash_ids: msgspec.Raw | None = None
+    hash_ids: msgspec.Raw = msgspec.Raw(b"")
     salt: str | None = None
     timestamp_ms: int | float | None = None
     timestamp: int | float | None = None
@@ -83,7 +83,7 @@ class RequestLogDecoder:
             logged = self._decoder.decode(line.text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TraceError(line.file, line.number, one_line(error)) from error
-        if logged.hash_ids is not None:
+        if bytes(logged.hash_ids):
             return decode_request(line)
         try:
             token_ids = self._token_ids(logged)

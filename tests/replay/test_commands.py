@@ -1,0 +1,204 @@
+"""``cargohold replay`` and ``cargohold plan``, as a user calls them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cargohold.machine import memory_limit_bytes
+from tests.command import Command
+from tests.data.make_trace import TRACE
+
+TRACE_FILE = str(TRACE)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A trace of a few lines."""
+    paths = [[1, 2, 3], [1, 2, 4], [7, 8], [1, 2, 3]]
+    lines = [
+        json.dumps(
+            {"timestamp_ms": 1000 * at, "session_id": f"s{at % 2}", "input_length": 16 * len(path), "hash_ids": path}
+        )
+        for at, path in enumerate(paths)
+    ]
+    file = tmp_path / "small.jsonl"
+    file.write_text("\n".join(lines))
+    return str(file)
+
+
+class TestReplay:
+    def test_tables(self, cargohold: Command) -> None:
+        result = cargohold("replay", TRACE_FILE, "-p", "lru,optimum", "-p", "infinite", "-s", "64,5%")
+        assert result.status == 0, result.err
+        assert "1,400 requests" in result.out and "prefix-hit ratio" in result.out and "what moved" in result.out
+        (row,) = [line.split() for line in result.out.splitlines() if line.strip().startswith("64 ")]
+        assert row[2:] == ["41.57", "62.59", "76.77"]
+
+    def test_json_has_all_of_it(self, cargohold: Command, small: str) -> None:
+        result = cargohold(
+            "replay", small, "-p", "lru", "-s", "2", "--disk", "4", "--bytes-per-token", "1024", "--json",
+            "--prefill-tokens-per-s", "100",
+        )  # fmt: skip
+        facts = json.loads(result.out)
+        assert facts["trace"]["requests"] == 4
+        assert facts["trace"]["block_tokens"] == 16
+        (found,) = facts["results"]
+        assert found["policy"] == "lru" and found["capacity_bytes"] == [2 * 16 * 1024, 4 * 16 * 1024]
+        host, disk = found["tiers"]
+        assert host["loaded_chunks"] + disk["loaded_chunks"] == found["prefix_hits"] > 0
+        assert disk["stored_bytes"] == disk["stored_chunks"] * 16 * 1024
+        assert 0 < found["saved_prefill_s"] < found["hit_tokens"] / 100
+
+    def test_the_model_tells_the_bytes(self, cargohold: Command, small: str, tiny_model: Callable[[str], str]) -> None:
+        result = cargohold("replay", small, "-s", "18KiB", "-p", "lru", "--model", tiny_model("llama"), "--json")
+        facts = json.loads(result.out)
+        assert facts["cost_model"]["bytes_per_token"] == 3 * 2 * 2 * 12 * 4
+        assert facts["results"][0]["capacity_chunks"] == [2]
+
+    def test_processes_find_the_same(self, cargohold: Command) -> None:
+        arguments = ("replay", TRACE_FILE, "-p", "lru,fifo", "-s", "64", "--json")
+        alone, together = (json.loads(cargohold(*arguments, "--jobs", jobs).out) for jobs in ("1", "2"))
+        for facts in (*alone["results"], *together["results"]):
+            del facts["seconds"]
+        assert alone == together
+
+    def test_sessions_window_and_chunks(self, cargohold: Command, small: str) -> None:
+        def requests(*options: str) -> tuple[int, int]:
+            facts = json.loads(cargohold("replay", small, "-p", "infinite", "--json", *options).out)
+            return facts["trace"]["requests"], facts["trace"]["lookups"]
+
+        assert requests() == (4, 11)
+        assert requests("--session", "s1") == (2, 6)
+        assert requests("--from", "1", "--until", "3") == (2, 5)
+        assert requests("--blocks-per-chunk", "2") == (4, 4)
+
+    def test_standard_input(self, cargohold: Command, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = gzip.compress(Path(small).read_bytes())
+        expected = cargohold("replay", small, "-p", "lru", "-s", "2").out
+        monkeypatch.setattr(io, "StringIO", lambda _: io.TextIOWrapper(io.BytesIO(data)))  # what ``cargohold`` pipes in
+        assert cargohold("replay", "-", "-p", "lru", "-s", "2").out == expected
+
+    def test_texts_with_a_tokenizer(self, cargohold: Command, chat_model: str, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        talk = [{"role": "user", "content": "Tell me of ships and bread, and of the railway."}]
+        log.write_text(f"{json.dumps({'messages': talk})}\n{json.dumps({'messages': talk})}\n")
+        arguments = ("replay", str(log), "-p", "infinite", "--block-tokens", "4", "--json")
+        facts = json.loads(cargohold(*arguments, "--tokenizer", chat_model).out)
+        assert facts["results"][0]["prefix_hit_ratio"] == 0.5
+        refused = cargohold(*arguments)
+        assert refused.status == 2 and "tokenizer" in refused.err
+
+    def test_the_page_is_written(self, cargohold: Command, small: str, tmp_path: Path) -> None:
+        page = tmp_path / "page.html"
+        result = cargohold("replay", small, "-s", "2,3", "--html", str(page))
+        assert result.status == 0 and str(page) in result.err
+        assert page.read_text().startswith("<!doctype html>")
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            (["/no/such/file"], "No such file"),
+            (["SMALL", "-p", "mru"], "mru"),
+            (["SMALL", "-s", "0"], "size zero"),
+            (["SMALL", "-s", "12%,0%"], "size zero"),
+            (["SMALL", "-s", "1GiB"], "--bytes-per-token"),
+            (["SMALL", "-s", "100B", "--bytes-per-token", "8"], "at least one chunk"),
+            (["SMALL", "--disk", "no"], "disk"),
+            (["SMALL", "--session", "nobody"], "nothing to replay"),
+            (["SMALL", "--from", "5", "--until", "3"], "window"),
+            (["SMALL", "--blocks-per-chunk", "0"], "blocks_per_chunk"),
+            (["SMALL", "--on-bad-line", "cry"], "stop or skip"),
+            (["SMALL", "--tokenizer", "/no/such/model"], "/no/such/model"),
+            (["SMALL", "--model", "/no/such/model"], "/no/such/model"),
+            (["SMALL", "--bytes-per-token", "0"], "bytes_per_token"),
+            (["SMALL", "--host-bandwidth", "fast"], "host_bandwidth"),
+            (["SMALL", "--prefill-tokens-per-s", "0"], "prefill_tokens_per_s"),
+            (["SMALL", "--html", "/no/such/dir/page.html"], "html"),
+        ],
+    )
+    def test_bad_input_is_told_in_a_line(self, cargohold: Command, small: str, arguments: list[str], told: str) -> None:
+        result = cargohold("replay", *(small if argument == "SMALL" else argument for argument in arguments))
+        assert result.status in (1, 2)
+        assert result.out == "" and told in result.err
+        assert "Traceback" not in result.err
+        assert len([line for line in result.err.splitlines() if line.strip()]) == 1
+
+    def test_broken_lines_stop_or_are_skipped(self, cargohold: Command, small: str) -> None:
+        lines = Path(small).read_text().splitlines()
+        Path(small).write_text("\n".join([*lines[:2], '{"hash_ids": "none"}', *lines[2:]]))
+        stopped = cargohold("replay", small)
+        assert stopped.status == 1 and f"{small}, line 3" in stopped.err
+        skipped = cargohold("replay", small, "--on-bad-line", "skip", "-p", "infinite", "--json")
+        facts = json.loads(skipped.out)
+        assert facts["trace"]["requests"] == 4
+        assert "1 broken line(s)" in facts["remarks"][0] and "line 3" in skipped.err
+
+    def test_an_empty_trace(self, cargohold: Command, tmp_path: Path) -> None:
+        (tmp_path / "empty").touch()
+        result = cargohold("replay", str(tmp_path / "empty"))
+        assert result.status == 1 and "empty" in result.err
+
+    def test_ids_that_form_no_trie_are_warned_of_and_have_no_optimum(self, cargohold: Command, tmp_path: Path) -> None:
+        trace = tmp_path / "trace"
+        trace.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [2]}\n')
+        result = cargohold("replay", str(trace), "-s", "1")
+        assert result.status == 0 and "do not stand for whole prefixes" in result.err
+        assert "optimum" not in result.out
+
+    def test_what_the_engine_counted_is_told(self, cargohold: Command, tmp_path: Path) -> None:
+        trace = tmp_path / "trace"
+        trace.write_text('{"hash_ids": [1], "reused_blocks": 0}\n{"hash_ids": [1, 2], "reused_blocks": 1}\n')
+        assert "reused 1 blocks itself: 33.33%" in cargohold("replay", str(trace), "-s", "9").err
+
+
+class TestPlan:
+    def test_words_and_table(self, cargohold: Command) -> None:
+        result = cargohold(
+            "plan", "--trace", TRACE_FILE, "--bytes-per-token", "1024", "--host-bytes", "8MiB", "--disk-bytes", "64MiB",
+            "--prefill-tokens-per-s", "2000", "--policy", "lru",
+        )  # fmt: skip
+        assert result.status == 0, result.err
+        for words in ("The curve bends at", "8.0 MiB of host memory", "64 MiB of disk", "This machine", "<- bend"):
+            assert words in result.out
+
+    def test_json_and_page(
+        self, cargohold: Command, small: str, tmp_path: Path, tiny_model: Callable[[str], str]
+    ) -> None:
+        page = tmp_path / "page.html"
+        result = cargohold(
+            "plan", "-t", small, "--model", tiny_model("gemma3"), "--host-bytes", "1MiB", "--json", "--html", str(page)
+        )
+        facts = json.loads(result.out)
+        assert facts["bytes_per_token"] == 5 * 2 * 2 * 12 * 4
+        assert facts["memory_limit_bytes"] == memory_limit_bytes()
+        assert facts["curve"][-1]["host_bytes"] <= 1 << 20
+        assert all(sentence.split(":")[0][:20] in page.read_text() for sentence in facts["advice"][:1])
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            ([], "trace"),
+            (["--trace", "SMALL"], "--model"),
+            (["--trace", "SMALL", "--bytes-per-token", "8", "--disk-bytes", "1GiB"], "host memory above"),
+            (["--trace", "SMALL", "--bytes-per-token", "8", "--host-bytes", "1B"], "at least one chunk"),
+            (["--trace", "SMALL", "--bytes-per-token", "8", "--policy", "optimum"], "policy"),
+            (["--trace", "SMALL", "--bytes-per-token", "8", "--disk-dir", "/no/such/dir"], "disk_dir"),
+            (["--trace", "SMALL", "--bytes-per-token", "8", "--model", "smollm2"], "one of the two"),
+        ],
+    )
+    def test_bad_input_is_told_in_a_line(self, cargohold: Command, small: str, arguments: list[str], told: str) -> None:
+        result = cargohold("plan", *(small if argument == "SMALL" else argument for argument in arguments))
+        assert result.status == 2 and told in result.err
+        assert len([line for line in result.err.splitlines() if line.strip()]) == 1
+
+
+def test_output_is_not_needed_to_be_a_terminal(cargohold: Command, small: str) -> None:
+    assert not sys.stdout.isatty()
+    assert "\x1b" not in cargohold("replay", small, "-s", "2").out

@@ -1,0 +1,115 @@
+"""The page stands alone, says what the report says, and survives names that look like markup."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from cargohold.errors import ConfigError
+from cargohold.replay.chart import Axes, Series, line_chart
+from cargohold.replay.costs import CostModel
+from cargohold.replay.html import page, write_page
+from cargohold.replay.loading import load_workload
+from cargohold.replay.replaying import Capacities, replay
+from cargohold.replay.report import Report
+from cargohold.replay.traces import TraceRequest
+
+PATHS = [[1, 2, 3], [1, 2, 4], [7, 8], [1, 2, 3]]
+
+
+def report(*policies: str, sizes: tuple[Capacities, ...] = ((1,), (3,)), costs: CostModel | None = None) -> Report:
+    workload = load_workload(TraceRequest(hash_ids=path, block_tokens=16) for path in PATHS)
+    results = [result for policy in policies for result in replay(workload, policy, sizes)]
+    return Report(("<b>&trace",), workload, costs or CostModel(), tuple(results), ("Mind the <gap>.",))
+
+
+class Reader(HTMLParser):
+    """Text and structure; fails on elements that are not closed in order."""
+
+    VOID = frozenset({"meta", "line", "circle", "polyline"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            assert name not in ("src", "href"), f"{tag} refers to {value}"
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_the_page_needs_nothing_from_outside() -> None:
+    text = page(report("lru", "optimum", "infinite"))
+    reader = read(text)
+    assert not re.search(r"https?://|url\(|@import|<script|<link", text)
+    assert "prefers-color-scheme: dark" in text
+    assert reader.tags.count("svg") == 3
+    assert {"lru", "optimum", "infinite", "Mind the <gap>.", "Replay of <b>&trace"} <= set(reader.text)
+
+
+def test_every_colour_that_is_used_is_defined_for_light_and_dark() -> None:
+    text = page(report("lru", "arc", "fifo", "reuse-index", "optimum", "infinite"))
+    light, dark = text.split("prefers-color-scheme: dark")
+    for name in set(re.findall(r"var\((--[a-z0-9]+)\)", text)) - {"--c"}:
+        assert f"{name}:" in light and f"{name}:" in dark, name
+    drawn = set(re.findall(r'class="line ([a-z0-9]+)"', text))
+    assert drawn == {"p0", "p1", "p2", "p3", "optimum", "infinite"}
+    assert all(f".{name} {{ --c:" in text for name in drawn)
+
+
+def test_the_table_has_the_numbers() -> None:
+    costs = CostModel(bytes_per_token=1 << 16, prefill_tokens_per_s=1.0)
+    cells = "|".join(read(page(report("lru", sizes=((2, 4), (3, 4)), costs=costs))).text)
+    assert "prefill saved" in cells and "loaded, disk" in cells
+    assert "2.0 MiB (33.3%) + 4.0 MiB (66.7%)" in cells
+    assert re.search(r"lru\|3\.0 MiB \(50%\) \+ 4\.0 MiB \(66\.7%\)\|36\.36%", cells)
+
+
+def test_a_page_of_the_infinite_cache_alone() -> None:
+    assert "Nothing to draw" in page(report("infinite"))
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="html"):
+        write_page(tmp_path / "no" / "page.html", report("lru"))
+
+
+def test_names_at_the_ends_of_lines_do_not_cover_each_other_and_stay_inside() -> None:
+    lines = [Series(f"line {at}", f"p{at}", [(1.0, 1.0), (50.0, 9.99)]) for at in range(7)]
+    chart = line_chart(lines, Axes("title", "x", str, str))
+    places = sorted(float(y) for y in re.findall(r'class="name [^>]* y="([0-9.]+)"', chart))
+    assert len(places) == 7 and places[0] > 10
+    assert all(after - before >= 14.9 for before, after in pairwise(places))
+
+
+@pytest.mark.parametrize("points", [[(5.0, 0.0)], [(1.0, 0.0), (2.0, 0.0)], [(1.0, 3.0), (1000.0, 1e9)]])
+def test_charts_of_little(points: list[tuple[float, float]]) -> None:
+    chart = line_chart([Series("one", "p0", points)], Axes("title", "x", str, "{:g}".format))
+    assert "nan" not in chart and "inf" not in chart
+    read(chart)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cargohold.blocks import extend_hashes, root_hash
+from cargohold.errors import ConfigError, RequestError, TraceError
+from cargohold.replay.lines import Line
+from cargohold.replay.request_logs import RequestLogDecoder
+from cargohold.replay.traces import TraceRequest
+
+
+class Letters:
+    """A token per letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        if not messages:
+            raise RequestError("a conversation is a list of messages, at least one")
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+
+
+def decode(request: Any, tokenizer: Letters | None = None) -> TraceRequest:
+    return RequestLogDecoder(4, tokenizer)(Line("log", 3, json.dumps(request).encode()))
+
+
+def test_blocks_are_hashed_as_the_engine_does_it() -> None:
+    tokens = list(range(11))
+    hashes: list[bytes] = []
+    extend_hashes(hashes, tokens, 4, root_hash(salt="mine"))
+    request = decode({"token_ids": tokens, "salt": "mine", "session_id": "a", "timestamp_ms": 7})
+    assert request.hash_ids == [int.from_bytes(block_hash[:8], "little") for block_hash in hashes]
+    assert (request.input_length, request.block_tokens, request.session_id, request.arrival_ms) == (11, 4, "a", 7)
+    assert decode({"token_ids": tokens}).hash_ids != request.hash_ids
+
+
+def test_answers_complete_blocks() -> None:
+    first = decode({"token_ids": [1, 2, 3, 4, 5, 6], "output_token_ids": [7, 8, 9]})
+    second = decode({"token_ids": [1, 2, 3, 4, 5, 6, 7, 8, 0]})
+    assert len(first.hash_ids) == len(first.output_hash_ids) == 1
+    assert first.hash_ids + first.output_hash_ids == second.hash_ids
+
+
+def test_texts_and_chats_are_tokenised() -> None:
+    letters = Letters()
+    tokens = letters.encode("<user>Good morning")
+    assert decode({"prompt": "<user>Good morning"}, letters).hash_ids == decode({"token_ids": tokens}).hash_ids
+    chat = decode({"messages": [{"role": "user", "content": "Good morning"}]}, letters)
+    assert chat.hash_ids == decode({"token_ids": tokens}).hash_ids
+
+
+def test_texts_need_a_tokenizer() -> None:
+    with pytest.raises(ConfigError, match="tokenizer"):
+        decode({"prompt": "Good morning"})
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {},
+        {"prompt": "a", "token_ids": [1]},
+        {"prompt": 3},
+        {"messages": [{"role": "user"}]},
+        {"messages": []},
+        {"token_ids": [-1, 2, 3, 4]},
+        {"token_ids": [1 << 33, 2, 3, 4]},
+        {"token_ids": "abc"},
+        ["a"],
+    ],
+)
+def test_what_is_no_request_is_named(request_: Any) -> None:
+    with pytest.raises(TraceError, match="log, line 3"):
+        decode(request_, Letters())
+
+
+def test_block_traces_are_left_as_they_are() -> None:
+    assert decode({"hash_ids": [1, 2], "session_id": 4}) == TraceRequest(hash_ids=[1, 2], session_id=4)
+    assert decode({"session_id": "token_ids", "hash_ids": [5]}) == TraceRequest(hash_ids=[5], session_id="token_ids")
