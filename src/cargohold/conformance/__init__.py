@@ -4,5 +4,6 @@ They need pytest. ``docs/conformance.md`` shows how, with a connector that passe
 """
 
 from cargohold.conformance.connector import ConnectorConformance
+from cargohold.conformance.policy import PolicyConformance
 
-__all__ = ["ConnectorConformance"]
+__all__ = ["ConnectorConformance", "PolicyConformance"]

@@ -1,0 +1,237 @@
+"""What any replacement policy must do, as a suite of tests to inherit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from random import Random
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from cargohold.blocks import READY
+from cargohold.conformance.chunks import Tree
+from cargohold.offload.manager import CannotStore, LoadHandle, OffloadKey, StoreHandle, TierManager
+from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
+
+NUM_OPERATIONS = 250
+
+
+class PolicyConformance(ABC):
+    """Drives a policy through a tier's manager, with every invariant checked after every move.
+
+    Attributes:
+        num_seeds: streams of operations per test.
+        keeps_prefixes_whole: whether no chunk stays when one before it in its prefix is evicted.
+    """
+
+    num_seeds: ClassVar[int] = 6
+    keeps_prefixes_whole: ClassVar[bool] = True
+
+    @abstractmethod
+    def policy(self, capacity: int) -> ReplacementPolicy:
+        """A new policy for a tier of ``capacity`` slots."""
+
+    # --- any traffic --------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("capacity", [1, 2, 5, 30])
+    def test_any_traffic_keeps_every_rule(self, capacity: int) -> None:
+        """What is given up is in use, wanted, idle and named once; the policy knows exactly the slots in use."""
+        for seed in range(self.num_seeds):
+            traffic = _Traffic(StrictPolicy(self.policy(capacity)), capacity, seed)
+            for _ in range(NUM_OPERATIONS):
+                traffic.move()
+                traffic.manager.check()
+            traffic.settle()
+            traffic.manager.check()
+
+    def test_the_same_traffic_has_the_same_victims(self) -> None:
+        """Decisions depend on nothing but history: two ranks decide alike."""
+        left, right = (_Traffic(self.policy(12), 12, seed=3) for _ in range(2))
+        for _ in range(NUM_OPERATIONS):
+            left.move()
+            right.move()
+            assert left.manager.take_events() == right.manager.take_events()
+
+    def test_no_prefix_has_holes(self) -> None:
+        """What lies behind a hole could never be used."""
+        if not self.keeps_prefixes_whole:
+            pytest.skip("this policy makes no such promise")
+        for seed in range(self.num_seeds):
+            traffic = _Traffic(self.policy(15), 15, seed, all_goes_well=True)
+            for _ in range(NUM_OPERATIONS):
+                traffic.move()
+                states = dict(zip(traffic.tree.keys, traffic.manager.lookup(traffic.tree.keys), strict=True))
+                for key, parent in traffic.tree.parents.items():
+                    assert states[key] != READY or states[parent] == READY, (
+                        "a chunk is there, and the one before is not"
+                    )
+
+    # --- one thing at a time ------------------------------------------------------------------------------------------
+
+    def test_what_fits_stays(self) -> None:
+        """A policy may not empty a tier that has room."""
+        tree = Tree(Random(1))  # noqa: S311  # repeatable, on purpose
+        manager = TierManager(len(tree.keys), self.policy(len(tree.keys)))
+        for path in tree.paths:
+            _store(manager, path)
+        assert manager.lookup(tree.keys) == bytes([READY]) * len(tree.keys)
+
+    def test_idle_chunks_make_room_or_are_worth_more(self) -> None:
+        """Where nothing is busy, an offer finds a slot or is refused for good; it is never told to come again."""
+        for seed in range(self.num_seeds):
+            traffic = _Traffic(StrictPolicy(self.policy(6)), 6, seed)
+            for _ in range(NUM_OPERATIONS // 4):
+                traffic.settle()
+                handle = traffic.manager.prepare_store(traffic.tree.any_path(traffic.random))
+                assert not isinstance(handle, CannotStore), "nothing is in use, and yet the tier is busy"
+                assert not handle.deferred, "nothing is in use, and yet chunks are deferred"
+                handle.commit()
+
+    def test_clearing_forgets_all_slots(self) -> None:
+        """After a reset the tier can be filled anew."""
+        traffic = _Traffic(self.policy(10), 10, seed=1)
+        for _ in range(3):
+            for _ in range(60):
+                traffic.move()
+            traffic.settle()
+            assert traffic.manager.reset()
+            traffic.manager.check()
+            assert traffic.manager.num_ready == 0
+
+    def test_it_has_a_name(self) -> None:
+        """Users choose policies by name."""
+        assert self.policy(4).name
+
+
+class StrictPolicy(ReplacementPolicy):
+    """Holds another policy to the rules of its port.
+
+    Args:
+        inner: the policy.
+    """
+
+    name: ClassVar[str] = "strict"
+
+    def __init__(self, inner: ReplacementPolicy) -> None:
+        self._inner = inner
+        self._known: set[int] = set()
+
+    def touch(self, slots: Slots, *, is_whole: bool) -> None:
+        """Pass on."""
+        before = slots.copy()
+        self._inner.touch(slots, is_whole=is_whole)
+        assert (slots == before).all(), "touch changed its argument"
+
+    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
+        """Pass on, and look at what is given up."""
+        before = busy.copy()
+        room = self._inner.make_room(offer, num_slots, busy)
+        assert (busy == before).all(), "make_room left busy counts changed"
+        victims = room.victims.tolist()
+        assert len(victims) <= num_slots, f"{len(victims)} chunks given up for {num_slots} slots"
+        assert len(set(victims)) == len(victims), "a chunk is given up twice"
+        assert self._known.issuperset(victims), "a slot is given up that holds nothing"
+        assert not before[room.victims].any(), "a chunk is given up that is in use"
+        if len(victims) < num_slots and not room.refused:
+            rest = sorted(self._known.difference(victims))
+            # Idle ones may have to stay as well: those before a chunk in use.
+            assert not rest or before[rest].any(), "nothing is in use, and yet the answer is to ask again"
+        if offer.parent != NO_SLOT:
+            prefix = set(offer.ancestors().tolist())
+            assert prefix.isdisjoint(victims), "a chunk is given up for what comes behind it"
+        self._known -= set(victims)
+        return room
+
+    def add(self, offer: Offer, slots: Slots) -> None:
+        """Pass on."""
+        self._known |= set(slots.tolist())
+        self._inner.add(offer, slots)
+
+    def drop(self, slots: Slots) -> None:
+        """Pass on."""
+        self._known -= set(slots.tolist())
+        self._inner.drop(slots)
+
+    def clear(self) -> None:
+        """Pass on."""
+        self._known.clear()
+        self._inner.clear()
+
+    def check(self, slots: Slots) -> None:
+        """Compare with what was added and not given up."""
+        assert self._known == set(np.asarray(slots).tolist()), "the policy and the tier disagree on what is in use"
+        self._inner.check(slots)
+
+
+class _Traffic:
+    """A stream of operations on a manager, from a seed.
+
+    Args:
+        policy: decides what stays.
+        capacity: slots of the tier.
+        seed: what the stream is drawn from.
+        all_goes_well: whether no store fails and no chunk turns out to be bad, for then prefixes get holes from outside.
+    """
+
+    def __init__(self, policy: ReplacementPolicy, capacity: int, seed: int, *, all_goes_well: bool = False) -> None:
+        self.random = Random(seed)  # noqa: S311  # repeatable, on purpose
+        self.tree = Tree(Random(seed))  # noqa: S311  # repeatable, on purpose
+        self.manager = TierManager(capacity, policy, record_events=True)
+        self._all_goes_well = all_goes_well
+        self._stores: list[StoreHandle] = []
+        self._loads: list[LoadHandle] = []
+
+    def move(self) -> None:
+        """One operation."""
+        match self.random.randrange(6):
+            case 0 | 1:
+                self._store()
+            case 2:
+                self.manager.touch(self.tree.any_path(self.random))
+            case 3:
+                self._load()
+            case 4 if self._stores:
+                self._end_store(self._stores.pop(self.random.randrange(len(self._stores))))
+            case 5 if self._loads:
+                self._end_load(self._loads.pop(self.random.randrange(len(self._loads))))
+            case _:
+                pass
+
+    def settle(self) -> None:
+        """End all that is in flight."""
+        while self._stores:
+            self._end_store(self._stores.pop())
+        while self._loads:
+            self._end_load(self._loads.pop())
+
+    def _store(self) -> None:
+        path = self.tree.any_path(self.random)
+        first = 0 if self._all_goes_well else self.random.choice((0, 0, self.random.randrange(len(path))))
+        handle = self.manager.prepare_store(path[first:], path[first - 1] if first else None)
+        if not isinstance(handle, CannotStore):
+            self._stores.append(handle)
+            if self._all_goes_well:
+                self._end_store(self._stores.pop())
+
+    def _load(self) -> None:
+        path = self.tree.any_path(self.random)
+        there = self.manager.lookup_run(path)
+        if there:
+            self._loads.append(self.manager.prepare_load(path[: len(there)]))
+
+    def _end_store(self, handle: StoreHandle) -> None:
+        if self._all_goes_well or self.random.random() < 0.8:
+            handle.commit()
+        else:
+            handle.forfeit()
+
+    def _end_load(self, handle: LoadHandle) -> None:
+        is_bad = not self._all_goes_well and self.random.random() < 0.1
+        handle.release([handle.keys[-1]] if is_bad else [])
+
+
+def _store(manager: TierManager, path: list[OffloadKey]) -> None:
+    handle = manager.prepare_store(path)
+    assert not isinstance(handle, CannotStore)
+    handle.commit()

@@ -1,0 +1,96 @@
+"""Our own policies pass the suite that others inherit; broken ones do not."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from cargohold.conformance import PolicyConformance
+from cargohold.offload.policy import make_policy
+from cargohold.offload.policy.arc import ARCPolicy
+from cargohold.offload.policy.base import BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.policy.fifo import FIFOPolicy
+from cargohold.offload.policy.lru import LRUPolicy
+from cargohold.offload.policy.reuse_index import ReuseIndexPolicy
+
+
+class TestLRU(PolicyConformance):
+    def policy(self, capacity: int) -> ReplacementPolicy:
+        return LRUPolicy(capacity)
+
+
+class TestARC(PolicyConformance):
+    keeps_prefixes_whole: ClassVar[bool] = False
+
+    def policy(self, capacity: int) -> ReplacementPolicy:
+        return ARCPolicy(capacity)
+
+
+class TestReuseIndex(PolicyConformance):
+    def policy(self, capacity: int) -> ReplacementPolicy:
+        return ReuseIndexPolicy(capacity)
+
+
+class TestFIFO(PolicyConformance):
+    keeps_prefixes_whole: ClassVar[bool] = False
+
+    def policy(self, capacity: int) -> ReplacementPolicy:
+        return make_policy("fifo", capacity)
+
+
+class Ruthless(LRUPolicy):
+    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
+        return super().make_room(offer, num_slots, np.zeros_like(busy))
+
+
+class Greedy(LRUPolicy):
+    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
+        return super().make_room(offer, num_slots + 1, busy)
+
+
+class Unforgetting(LRUPolicy):
+    def drop(self, slots: Slots) -> None:
+        del slots
+
+
+class Moody(FIFOPolicy):
+    moods: ClassVar[list[bool]] = []
+
+    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
+        self.moods.append(True)
+        return super().make_room(offer, 1 if len(self.moods) % 2 else num_slots, busy)
+
+
+class Stubborn(LRUPolicy):
+    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
+        return Room(super().make_room(offer, num_slots, busy).victims[:0], refused=False)
+
+
+class MostRecent(LRUPolicy):
+    def touch(self, slots: Slots, *, is_whole: bool) -> None:
+        super().touch(slots[::-1], is_whole=is_whole)
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (Ruthless, "test_any_traffic_keeps_every_rule"),
+        (Greedy, "test_any_traffic_keeps_every_rule"),
+        (Unforgetting, "test_any_traffic_keeps_every_rule"),
+        (Moody, "test_the_same_traffic_has_the_same_victims"),
+        (Stubborn, "test_idle_chunks_make_room_or_are_worth_more"),
+        (MostRecent, "test_no_prefix_has_holes"),
+    ],
+)
+def test_broken_policies_fail(broken: type[ReplacementPolicy], test: str) -> None:
+    class Suite(PolicyConformance):
+        __test__ = False
+
+        def policy(self, capacity: int) -> ReplacementPolicy:
+            return broken(capacity)
+
+    arguments = (15,) if "any_traffic" in test else ()
+    with pytest.raises(AssertionError):
+        getattr(Suite(), test)(*arguments)
