@@ -128,11 +128,10 @@ class Engine:
 
     def settle(self) -> None:
         """Step until nothing is in flight any more: in one process, vLLM stops when the last answer is there."""
-        core = self.llm.llm_engine.engine_core.engine_core
         for _ in range(10_000):
-            if not core.scheduler.has_requests():
+            if not self.scheduler.has_requests():
                 return
-            core.step()
+            self.llm.llm_engine.step()
         raise AssertionError("vLLM does not come to rest")
 
     def check_settled(self) -> None:
@@ -162,9 +161,8 @@ class Engine:
 
 
 def _sampling(max_tokens: int, kv_transfer_params: Mapping[str, Any]) -> Any:
-    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415  # after the environment has been set
-
     from vllm import SamplingParams  # noqa: PLC0415  # after the environment has been set
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415  # after the environment has been set
 
     return SamplingParams(
         max_tokens=max_tokens,
