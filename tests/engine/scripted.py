@@ -1,0 +1,150 @@
+"""A connector that does what a test says: it locks, loads, keeps blocks and hesitates on command."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from cargohold.protocol import (
+    BlockIds,
+    ClassFactory,
+    ConnectorMetadata,
+    EmptyMetadata,
+    FinishedTransfers,
+    KVConnectorSchedulerOutput,
+    NullConnectorScheduler,
+    NullConnectorWorker,
+    RequestView,
+    SchedulerContext,
+    StepView,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens ``[start, end)`` of a request that belong into its blocks."""
+
+    request_id: str
+    blocks: tuple[tuple[int, ...], ...]
+    start: int
+    end: int
+
+
+class Script:
+    """What the connector is to do, and what it has been told.
+
+    Args:
+        fill: puts the right KV into the blocks of a load.
+    """
+
+    def __init__(self, fill: Callable[[Load], None] = lambda _: None) -> None:
+        self.fill = fill
+        self.context: SchedulerContext | None = None
+        self.locks: list[int] = []
+        self.unlocks: list[int] = []
+        self.hesitates = False
+        self.offers: dict[str, tuple[int, bool]] = {}  # tokens from the start of the prompt; whether asynchronously
+        self.keeps: set[str] = set()
+        self.in_step: list[Load] = []
+        self.loading: dict[str, Load] = {}
+        self.sending: set[str] = set()
+        self.ended = FinishedTransfers()
+
+    def end_load(self, request_id: str, *, failed: bool) -> None:
+        """Let an asynchronous load end in the next step."""
+        load = self.loading.pop(request_id)
+        if not failed:
+            self.fill(load)
+        self.ended = FinishedTransfers(
+            finished_sending=self.ended.finished_sending,
+            finished_recving=self.ended.finished_recving | {request_id},
+            failed_recving=self.ended.failed_recving | ({request_id} if failed else set()),
+        )
+
+    def end_send(self, request_id: str) -> None:
+        """Let go of an ended request's blocks in the next step."""
+        self.sending.remove(request_id)
+        self.ended = FinishedTransfers(
+            finished_sending=self.ended.finished_sending | {request_id},
+            finished_recving=self.ended.finished_recving,
+            failed_recving=self.ended.failed_recving,
+        )
+
+
+class ScriptedScheduler(NullConnectorScheduler):
+    """Scheduler side."""
+
+    name = "scripted"
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        self._script.context = context
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._script.hesitates:
+            return None, False
+        offered, is_async = self._script.offers.get(request.request_id, (0, False))
+        return max(0, offered - num_computed_tokens), is_async
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        if num_external_tokens == 0:
+            return
+        offered, is_async = self._script.offers[request.request_id]
+        tables = tuple(tuple(table) for table in blocks)
+        load = Load(request.request_id, tables, offered - num_external_tokens, offered)
+        if is_async:
+            self._script.loading[request.request_id] = load
+        else:
+            self._script.in_step.append(load)
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        return EmptyMetadata()
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
+        report = KVConnectorSchedulerOutput(tuple(self._script.locks), tuple(self._script.unlocks))
+        self._script.locks.clear()
+        self._script.unlocks.clear()
+        return report
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
+        if request.request_id in self._script.keeps:
+            self._script.sending.add(request.request_id)
+            return True, None
+        return False, None
+
+    def has_pending_work(self) -> bool:
+        script = self._script
+        return script.hesitates or bool(script.loading or script.sending or script.locks)
+
+
+class ScriptedWorker(NullConnectorWorker):
+    """Worker side."""
+
+    name = "scripted"
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def start_load_kv(self) -> None:
+        for load in self._script.in_step:
+            self._script.fill(load)
+        self._script.in_step.clear()
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        ended, self._script.ended = self._script.ended, FinishedTransfers()
+        return ended
+
+
+def scripted_connector(script: Script) -> ClassFactory:
+    """The connector of a script."""
+    return ClassFactory(lambda _: ScriptedScheduler(script), lambda _: ScriptedWorker(script))
+
+
+def counted(*block_ids: int) -> Counter[int]:
+    """References on blocks."""
+    return Counter(block_ids)
