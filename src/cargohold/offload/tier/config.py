@@ -60,7 +60,7 @@ class DiskTierConfig:
     max_daily_bytes: int | str | None = None
     direct_io: bool = True
     encryption_key: str | None = None
-    num_threads: int = 4
+    num_threads: int = 8
 
     def __post_init__(self) -> None:
         if not self.directory:

@@ -34,6 +34,7 @@ class LiveJob:
         submitted: when.
         answers: per chunk, once there is one.
         num_taken: chunks that pieces were made of.
+        num_answered: chunks that have an answer.
         num_copying: pieces that copy from or to the buffers right now.
         end: how it ended, or will when nobody copies any more.
     """
@@ -42,6 +43,7 @@ class LiveJob:
     submitted: float
     answers: list[Answer | None]
     num_taken: int = 0
+    num_answered: int = 0
     num_copying: int = 0
     end: tuple[JobStatus, str] | None = None
 
@@ -133,7 +135,8 @@ class JobLedger:
         if live.end:
             return False
         live.answers[piece.first : piece.first + piece.count] = answers
-        if None in live.answers:
+        live.num_answered += piece.count
+        if live.num_answered < len(live.answers):
             return False
         self.end(live, JobStatus.DONE)
         return True
