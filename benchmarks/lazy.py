@@ -12,7 +12,10 @@ from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
 MODEL = "smollm2"
 BLOCK_TOKENS = 16
 ANSWER_TOKENS = 16
-CONNECTORS = {"eager": OffloadConfig(host_bytes="2GiB"), "lazy": LazyOffloadConfig(host_bytes="2GiB")}
+CONNECTORS: dict[str, OffloadConfig | LazyOffloadConfig] = {
+    "eager": OffloadConfig(host_bytes="2GiB"),
+    "lazy": LazyOffloadConfig(host_bytes="2GiB"),
+}
 
 
 def run(*, quick: bool) -> dict[str, Any]:
