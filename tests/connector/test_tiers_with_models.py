@@ -155,7 +155,7 @@ def test_a_small_host_over_a_large_disk(
 def test_as_one_of_several_connectors(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
-    offloads = [offload(disk(tmp_path)), LazyOffloadConfig(host_bytes="1MiB")]
+    offloads: list[Any] = [offload(disk(tmp_path)), LazyOffloadConfig(host_bytes="1MiB")]
     with LLM(tiny_model("gemma3"), offload=offloads, **OPTIONS) as first:
         expected = tokens(ask(first, prompts()))
     again = ask(make_llm(tiny_model("gemma3"), offload=offloads, **OPTIONS), prompts())

@@ -83,7 +83,7 @@ class World:
             for command in self.step():
                 if command.kind is JobKind.PROBE:
                     self.end(command, [command.tier == tier] * len(command.keys))
-            self.lower.probe([key for key in keys if self.lower.lookup(key) == UNKNOWN])
+            self.lower.probe([key for key in keys if self.lower.lookup([key])[0] == UNKNOWN])
 
 
 KEYS = [key_of(0, at) for at in range(NUM_CHUNKS)]
@@ -91,18 +91,18 @@ KEYS = [key_of(0, at) for at in range(NUM_CHUNKS)]
 
 def test_look_up_says_what_is_known() -> None:
     world = World(num_tiers=2)
-    assert world.lower.lookup(KEYS[0]) == UNKNOWN
+    assert world.lower.lookup([KEYS[0]])[0] == UNKNOWN
     world.lower.probe(KEYS[:2])
-    assert world.lower.lookup(KEYS[0]) == NOT_YET
+    assert world.lower.lookup([KEYS[0]])[0] == NOT_YET
     (probe,) = world.step()
     assert (probe.kind, probe.tier, probe.keys) == (JobKind.PROBE, 0, tuple(KEYS[:2]))
     world.end(probe, [True, False])
-    assert [world.lower.lookup(key) for key in KEYS[:2]] == [READY, UNKNOWN], "the next tier was not asked yet"
+    assert list(world.lower.lookup(KEYS[:2])) == [READY, UNKNOWN], "the next tier was not asked yet"
     world.lower.probe(KEYS[:2])
     (probe,) = world.step()
     assert (probe.tier, probe.keys) == (1, (KEYS[1],))
     world.end(probe, [False])
-    assert [world.lower.lookup(key) for key in KEYS[:2]] == [READY, ABSENT]
+    assert list(world.lower.lookup(KEYS[:2])) == [READY, ABSENT]
 
 
 def test_a_probe_is_not_repeated_while_it_runs() -> None:
@@ -119,7 +119,7 @@ def test_a_promotion_is_not_ready_before_all_workers_are_done() -> None:
     promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
     assert isinstance(promotion, Promotion)
     (load,) = world.step()
-    assert [world.lower.lookup(key) for key in KEYS[:4]] == [NOT_YET] * 4
+    assert list(world.lower.lookup(KEYS[:4])) == [NOT_YET] * 4
     world.lower.note_answers(load.job_id, bytes([1, 1, 0, 1]), 2)
     world.lower.note_answers(load.job_id, bytes([1, 1, 1, 1]), 1)
     assert world.manager.num_ready == 0
@@ -138,7 +138,7 @@ def test_answers_of_too_few_workers_count_for_nothing() -> None:
     (probe,) = world.step()
     world.lower.note_answers(probe.job_id, bytes([1, 1]), 1)
     world.lower.end(probe.job_id, TransferOutcome.DONE)
-    assert world.lower.lookup(KEYS[0]) == ABSENT
+    assert world.lower.lookup([KEYS[0]])[0] == ABSENT
 
 
 def test_when_no_slot_can_be_had_nothing_is_held() -> None:
@@ -180,7 +180,7 @@ def test_a_released_promotion_is_cancelled_and_others_can_have_the_slots() -> No
     assert world.manager.num_writing == 4, "until the workers have let go of them"
     world.end(load, [False] * 4, TransferOutcome.ABANDONED)
     assert (world.manager.num_writing, world.manager.num_free) == (0, 4)
-    assert [world.lower.lookup(key) for key in KEYS[:4]] == [READY] * 4, "the tier still has them"
+    assert list(world.lower.lookup(KEYS[:4])) == [READY] * 4, "the tier still has them"
     assert world.lower.tiers[0].stats["failures"] == 0, "and is not to blame"
 
 
@@ -213,11 +213,11 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
         world.lower.probe([KEYS[at]])
         (probe,) = world.step()
         world.end(probe, [False], TransferOutcome.FAILED)
-    assert world.lower.lookup(KEYS[5]) == ABSENT, "at once, without asking"
+    assert world.lower.lookup([KEYS[5]])[0] == ABSENT, "at once, without asking"
     world.keep(KEYS[5:7])
     assert world.step() == []
     world.clock.advance(11)
-    assert world.lower.lookup(KEYS[8]) == UNKNOWN
+    assert world.lower.lookup([KEYS[8]])[0] == UNKNOWN
     (trial,) = world.step()
     assert trial.kind is JobKind.STORE, "one job finds out"
     world.end(trial, [True] * len(trial.keys))
@@ -252,7 +252,7 @@ def test_chunks_are_written_in_prefix_order_with_their_parents() -> None:
             assert len(command.slots) == len(command.keys)
             world.end(command, [True] * len(command.keys))
     assert written == [(None, tuple(KEYS[:2])), (KEYS[1], tuple(KEYS[2:4])), (KEYS[3], (KEYS[4],))]
-    assert [world.lower.lookup(key) for key in KEYS[:5]] == [READY] * 5
+    assert list(world.lower.lookup(KEYS[:5])) == [READY] * 5
 
 
 def test_what_the_tier_has_is_not_written_again() -> None:
@@ -280,11 +280,21 @@ def test_after_a_reset_chunks_have_other_names() -> None:
     assert not world.manager.reset(), "not while something is being written"
     world.end(store, [True, True])
     assert world.manager.reset()
-    assert world.lower.lookup(KEYS[0]) == UNKNOWN
+    assert world.lower.lookup([KEYS[0]])[0] == UNKNOWN
     world.lower.probe(KEYS[:2])
     (probe,) = world.step()
     assert not set(probe.keys) & set(store.keys)
     assert [len(key) for key in probe.keys] == [36, 36] and all(key[-4:] == bytes(4) for key in probe.keys)
+
+
+def test_a_reset_does_not_wait_for_answers_and_ignores_them() -> None:
+    world = World()
+    world.lower.probe(KEYS[:2])
+    (probe,) = world.step()
+    assert world.manager.reset()
+    assert world.lower.take_cancelled() == (probe.job_id,)
+    world.end(probe, [True, True])
+    assert list(world.lower.lookup(KEYS[:2])) == [UNKNOWN, UNKNOWN]
 
 
 def test_the_engine_steps_on_for_a_while_to_have_things_written() -> None:
@@ -363,8 +373,8 @@ class Traffic:
     def promote(self) -> None:
         keys, lower = self.chain(), self.world.lower
         kept = [key for key in keys if self.is_ready(key)]
-        known = [key for key in keys if key not in kept and lower.lookup(key) == READY]
-        promotion = lower.promote([Chain(lower.tier_of(key), [key], None) for key in known], kept)
+        known = [key for key in keys if key not in kept and lower.lookup([key])[0] == READY]
+        promotion = lower.promote([Chain(lower.tiers_of([key])[0], [key], None) for key in known], kept)
         if isinstance(promotion, Promotion):
             self.promotions.append(promotion)
 
@@ -454,7 +464,7 @@ def test_a_tier_is_asked_for_what_another_could_not_give() -> None:
     (load,) = world.step()
     world.end(load, [False])
     assert isinstance(promotion, Promotion) and not promotion.sources
-    assert world.lower.lookup(KEYS[0]) == UNKNOWN
+    assert world.lower.lookup([KEYS[0]])[0] == UNKNOWN
     world.lower.probe(KEYS[:1])
     (probe,) = world.step()
     assert probe.tier == 1

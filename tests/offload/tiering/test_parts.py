@@ -63,8 +63,7 @@ class TestPresence:
         clock = VirtualClock()
         presence = Presence(9, 10.0, clock)
         assert presence.get(KEYS[0]) is None
-        presence.note(KEYS[0], is_there=True)
-        presence.note(KEYS[1], is_there=False)
+        presence.note(KEYS[:2], [True, False])
         clock.advance(10)
         assert (presence.get(KEYS[0]), presence.get(KEYS[1])) == (True, False)
         clock.advance(0.1)
@@ -72,8 +71,7 @@ class TestPresence:
 
     def test_so_many_are_remembered_and_no_more(self) -> None:
         presence = Presence(3, 10.0, VirtualClock())
-        for key in KEYS[:5]:
-            presence.note(key, is_there=True)
+        presence.note(KEYS[:5], [True] * 5)
         assert len(presence) == 3
         assert [presence.get(key) for key in KEYS[:5]] == [None, None, True, True, True]
 

@@ -83,8 +83,7 @@ class Recalls:
             recall.probes = self._lower.probe(list(dict.fromkeys(unknown)))
             self._look_again_later(recall)
             return
-        num_tokens = self._worth_while(state, num_computed_tokens, hit.num_tokens)
-        chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_tokens)
+        num_tokens, chains = self._worth_while(state, num_computed_tokens, hit.num_tokens)
         if not chains:
             recall.end()
             return
@@ -118,8 +117,10 @@ class Recalls:
         ]
         return longest_hit(groups, state.request.num_tokens, num_computed_tokens, limit_tokens)
 
-    def _worth_while(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int:
-        """How many leading tokens to restore with the help of lower tiers: all of the hit, a part, or the computed ones."""
+    def _worth_while(
+        self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int
+    ) -> tuple[int, Sequence[Chain]]:
+        """How many leading tokens to restore with the help of lower tiers, and what to bring up for that, if anything."""
         chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
         load_s = self._lower.estimate_s(_count(chains))
         limit_s = PATIENCE * self._lower.config.restore_timeout_s
@@ -130,15 +131,15 @@ class Recalls:
             chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
             load_s = self._lower.estimate_s(_count(chains))
         if self._pace is None or load_s is None or not chains:
-            return num_hit_tokens
+            return num_hit_tokens, chains
         compute_s = self._pace.predict(num_hit_tokens - self._host_hit(state, num_computed_tokens, num_hit_tokens))
         if compute_s is None or load_s <= compute_s:
-            return num_hit_tokens
+            return num_hit_tokens, chains
         tiers = " and ".join(self._lower.tiers[at].name for at in sorted(_count(chains)))
         state.notes.append(
             f"computing was expected to be faster than loading from {tiers}: {compute_s:.3f} s against {load_s:.3f} s"
         )
-        return num_computed_tokens
+        return num_computed_tokens, ()
 
     def restored_from(
         self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, host_name: str

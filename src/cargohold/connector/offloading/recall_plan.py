@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 
 from cargohold.blocks import ABSENT
 from cargohold.connector.offloading.requests import RequestState
@@ -63,16 +64,12 @@ def _needed(state: RequestState, keys: ChunkKeys, num_computed_tokens: int, num_
 
 
 def _chains(keys: ChunkKeys, needed: slice, host: OffloadManager, lower: LowerTiers) -> Iterator[Chain]:
-    chain: list[OffloadKey] = []
-    tier = -1
-    parent = keys.keys[needed.start - 1] if needed.start else None
-    for key, state in zip(keys.keys[needed], host.lookup(keys.keys[needed]), strict=True):
-        source = lower.tier_of(key) if state == ABSENT else -1
-        if source != tier:
-            if chain and tier >= 0:
-                yield Chain(tier, chain, parent)
-            parent = chain[-1] if chain else parent
-            chain, tier = [], source
-        chain.append(key)
-    if chain and tier >= 0:
-        yield Chain(tier, chain, parent)
+    own = keys.keys[needed]
+    absent = [at for at, state in enumerate(host.lookup(own)) if state == ABSENT]
+    tiers = lower.tiers_of(own[at] for at in absent)
+    # Neighbours in the same tier: their places count up as fast as their ranks.
+    places = zip(absent, tiers, strict=True)
+    for (tier, _), group in groupby(enumerate(places), lambda item: (item[1][1], item[1][0] - item[0])):
+        run = [place for _, (place, _) in group]
+        before = needed.start + run[0] - 1
+        yield Chain(tier, own[run[0] : run[-1] + 1], keys.keys[before] if before >= 0 else None)

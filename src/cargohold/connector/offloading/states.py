@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cargohold.blocks import ABSENT, NOT_YET, READY
+from cargohold.blocks import ABSENT, NOT_YET
 from cargohold.offload.keys import ChunkKeys
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tiering import UNKNOWN, LowerTiers
@@ -47,21 +47,33 @@ class DeepStates:
     def run(self, first: int, end: int) -> bytes:
         """Up to the first absent one."""
         keys = self._keys[first:end]
-        num_ready = len(self._host.lookup_run(keys))
-        return bytes([READY]) * num_ready + self._states(keys[num_ready:], ends_at_absent=True)
+        states = bytearray(self._host.lookup_run(keys))
+        while len(states) < len(keys):
+            rest = keys[len(states) :]
+            num_absent = _num_leading(self._host.lookup(rest), ABSENT)
+            below = self._ask(rest[:num_absent], up_to_absent=True)
+            states += below
+            if len(below) < num_absent:
+                break
+            states += self._host.lookup_run(rest[num_absent:])
+        return bytes(states)
 
     def window(self, first: int, end: int) -> bytes:
         """Every one."""
-        return self._states(self._keys[first:end], ends_at_absent=False)
-
-    def _states(self, keys: Sequence[OffloadKey], *, ends_at_absent: bool) -> bytes:
+        keys = self._keys[first:end]
         states = bytearray(self._host.lookup(keys))
-        for at, key in enumerate(keys):
-            if states[at] == ABSENT:
-                states[at] = self._lower.lookup(key)
-                if states[at] == UNKNOWN:
-                    self._unknown.append(key)
-                elif ends_at_absent and states[at] == ABSENT:
-                    del states[at:]
-                    break
-        return bytes(states.translate(_UNKNOWN_IS_NOT_YET))
+        absent = [at for at, state in enumerate(states) if state == ABSENT]
+        for at, state in zip(absent, self._ask([keys[at] for at in absent]), strict=True):
+            states[at] = state
+        return bytes(states)
+
+    def _ask(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False) -> bytes:
+        """What the tiers below say of chunks that host memory lacks."""
+        states = self._lower.lookup(keys, up_to_absent=up_to_absent)
+        if UNKNOWN in states:
+            self._unknown += [key for key, state in zip(keys, states, strict=False) if state == UNKNOWN]
+        return states.translate(_UNKNOWN_IS_NOT_YET)
+
+
+def _num_leading(states: bytes, state: int) -> int:
+    return len(states) - len(states.lstrip(bytes([state])))

@@ -110,8 +110,7 @@ class LowerTier:
 
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """The tier has said whether it has these chunks."""
-        for key, is_there in zip(keys, are_there, strict=True):
-            self.presence.note(key, is_there=is_there)
+        self.presence.note(keys, are_there)
         if self._announced is not None:
             self._announce([key for key, is_there in zip(keys, are_there, strict=True) if is_there], ChunksStored)
             self._announce([key for key, is_there in zip(keys, are_there, strict=True) if not is_there], ChunksRemoved)

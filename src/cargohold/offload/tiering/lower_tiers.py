@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
@@ -85,8 +86,8 @@ class LowerTiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way, wanted, or held for somebody."""
-        return not self._tasks and not self._promotions
+        """Whether no chunk is on its way or held for somebody. Questions may be open."""
+        return not self._promotions and all(task.kind is JobKind.PROBE for task in self._tasks)
 
     @property
     def is_settling(self) -> bool:
@@ -96,23 +97,29 @@ class LowerTiers:
             return False
         return bool(self._tasks) or any(tier.num_writable and tier.breaker.would_admit() for tier in self.tiers)
 
-    def lookup(self, key: OffloadKey) -> int:
-        """``READY`` if a usable tier has the chunk, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``. Host memory is not asked."""
-        if key in self._promotions.arriving:
-            return NOT_YET
-        for tier in self.tiers:
-            if tier.is_open:
-                continue
-            if key in tier.probing:
-                return NOT_YET
-            is_there = tier.presence.get(key)
-            if is_there is not False:
-                return UNKNOWN if is_there is None else READY
-        return ABSENT
+    def lookup(self, keys: Iterable[OffloadKey], *, up_to_absent: bool = False) -> bytes:
+        """One byte per key: ``READY`` if a usable tier has the chunk, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
 
-    def tier_of(self, key: OffloadKey) -> int:
-        """The fastest usable tier that has a chunk, which ``lookup`` has called ready."""
-        return next(at for at, tier in enumerate(self.tiers) if not tier.is_open and tier.presence.get(key))
+        Host memory is not asked.
+
+        Args:
+            keys: the chunks.
+            up_to_absent: whether to end before the first that is absent.
+        """
+        arriving = self._promotions.arriving
+        usable = [(tier.probing, tier.presence.reader()) for tier in self.tiers if not tier.is_open]
+        states = bytearray()
+        for key in keys:
+            state = NOT_YET if key in arriving else _state_in(key, usable)
+            if up_to_absent and state == ABSENT:
+                break
+            states.append(state)
+        return bytes(states)
+
+    def tiers_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """The fastest usable tier that has each chunk, all of which ``lookup`` has called ready."""
+        usable = [(at, tier.presence.reader()) for at, tier in enumerate(self.tiers) if not tier.is_open]
+        return [next(at for at, is_there in usable if is_there(key)) for key in keys]
 
     def wake_at(self, time: float) -> None:
         """``num_changes`` is to grow at that time: somebody will not wait any longer."""
@@ -132,8 +139,8 @@ class LowerTiers:
             The questions; each ``has_ended`` when there is an answer.
         """
         asked: dict[int, list[OffloadKey]] = {}
-        for key in keys:
-            if self.lookup(key) == UNKNOWN:
+        for key, state in zip(keys, self.lookup(keys), strict=True):
+            if state == UNKNOWN:
                 asked.setdefault(self._first_unknown(key), []).append(key)
         probes = [TierTask(JobKind.PROBE, at, asked_keys) for at, asked_keys in asked.items()]
         for probe in probes:
@@ -164,7 +171,8 @@ class LowerTiers:
 
     def reset(self) -> None:
         """Forget everything; only while idle. What tiers hold is not found any more: chunks have other names from now on."""
-        assert self.is_idle, "jobs in flight would be remembered under the wrong name"
+        assert self.is_idle, "chunks on their way would be remembered under the wrong name"
+        self._tasks.cancel(lambda _: True)
         for tier in self.tiers:
             tier.clear()
         self._dispatch.rename()
@@ -289,10 +297,24 @@ class LowerTiers:
         elif task.is_cancelled:
             tier.breaker.note_cancelled()
         else:
-            tier.blame(f"a {task.kind.value} of {len(task.keys)} chunks was {outcome.name.lower()}")
+            how = "failed" if outcome is TransferOutcome.FAILED else "was not carried out"
+            tier.blame(f"a {task.kind.value} of {len(task.keys)} chunks {how}")
 
     def _give_up_late(self) -> None:
         for task in self._tasks.newly_late():
             self.tiers[task.tier].blame(f"a {task.kind.value} of {len(task.keys)} chunks did not end in time")
             self._num_changes += 1
         self._promotions.release_expired()
+
+
+def _state_in(
+    key: OffloadKey, tiers: Sequence[tuple[AbstractSet[OffloadKey], Callable[[OffloadKey], bool | None]]]
+) -> int:
+    """State of a chunk in tiers, of each of which is given what it is being asked for and what it has answered."""
+    for probing, is_there in tiers:
+        if key in probing:
+            return NOT_YET
+        answer = is_there(key)
+        if answer is not False:
+            return UNKNOWN if answer is None else READY
+    return ABSENT

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.protocol import Clock
@@ -31,17 +32,26 @@ class Presence:
 
     def get(self, key: OffloadKey) -> bool | None:
         """Whether the chunk is there; ``None`` if that is not known."""
-        answer = self._answers.get(key)
-        if answer is None or self._clock() - answer[1] > self._max_age_s:
-            return None
-        return answer[0]
+        return self.reader()(key)
 
-    def note(self, key: OffloadKey, *, is_there: bool) -> None:
-        """The tier has answered, or has just been given the chunk."""
-        self._answers.pop(key, None)
-        self._answers[key] = (is_there, self._clock())
-        while len(self._answers) > self._limit:
-            del self._answers[next(iter(self._answers))]
+    def reader(self) -> Callable[[OffloadKey], bool | None]:
+        """``get`` for many keys at this moment."""
+        answers, oldest = self._answers, self._clock() - self._max_age_s
+
+        def get(key: OffloadKey) -> bool | None:
+            answer = answers.get(key)
+            return None if answer is None or answer[1] < oldest else answer[0]
+
+        return get
+
+    def note(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
+        """The tier has answered, or has just been given the chunks."""
+        answers, now = self._answers, self._clock()
+        for key, is_there in zip(keys, are_there, strict=True):
+            answers.pop(key, None)
+            answers[key] = (is_there, now)
+        for key in list(islice(answers, max(0, len(answers) - self._limit))):
+            del answers[key]
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Nothing is known of these chunks any more."""

@@ -11,7 +11,7 @@ from cargohold.offload.tiering.task import TierTask
 from cargohold.offload.tiering.tasks import TaskTable
 from cargohold.protocol import Clock
 
-BATCH_CHUNKS = 32
+BATCH_CHUNKS = 128
 """Chunks in one job: a bad end of one costs no more than that."""
 
 
