@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.connector.offloading import OffloadingScheduler
+from cargohold.protocol import ClassFactory
+from cargohold.simulation import SimulatedEngine, SimulatedOffloading, WrongTokenError, simulated_layout
 from cargohold.simulation.campaign import play_seed
+from cargohold.simulation.engine import VOCAB_SIZE
+from cargohold.simulation.fingerprints import tokens_alone
+from cargohold.simulation.run import quiet_logging
+from tests.conformance.shelf import ShelfScheduler, ShelfWorker
 from tests.simulation.mutants import MUTANTS, Mutant
 
 MAX_SEEDS = 100
@@ -12,3 +20,37 @@ MAX_SEEDS = 100
 def test_every_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.apply(monkeypatch)
     assert any(play_seed(mutant.recipe, seed).failure is not None for seed in range(MAX_SEEDS))
+
+
+class RaisingShelfWorker(ShelfWorker):
+    """Raises when it is to load anything."""
+
+    def start_load_kv(self) -> None:
+        assert not self._orders.loads, "the shelf has fallen down"
+
+
+def serve_after_a_failed_step() -> list[int]:
+    """A request is computed in a step whose loads did not happen, and asked for again when the device has lost it."""
+    shelf = ClassFactory(ShelfScheduler, RaisingShelfWorker)
+    engine = SimulatedEngine(
+        simulated_layout(24), MultiConnectorFactory((shelf, SimulatedOffloading(60))), as_tensors=True
+    )
+    stem, prompt = list(range(16)), list(range(24))
+    with quiet_logging():
+        for name, tokens in (("stem", stem), ("other", [500] * 80), ("failed", prompt), ("more", [600] * 80)):
+            engine.add(name, tokens)
+            engine.run()
+    assert engine.requests["failed"].num_preemptions == 1
+    engine.add("again", [*prompt, 7])
+    engine.run()
+    return engine.tokens("again")
+
+
+def test_what_a_failed_step_computed_is_not_found_again() -> None:
+    assert serve_after_a_failed_step() == tokens_alone([*range(24), 7], 1, VOCAB_SIZE)
+
+
+def test_a_connector_that_keeps_what_a_failed_step_computed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffloadingScheduler, "_spoil_stores", lambda self: None)
+    with pytest.raises(WrongTokenError):
+        serve_after_a_failed_step()

@@ -1,0 +1,42 @@
+"""The documents list what there is, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cargohold.simulation.connectors import CONNECTORS
+from cargohold.simulation.faults import Fault
+from cargohold.simulation.workloads import WORKLOADS
+from tests.simulation.mutants import MUTANTS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return (ROOT / "docs" / "simulation.md").read_text(encoding="utf-8")
+
+
+def rows(text: str, heading: str) -> list[str]:
+    """First cells of the table under a heading."""
+    lines = text.split(f"\n| {heading} |", 1)[1].splitlines()[2:]
+    return [line.split("`")[1] for line in lines[: lines.index("")]]
+
+
+def test_workloads_and_faults_are_those_of_the_code(text: str) -> None:
+    assert rows(text, "workload") == list(WORKLOADS)
+    assert rows(text, "fault") == [fault.value for fault in Fault]
+
+
+def test_every_connector_and_mutant_is_named(text: str) -> None:
+    assert all(f"`{name}`" in text for name in CONNECTORS)
+    assert all(mutant.what in text for mutant in MUTANTS)
+    assert f" {len(MUTANTS)} mutants" in text
+
+
+def test_the_connector_in_the_document_is_the_one_that_is_tested() -> None:
+    shelf = (ROOT / "tests" / "conformance" / "shelf.py").read_text(encoding="utf-8")
+    assert f"```python\n{shelf}```" in (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    assert sum(bool(line.strip()) for line in shelf.splitlines()) < 100
