@@ -118,7 +118,7 @@ class LowerTiers:
 
     def tiers_of(self, keys: Iterable[OffloadKey]) -> list[int]:
         """The fastest usable tier that has each chunk, all of which ``lookup`` has called ready."""
-        usable = [(at, tier.presence.reader()) for at, tier in enumerate(self.tiers) if not tier.is_open]
+        usable = self._readers()
         return [next(at for at, is_there in usable if is_there(key)) for key in keys]
 
     def wake_at(self, time: float) -> None:
@@ -139,9 +139,11 @@ class LowerTiers:
             The questions; each ``has_ended`` when there is an answer.
         """
         asked: dict[int, list[OffloadKey]] = {}
+        usable = self._readers()
         for key, state in zip(keys, self.lookup(keys), strict=True):
             if state == UNKNOWN:
-                asked.setdefault(self._first_unknown(key), []).append(key)
+                at = next(at for at, is_there in usable if is_there(key) is None)
+                asked.setdefault(at, []).append(key)
         probes = [TierTask(JobKind.PROBE, at, asked_keys) for at, asked_keys in asked.items()]
         for probe in probes:
             self.tiers[probe.tier].probing.update(probe.keys)
@@ -242,8 +244,9 @@ class LowerTiers:
         self._progressed_at = self._clock()
         self._settles_at = self._progressed_at + SETTLE_S
 
-    def _first_unknown(self, key: OffloadKey) -> int:
-        return next(at for at, tier in enumerate(self.tiers) if not tier.is_open and tier.presence.get(key) is None)
+    def _readers(self) -> list[tuple[int, Callable[[OffloadKey], bool | None]]]:
+        """What each usable tier has answered."""
+        return [(at, tier.presence.reader()) for at, tier in enumerate(self.tiers) if not tier.is_open]
 
     def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Draw the consequences of a job's end."""
