@@ -10,6 +10,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from cargohold.blocks import BlockPool
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
 from cargohold.offload.keys import offload_key
 from cargohold.offload.manager import CannotStore, make_manager
@@ -60,8 +61,10 @@ def measure_admission(num_tokens: int, num_other_chunks: int, repeats: int) -> d
     side = OffloadingScheduler(
         OffloadConfig(host_bytes=1), SchedulerEnvironment(layout, time.monotonic, max_step_tokens=num_tokens), manager
     )
+    pool: Any = BlockPool(num_blocks + 2)
+    side.bind_scheduler_context(pool)  # of a context, loads use what a pool has
+    blocks = (tuple(block.block_id for block in pool.allocate(num_blocks + 1)),)
     _fill(manager, "other", num_other_chunks, num_blocks)
-    blocks = (tuple(range(1, num_blocks + 2)),)
     times: dict[str, list[float]] = {name: [] for name in ("first_look_up", "asked_again", "load_planned", "whole")}
     for at in range(repeats + 1):
         hashes = _fill(manager, f"prompt {at}", num_blocks, num_blocks)

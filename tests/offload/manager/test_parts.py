@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cargohold.offload.keys import ChunkKeys, offload_key, split_key
 from cargohold.offload.manager.chain_index import ChainIndex
 from cargohold.offload.policy.base import NO_SLOT, Slots
-from cargohold.offload.policy.key_map import KeyMap
+from cargohold.offload.policy.key_map import KeyFilter, KeyMap
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from tests.offload.common import numbered
 
@@ -28,6 +28,26 @@ def test_a_key_map_is_a_dict(capacity: int) -> None:
     assert sorted(mapping.values()) == sorted(plain.values()) and len(mapping) == len(plain)
     mapping.clear()
     assert len(mapping) == 0 and mapping.get_many(keys[:3]) == [None] * 3
+
+
+def test_a_filter_misses_nothing_and_is_seldom_wrong() -> None:
+    keys = numbered(*range(3_000))
+    seen = KeyFilter(1_000)
+    seen.add(keys[:1_000])
+    seen.remove(keys[:500])
+    candidates = set(seen.candidates(keys))
+    assert candidates.issuperset(range(500, 1_000))
+    assert len(candidates) < 500 + 0.15 * 2_500
+    seen.clear()
+    assert len(seen.candidates(keys)) == 0
+
+
+def test_a_filter_that_overflows_holds_everything_for_possible() -> None:
+    seen = KeyFilter(0)  # one place for all keys
+    seen.add(numbered(*range(150)))
+    seen.add(numbered(*range(150, 300)))
+    seen.remove(numbered(*range(299)))
+    assert list(seen.candidates(numbered(299, 300))) == [0, 1]
 
 
 @settings(max_examples=60, deadline=None)

@@ -114,6 +114,8 @@ class BlockPoolManager(OffloadManager):
                 self._pool.uncache_block(block)
                 if block.ref_cnt:
                     self._leaving.add(block)
+                else:
+                    self._use_first([block])
 
     def reset(self) -> bool:
         """Forget everything, unless a handle is out."""
@@ -176,7 +178,13 @@ class BlockPoolManager(OffloadManager):
             self._pool.uncache_block(block)
             self._leaving.add(block)
         self._pool.free_blocks(list(reversed(blocks)))
+        self._use_first([block for block in self._leaving if not block.ref_cnt])
         self._leaving = {block for block in self._leaving if block.ref_cnt}
+
+    def _use_first(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Nothing is in these free blocks: the next store takes them before it evicts anything."""
+        self._pool.touch(blocks)
+        self._pool.free_blocks(blocks, evict_first=True)
 
     def _find(self, key: OffloadKey) -> KVCacheBlock | None:
         return self._pool.lookup(*split_key(key))

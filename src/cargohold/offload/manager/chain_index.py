@@ -50,7 +50,8 @@ class Strand:
 
     def shorten(self, length: int) -> None:
         """Keep the first ``length`` chunks."""
-        self.keys, self.slots = self.keys[:length], self.slots[:length]
+        # A copy: a view would keep the memory of all that was cut off.
+        self.keys, self.slots = self.keys[:length], self.slots[:length].copy()
 
 
 class Run:
@@ -94,7 +95,7 @@ class ChainIndex:
         self._slots = KeyMap(capacity)
         # Object arrays, not lists: the garbage collector does not walk through them.
         self._strands = np.full(capacity, None, dtype=object)
-        self._positions = np.zeros(capacity, dtype=np.uint8)
+        self._positions = np.full(capacity, 0, dtype=np.uint8)
         self._last_run = _NO_RUN
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from cargohold.offload.policy.base import BusyCounts, Slots
+from cargohold.offload.policy.base import BusyCounts, Slots, distinct
 
 FREE: Final = 0
 WRITING: Final = 1
@@ -40,9 +40,9 @@ class SlotTable:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.busy: BusyCounts = np.zeros(capacity, dtype=np.int32)
+        self.busy: BusyCounts = np.full(capacity, 0, dtype=np.int32)
         # One more than there are slots: NO_SLOT, which is -1, finds the last and is always free.
-        self._states = np.zeros(capacity + 1, dtype=np.uint8)
+        self._states = np.full(capacity + 1, FREE, dtype=np.uint8)
         # A stack; low slots are given first.
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.intp)
         self.num_free = capacity
@@ -98,7 +98,7 @@ class SlotTable:
         """Give holds back."""
         np.subtract.at(self.busy, slots, _ONE)
         if self.num_leaving:
-            left = np.unique(slots[(self._states[slots] == LEAVING) & (self.busy[slots] == 0)])
+            left = distinct(slots[(self._states[slots] == LEAVING) & (self.busy[slots] == 0)])
             self.num_leaving -= len(left)
             self._free_again(left)
 

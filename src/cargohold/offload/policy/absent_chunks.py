@@ -38,9 +38,9 @@ class AbsentChunks:
     def __init__(self, capacity: int) -> None:
         bits = (max(_MIN_ENTRIES, capacity * _ENTRIES_PER_SLOT) - 1).bit_length()
         self._mask = np.uint32(min((1 << bits), NUM_TAGS) - 1)
-        self._tags = np.zeros(int(self._mask) + 1, dtype=np.uint32)
+        self._tags = np.full(int(self._mask) + 1, 0, dtype=np.uint32)
         self._uses = np.full(int(self._mask) + 1, _NEVER, dtype=np.uint8)
-        self._times = np.zeros(int(self._mask) + 1, dtype=np.uint32)
+        self._times = np.full(int(self._mask) + 1, 0, dtype=np.uint32)
 
     def recall(self, tags: Tags, now: int) -> tuple[Uses, Times]:
         """How often each chunk was used before, and how long ago the last time; zero where nothing is known."""

@@ -8,6 +8,9 @@ keep holes away, and every policy here has them:
 
 * **leaf first**: of chunks used together, the last counts as used first, so it is evicted first;
 * **never for its own child**: a chunk is not evicted to make room for one that follows it in a prefix.
+
+Tables as long as the tier are made with ``np.full``, not ``np.zeros``: it touches their pages at once, and so the scheduler's
+thread does not wait for the kernel to clear them in some later call (up to 90 ms at a million chunks).
 """
 
 from __future__ import annotations
@@ -66,6 +69,16 @@ def joined(pieces: Sequence[Slots]) -> Slots:
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate(pieces) if pieces else NO_SLOTS
+
+
+def distinct(slots: Slots) -> Slots:
+    """Each slot once, ascending.
+
+    Not ``np.unique``, whose first call imports masked arrays: tens of milliseconds on the scheduler's thread.
+    """
+    slots = np.sort(slots)
+    different: Slots = slots[np.diff(slots, prepend=NO_SLOT) != 0]
+    return different
 
 
 class ReplacementPolicy(ABC):

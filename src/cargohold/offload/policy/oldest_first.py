@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cargohold.offload.policy.base import NO_SLOTS, BusyCounts, Slots, joined
+from cargohold.offload.policy.base import NO_SLOTS, BusyCounts, Slots, distinct, joined
 
 Stamps = npt.NDArray[np.int64]
 
@@ -149,7 +149,7 @@ class OldestFirst:
             self._recent = [] if end == self._end else None
         else:
             # Sorted and without duplicates: a slot is listed as often as it was stamped.
-            slots = np.unique(joined(self._recent))
+            slots = distinct(joined(self._recent))
             slots = slots[(self._stamps[slots] >= self._cutoff) & (self._stamps[slots] < self._end)]
             self._recent = []
         self._num_recent = 0

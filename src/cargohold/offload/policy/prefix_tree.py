@@ -20,7 +20,7 @@ class PrefixTree:
 
     def __init__(self, capacity: int) -> None:
         self._parents = np.full(capacity, NO_SLOT, dtype=np.int32)
-        self.num_children = np.zeros(capacity, dtype=np.int32)
+        self.num_children = np.full(capacity, 0, dtype=np.int32)
         # The same memory: single elements are read and written three times faster this way.
         self._parent_view = self._parents.data
         self._children_view = self.num_children.data

@@ -64,9 +64,9 @@ class ReuseIndexPolicy(ReplacementPolicy):
     def __init__(self, capacity: int) -> None:
         self._now = 0
         self._last_uses: Times = np.full(capacity, NEVER, dtype=np.int64)
-        self._uses: Uses = np.zeros(capacity, dtype=np.uint8)
-        self._classes: Classes = np.zeros(capacity, dtype=np.uint8)
-        self._tags: Tags = np.zeros(capacity, dtype=np.uint32)
+        self._uses: Uses = np.full(capacity, 0, dtype=np.uint8)
+        self._classes: Classes = np.full(capacity, 0, dtype=np.uint8)
+        self._tags: Tags = np.full(capacity, 0, dtype=np.uint32)
         self._tree = PrefixTree(capacity)
         self._model = ReuseModel(_NUM_LEVELS * _PER_LEVEL, _DETAILS, capacity)
         self._leaves = LeafQueue(self._last_uses, self._classes, self._tree, self._model.index)
