@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.breaker import BreakerState, CircuitBreaker
@@ -107,8 +108,9 @@ class TierQueue:
             for live in self._ledger.all():
                 self._ledger.end(live, JobStatus.CANCELLED)
             self._changed.notify_all()
+        end = time.monotonic() + timeout_s  # real time: this waits, whatever the clock says
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, end - time.monotonic()))
         if self._has_living_thread():
             # It may still use the tier's files: a closed file's number may be given to another.
             logger.warning("tier %s: a thread hangs in its medium; the tier is left open", self.tier.name)
