@@ -249,7 +249,7 @@ class ChainIndex:
     def _split(self, strand: Strand, at: int) -> None:
         """Make the chunks of a strand from ``at`` on one of their own, if there are any."""
         if at < len(strand.keys):
-            tail = Strand(strand.keys[at:], strand.slots[at:], strand.keys[at - 1], is_ready=strand.is_ready)
+            tail = Strand(strand.keys[at:], strand.slots[at:].copy(), strand.keys[at - 1], is_ready=strand.is_ready)
             strand.shorten(at)
             self._place(tail, 0)
 
