@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.environment import describe_environment
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = ("engine", "restore", "lazy", "ranks", "bookkeeping", "policies", "tiers")
+NAMES = ("engine", "restore", "lazy", "ranks", "bookkeeping", "policies", "replay", "tiers")
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from cargohold.units import is_positive_int
 HOST: Final = "host"
 DISK: Final = "disk"
 
-_NAME_BYTES: Final = 8
+_NAME_BYTES: Final = 4
 
 Keys = tuple[bytes, ...]
 
