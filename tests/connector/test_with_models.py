@@ -113,22 +113,28 @@ def test_what_is_restored_matters(
     assert [output.token_ids for output in outputs] != expected[-len(third) :]
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
+POOLS: dict[str, dict[str, int]] = {
+    "llama": {"num_device_blocks": 44, "max_num_batched_tokens": 48},
+    "mistral-window": {"num_device_blocks": 22, "max_num_batched_tokens": 16},
+    "gemma3": {"num_device_blocks": 60, "max_num_batched_tokens": 24},
+}
+
+
+@pytest.mark.parametrize(
+    ("small", "offload"),
+    [
+        *(("llama", offload) for offload in OFFLOADS),
+        *((kind, offload) for kind in ("mistral-window", "gemma3") for offload in ("eager", "lazy")),
+    ],
+)
 def test_a_pool_so_small_that_requests_are_preempted(
-    offload: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+    small: str, offload: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     prompts = [prompt for prompts in visits() for prompt in prompts]
     sampling = SamplingParams(max_tokens=24)
-    with LLM(tiny_model("llama"), block_tokens=4, prefix_caching=False) as plain:
+    with LLM(tiny_model(small), block_tokens=4, prefix_caching=False) as plain:
         expected = [output.token_ids for output in plain.generate(prompts, sampling)]
-    llm = make_llm(
-        tiny_model("llama"),
-        offload=OFFLOADS[offload],
-        block_tokens=4,
-        num_device_blocks=44,
-        max_model_len=130,
-        max_num_batched_tokens=48,
-    )
+    llm = make_llm(tiny_model(small), offload=OFFLOADS[offload], block_tokens=4, max_model_len=130, **POOLS[small])
     outputs = llm.generate(prompts, sampling)
     assert [output.token_ids for output in outputs] == expected
-    assert sum(output.metrics.preemptions for output in outputs) > 0
+    assert sum(output.metrics.preemptions for output in outputs) > 0, "the pool was not small enough"

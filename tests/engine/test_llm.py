@@ -1,0 +1,246 @@
+"""What a user of the library sees of the engine: priorities, endings, aborts in every state, seeds."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cargohold import LLM, EngineDeadError, LazyOffloadConfig, OffloadConfig, RequestError, SamplingParams
+from tests.models import VOCAB_SIZE
+
+MakeLLM = Callable[..., LLM]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+@pytest.fixture
+def llama(tiny_model: Callable[[str], str], make_llm: MakeLLM) -> MakeLLM:
+    def make(**options: Any) -> LLM:
+        return make_llm(tiny_model("llama"), **{"block_tokens": 4, **options})
+
+    return make
+
+
+# --- who is served first ----------------------------------------------------------------------------------------------
+
+
+def finish_order(llm: LLM, priorities: Sequence[int]) -> list[int]:
+    """Positions of requests in the order in which they end, all asked for at once, served one at a time."""
+    ids = [
+        llm.engine.add_request(prompt(at, 10), SamplingParams(max_tokens=3), priority=p)
+        for at, p in enumerate(priorities)
+    ]
+    order: list[int] = []
+    while llm.engine.has_work():
+        order += [ids.index(output.request_id) for output in llm.engine.step() if output.finished]
+    return order
+
+
+def test_lower_priority_numbers_are_served_first_and_equals_in_order(llama: MakeLLM) -> None:
+    assert finish_order(llama(max_num_seqs=1, queue_policy="priority"), [5, 0, 5, -3, 0]) == [3, 1, 4, 0, 2]
+
+
+def test_first_come_first_served_ignores_priorities(llama: MakeLLM) -> None:
+    assert finish_order(llama(max_num_seqs=1), [5, 0, 5, -3, 0]) == [0, 1, 2, 3, 4]
+
+
+# --- how requests end -------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_the_request_and_is_the_last_of_its_tokens(llama: MakeLLM) -> None:
+    llm = llama()
+    (whole,) = llm.generate(prompt(0, 12), SamplingParams(max_tokens=20))
+    stop = whole.token_ids[7]
+    (output,) = llm.generate(prompt(0, 12), SamplingParams(max_tokens=20, stop_token_ids=[stop]))
+    assert output.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    assert output.finish_reason == "stop"
+    assert whole.finish_reason == "length"
+
+
+def test_a_request_ends_at_the_longest_sequence(llama: MakeLLM) -> None:
+    (output,) = llama(max_model_len=20).generate(prompt(0, 12), SamplingParams(max_tokens=100))
+    assert len(output.token_ids) == 8
+    assert output.finish_reason == "length"
+
+
+def test_the_end_of_sequence_token_ends_a_request_unless_it_is_told_to_ignore_it(
+    chat_model: str, make_llm: MakeLLM, tmp_path: Path
+) -> None:
+    sampling = SamplingParams(max_tokens=12)
+    (free,) = make_llm(chat_model).generate("Once upon a time", sampling)
+    eos = free.token_ids[4]
+    talkative = shutil.copytree(chat_model, tmp_path / "talkative")
+    (talkative / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos]}), encoding="utf-8")
+    llm = make_llm(str(talkative))
+    (ended,) = llm.generate("Once upon a time", sampling)
+    (ignoring,) = llm.generate("Once upon a time", replace(sampling, ignore_eos=True))
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
+    assert ended.finish_reason == "stop"
+    assert free.text.startswith(ended.text) and len(ended.text) < len(free.text)
+    assert ignoring.token_ids == free.token_ids
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig(host_bytes="8MiB"), LazyOffloadConfig(host_bytes="8MiB")])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4, 7, 11, 16, 22])
+def test_an_abort_in_any_state_leaves_nothing_behind(offload: Any, num_steps: int, llama: MakeLLM) -> None:
+    # Room for little more than one request: some wait, run in chunks, generate, are preempted, or wait for loads.
+    llm = llama(offload=offload, num_device_blocks=24, max_model_len=80, max_num_batched_tokens=16)
+    prompts = [prompt(at, 40) for at in range(3)]
+    expected = [output.token_ids for output in llm.generate(prompts, SamplingParams(max_tokens=30))]
+    ids = [llm.engine.add_request(tokens, SamplingParams(max_tokens=30)) for tokens in prompts]
+    ended = {}
+    for _ in range(num_steps):
+        ended |= {output.request_id: output for output in llm.engine.step() if output.finished}
+    for request_id in (*ids, *ids, "never heard of"):
+        llm.engine.abort(request_id)
+    while llm.engine.has_work():
+        ended |= {output.request_id: output for output in llm.engine.step() if output.finished}
+    assert ended.keys() == set(ids), "every request has one last output"
+    for request_id, tokens in zip(ids, expected, strict=True):
+        output = ended[request_id]
+        assert output.finish_reason == ("length" if len(output.token_ids) == 30 else "abort")
+        assert output.token_ids == tokens[: len(output.token_ids)]
+    llm.engine.scheduler.check_settled()
+    assert [output.token_ids for output in llm.generate(prompts, SamplingParams(max_tokens=30))] == expected
+
+
+def test_a_stream_closed_early_is_aborted(llama: MakeLLM) -> None:
+    llm = llama()
+    stream = llm.stream(prompt(0, 10), SamplingParams(max_tokens=100))
+    first = next(stream)
+    assert not first.finished and len(first.token_ids) == 1
+    stream.close()
+    assert not llm.engine.has_work()
+    assert llm.engine.num_unfinished == 0
+
+
+def test_streams_may_be_read_in_turn(llama: MakeLLM) -> None:
+    llm = llama()
+    sampling = SamplingParams(max_tokens=6)
+    alone = [llm.generate(prompt(at, 10), sampling)[0].token_ids for at in range(2)]
+    streams = [llm.stream(prompt(at, 10), sampling) for at in range(2)]
+    seen = [(next(streams[0]), next(streams[1])) for _ in range(6)]
+    assert [last.token_ids for last in seen[-1]] == alone
+    assert all(output.finished for output in seen[-1])
+
+
+def test_progress_counts_the_prompts_done(llama: MakeLLM) -> None:
+    seen: list[tuple[int, int]] = []
+    llama().generate(
+        [prompt(at, 5 + at) for at in range(3)],
+        SamplingParams(max_tokens=2),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_closed_model_says_so(llama: MakeLLM) -> None:
+    llm = llama()
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDeadError, match="it was shut down"):
+        llm.generate(prompt(0, 5))
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_decides_whatever_the_request_is_batched_with(llama: MakeLLM) -> None:
+    sampling = [SamplingParams(max_tokens=16, temperature=1.2, top_k=20, seed=seed) for seed in range(4)]
+    prompts = [prompt(at, 10 + 9 * at) for at in range(4)]
+    alone = [llama(prefix_caching=False).generate(*pair)[0].token_ids for pair in zip(prompts, sampling, strict=True)]
+    crowded = llama(max_num_batched_tokens=16, num_device_blocks=24, max_model_len=80)
+    outputs = crowded.generate(prompts, sampling)
+    assert [output.token_ids for output in outputs] == alone
+    assert sum(output.metrics.preemptions for output in outputs) > 0, "the pool was not small enough"
+
+
+def test_without_a_seed_every_request_draws_its_own(llama: MakeLLM) -> None:
+    outputs = llama().generate([prompt(0, 10)] * 3, SamplingParams(max_tokens=16, temperature=2.0))
+    assert len({output.token_ids for output in outputs}) == 3
+
+
+def test_each_prompt_may_have_its_own_sampling(llama: MakeLLM) -> None:
+    outputs = llama().generate([prompt(0, 5)] * 2, [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)])
+    assert [len(output.token_ids) for output in outputs] == [2, 5]
+
+
+# --- what is reused ---------------------------------------------------------------------------------------------------
+
+
+def test_metrics_say_where_the_prompt_came_from(llama: MakeLLM) -> None:
+    llm = llama(num_device_blocks=24, offload=OffloadConfig(host_bytes="8MiB"))
+    first, other = prompt(1, 42), prompt(2, 80)
+    metrics = [llm.generate(tokens, SamplingParams(max_tokens=1))[0].metrics for tokens in (first, first, other, first)]
+    assert [(one.device_tokens, dict(one.restored_tokens)) for one in metrics[:3]] == [(0, {}), (40, {}), (0, {})]
+    back = metrics[3]
+    assert back.device_tokens + back.restored_tokens["host"] == 40 and back.restored_tokens["host"] > 0
+    assert back.ttft_s is not None and back.total_s is not None and 0 <= back.load_wait_s <= back.ttft_s <= back.total_s
+
+
+def test_salts_keep_what_is_cached_apart(llama: MakeLLM) -> None:
+    llm = llama()
+    hits = [
+        llm.generate(prompt(0, 40), SamplingParams(max_tokens=1), salt=salt)[0].metrics.device_tokens
+        for salt in ("a", "a", "b", None, "b")
+    ]
+    assert hits == [0, 36, 0, 0, 36]
+
+
+def test_reset_forgets_the_device_and_the_host(llama: MakeLLM) -> None:
+    llm = llama(num_device_blocks=24, offload=OffloadConfig(host_bytes="8MiB"))
+    for seed in (1, 2, 3):
+        llm.generate(prompt(seed, 70), SamplingParams(max_tokens=1))
+    assert llm.reset_cache()
+    metrics = llm.generate(prompt(1, 70), SamplingParams(max_tokens=1))[0].metrics
+    assert (metrics.device_tokens, dict(metrics.restored_tokens)) == (0, {})
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"prompts": []}, None),
+        ({"prompts": [[]]}, "the prompt is empty"),
+        ({"prompts": "text"}, "this model has no tokenizer; give the prompt as token ids"),
+        ({"prompts": [1, 2, VOCAB_SIZE]}, f"token id {VOCAB_SIZE} is not an integer from 0 to {VOCAB_SIZE - 1}"),
+        ({"prompts": [1, -1]}, "token id -1 is not an integer"),
+        ({"prompts": [1, 2.5]}, "token id 2.5 is not an integer"),
+        ({"prompts": [[1], [True]]}, "prompt 2 of 2: token id True is not an integer"),
+        ({"prompts": [[1], [2, None]]}, "prompt 2 of 2: token id None is not an integer"),
+        ({"prompts": 7}, "a prompt is text or a list of token ids, not int"),
+        ({"prompts": b"abc"}, "a prompt is text or a list of token ids, not bytes"),
+        ({"prompts": [1] * 80}, "the prompt has 80 tokens; with one token to generate, at most 79 fit"),
+        ({"prompts": [[1], [2]], "sampling": [SamplingParams()]}, "1 sampling parameters for 2 prompts"),
+        ({"prompts": [1], "sampling": {"max_tokens": 3}}, "it must be SamplingParams"),
+        ({"prompts": [1], "sampling": SamplingParams(stop="x")}, "cannot stop at strings; use stop_token_ids"),
+        ({"prompts": [1], "salt": 5}, "salt=5 is not possible: it must be text"),
+        ({"prompts": [1], "priority": "high"}, "priority='high' is not possible: it must be an integer"),
+        ({"prompts": [1], "kv_transfer_params": 3}, "kv_transfer_params=3 is not possible: it must be a mapping"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_and_harm_nobody(
+    arguments: dict[str, Any], expected: str | None, llama: MakeLLM
+) -> None:
+    llm = llama(max_model_len=80)
+    if expected is None:
+        assert llm.generate(**arguments) == []
+        return
+    with pytest.raises(RequestError) as raised:
+        llm.generate(**arguments)
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not llm.engine.has_work(), "of several prompts none was started"
+    assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].token_ids) == 4
