@@ -112,6 +112,57 @@ def test_two_groups_exhaustively(
                 assert find(groups, [first, second], num_tokens, num_computed).num_tokens == expected
 
 
+def window_of_chunks(num_chunks: int, unit: int) -> tuple[AttentionKind, int]:
+    """A sliding window that reaches into the last ``num_chunks`` chunks."""
+    return AttentionKind.SLIDING_WINDOW, (num_chunks - 1) * unit + 2
+
+
+def every_combination(groups: Sequence[tuple[KVCacheGroup, int]], num_chunks: int) -> None:
+    """Compare the hit with the plain definition for every set of present chunks."""
+    unit = groups[0][1]
+    num_tokens = num_chunks * unit + 1
+    every = list(itertools.product((ABSENT, READY), repeat=num_chunks))
+    # Which lengths each group could use, by what of it is there: bit n for n chunks.
+    masks = [
+        [
+            sum(
+                1 << length
+                for length in range(num_chunks + 1)
+                if not length or usable(group, unit, states, length * unit, num_tokens, 0)
+            )
+            for states in every
+        ]
+        for group, _ in groups
+    ]
+    units = [[GroupUnits(group, unit, States(states)) for states in every] for group, _ in groups]
+    for combination in itertools.product(range(len(every)), repeat=len(groups)):
+        common = -1
+        for mask, at in zip(masks, combination, strict=True):
+            common &= mask[at]
+        hit = longest_hit([of[at] for of, at in zip(units, combination, strict=True)], num_tokens)
+        assert hit == PrefixHit((common.bit_length() - 1) * unit, False)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+def test_full_attention_and_a_window_of_so_many_chunks(window: int, per_chunk: int) -> None:
+    unit = 2 * per_chunk
+    kinds = (FULL, window_of_chunks(window, unit))
+    every_combination([(group_of(at, kind, 2), unit) for at, kind in enumerate(kinds)], 6)
+
+
+def test_full_attention_and_a_window_over_eight_chunks() -> None:
+    every_combination([(group_of(0, FULL, 2), 2), (group_of(1, window_of_chunks(3, 2), 2), 2)], 8)
+
+
+@pytest.mark.parametrize("windows", [(1, 2), (1, 4), (2, 3), (3, 4)])
+@pytest.mark.parametrize("per_chunk", [1, 3])
+def test_full_attention_and_two_windows(windows: tuple[int, int], per_chunk: int) -> None:
+    unit = 2 * per_chunk
+    kinds = (FULL, *(window_of_chunks(window, unit) for window in windows))
+    every_combination([(group_of(at, kind, 2), unit) for at, kind in enumerate(kinds)], 4)
+
+
 def test_three_groups_shorten_each_other_until_nothing_changes() -> None:
     full, near, far = (
         group_of(0, FULL, 2),
