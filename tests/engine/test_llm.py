@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from cargohold import LLM, EngineDeadError, LazyOffloadConfig, OffloadConfig, RequestError, SamplingParams
+from cargohold import (
+    LLM,
+    EngineDeadError,
+    LazyOffloadConfig,
+    OffloadConfig,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 from tests.models import VOCAB_SIZE
 
 MakeLLM = Callable[..., LLM]
@@ -98,7 +106,7 @@ def test_an_abort_in_any_state_leaves_nothing_behind(offload: Any, num_steps: in
     prompts = [prompt(at, 40) for at in range(3)]
     expected = [output.token_ids for output in llm.generate(prompts, SamplingParams(max_tokens=30))]
     ids = [llm.engine.add_request(tokens, SamplingParams(max_tokens=30)) for tokens in prompts]
-    ended = {}
+    ended: dict[str, RequestOutput] = {}
     for _ in range(num_steps):
         ended |= {output.request_id: output for output in llm.engine.step() if output.finished}
     for request_id in (*ids, *ids, "never heard of"):

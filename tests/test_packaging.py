@@ -1,0 +1,72 @@
+"""What is built is whole: the wheel works by itself, the source distribution has what the Makefile needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cargohold import __version__
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling is not installed"),
+    pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="not in a source tree"),
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the wheel and the source distribution are."""
+    directory = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "--directory", str(directory)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    return directory
+
+
+def test_the_wheel_has_the_demo_texts_types_licence_and_command(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    assert wheel.name == f"cargohold-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+        assert "cargohold = cargohold.cli:main" in archive.read(entry_points).decode()
+    package = ROOT / "src" / "cargohold"
+    sources = {
+        path.relative_to(package.parent).as_posix()
+        for path in package.rglob("*")
+        if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in path.relative_to(package).parts)
+    }
+    assert sources <= set(names), "files of the package are missing"
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_runs_by_itself(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    code = (
+        "import cargohold; from cargohold.cli.conversations import load_conversations as load; "
+        "print(cargohold.__file__, len(load(3)), all(len(talk.questions[0]) > 5000 for talk in load(3)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd="/", check=True, capture_output=True, text=True, timeout=60
+    )
+    where, count, are_long = done.stdout.split()
+    assert where.startswith(str(wheel)), "something else was imported"
+    assert (count, are_long) == ("4", "True")
+
+
+def test_the_source_distribution_has_all_that_make_needs(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {"Makefile", "constraints.txt", "pyproject.toml", "README.md", "LICENSE", "tools/check_docs.py"}
+    assert needed - names == set()
+    assert {"tests/conftest.py", "benchmarks/__main__.py", "docs/usage.md"} <= names
