@@ -13,6 +13,7 @@ import pytest
 from cargohold import LLM, LazyOffloadConfig, OffloadConfig, RequestMetrics, RequestOutput, SamplingParams
 from cargohold.engine.config import EngineConfig
 from tests.command import Command
+from tests.data.make_trace import TRACE
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -54,7 +55,8 @@ def commands(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("args", commands(README), ids=" ".join)
 def test_commands_in_the_readme_work(args: list[str], cargohold: Command, chat_model: str) -> None:
-    args = [chat_model if arg == "smollm2" else arg for arg in args]
+    stand_ins = {"smollm2": chat_model, "M": chat_model, "trace.jsonl.zst": str(TRACE)}
+    args = [stand_ins.get(arg, arg) for arg in args]
     if args == ["demo"]:
         args = ["demo", "--model", chat_model, "--turns", "2", "--answer-tokens", "1", "--num-device-blocks", "300"]
     result = cargohold(*args, stdin="Hello\n/quit\n")
