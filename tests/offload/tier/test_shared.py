@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,34 @@ def test_a_password_is_asked_for_and_never_shown() -> None:
             assert "wrongly" not in str(caught.value)
 
 
+def bytes_of_chunks(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def test_a_budget_is_kept_by_one_engine_and_the_oldest_go_first(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_bytes(bytes(CHUNK))
+    tier = shared(f"file://{tmp_path}", max_bytes=10 * CHUNK)
+    for number in range(40):
+        assert store(tier, number) is StoreOutcome.STORED
+        assert bytes_of_chunks(tmp_path) <= 11 * CHUNK, "what is not ours does not count, and stays"
+        for at, path in enumerate(sorted(tmp_path.glob("*/00/*"))):
+            os.utime(path, (at, at))  # a clock that is fine enough to tell them apart
+    kept = [number for number in range(40) if load(tier, number) == payload(number)]
+    assert kept == list(range(40 - len(kept), 40)) and len(kept) >= 7
+
+
+def test_two_engines_share_a_budget(tmp_path: Path) -> None:
+    tiers = [shared(f"file://{tmp_path}", max_bytes=32 * CHUNK) for _ in range(2)]
+    for number in range(200):
+        store(tiers[number % 2], number)
+        assert bytes_of_chunks(tmp_path) <= 35 * CHUNK
+    assert sum(tiers[0].probe([key(number) for number in range(200)])) >= 20
+
+
+def test_a_chunk_above_the_budget_is_refused(tmp_path: Path) -> None:
+    assert store(shared(f"file://{tmp_path}", max_bytes=CHUNK), 1) is StoreOutcome.REFUSED
+
+
 def test_a_file_is_no_shared_directory(tmp_path: Path) -> None:
     directory = tmp_path / "kv"
     directory.write_text("no directory")
@@ -157,6 +186,8 @@ def test_azure_without_an_account_is_refused_by_name(monkeypatch: pytest.MonkeyP
         ({"url": ""}, "url"),
         ({"url": "s3://b", "ttl_s": 5}, "ttl_s"),
         ({"url": "redis://h", "ttl_s": 0}, "ttl_s"),
+        ({"url": "redis://h", "max_bytes": "1GiB"}, "max_bytes"),
+        ({"url": "s3://b", "max_bytes": "lots"}, "max_bytes"),
         ({"url": "redis://h", "request_timeout_s": 0}, "request_timeout_s"),
         ({"url": "redis://h", "num_threads": 0}, "num_threads"),
     ],

@@ -99,6 +99,8 @@ class SharedTierConfig:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///directory`` or
             ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``). Credentials come from the
             environment, as the store's own tools read them.
+        max_bytes: object stores and directories: what our chunks may take there together, of all models and workers; the
+            oldest go first. ``None`` leaves that to the store. One engine alone keeps it exactly; see ``StoreBudget``.
         admission: which chunks are written: ``all``, or only ``reused`` ones.
         write: when: ``through``, at once, or ``back``, when host memory fills up.
         request_timeout_s: how long one request to the store may take.
@@ -108,6 +110,7 @@ class SharedTierConfig:
     """
 
     url: str
+    max_bytes: int | str | None = None
     admission: str = "all"
     write: str = "through"
     request_timeout_s: float = 10.0
@@ -127,8 +130,17 @@ class SharedTierConfig:
             raise ConfigError(
                 "ttl_s", self.ttl_s, f"only {', '.join(REDIS_SCHEMES)} can do that; buckets have life-cycle rules"
             )
+        if self.max_bytes is not None:
+            parse_bytes("max_bytes", self.max_bytes)
+            if self.scheme in REDIS_SCHEMES:
+                raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
         _require_usage(self.admission, self.write)
         _require_threads(self.num_threads)
+
+    @property
+    def num_max_bytes(self) -> int | None:
+        """``max_bytes`` as a number."""
+        return None if self.max_bytes is None else parse_bytes("max_bytes", self.max_bytes)
 
     @property
     def scheme(self) -> str:

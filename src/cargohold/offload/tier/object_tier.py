@@ -29,12 +29,13 @@ try:
 except ImportError as missing:
     raise ConfigError("url", "object store", "this needs the extra: pip install 'cargohold[objects]'") from missing
 
+from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there
+
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTION: Final = "namespace.json"
 _PARALLEL_PROBES: Final = 32
 _ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
 _NO_CREDENTIALS: Final = ("169.254.169.254", "/latest/api/token", "metadata.google.internal")
@@ -77,6 +78,7 @@ class ObjectTier(SharedTier):
     def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int) -> None:
         super().__init__(codec, chunk_bytes)
         self._store = open_store(config)
+        self._budget = None if config.num_max_bytes is None else StoreBudget(self._store, config.num_max_bytes)
         self._prefix = codec.namespace.id
         self._introduce(config)
 
@@ -91,16 +93,15 @@ class ObjectTier(SharedTier):
         """Delete objects."""
         with self._errors():
             for key in keys:
-                try:
-                    obstore.delete(self._store, self._path(key))
-                except FileNotFoundError:
-                    continue
+                delete_if_there(self._store, self._path(key))
 
     def close(self) -> None:
         """Connections close when the store is not referred to any more."""
 
     def _put(self, key: OffloadKey, value: bytearray) -> bool:
         with self._errors():
+            if self._budget is not None and not self._budget.reserve(len(value)):
+                return False
             obstore.put(self._store, self._path(key), value)
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,28 +14,19 @@ from obstore.store import ObjectStore
 
 from cargohold.errors import TierError
 from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, check_value
-from cargohold.offload.tier.object_tier import DESCRIPTION, first_line
+from cargohold.offload.tier.object_listing import DESCRIPTION, StoredObject, delete_if_there, list_ours
+from cargohold.offload.tier.object_tier import first_line
 
 _NAME = "shared"
-_OURS = re.compile(rf"(?P<namespace>[0-9a-f]{{32}})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})")
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """One object of a namespace: its path, size, and when it was written, in seconds since 1970."""
-
-    path: str
-    num_bytes: int
-    written_s: float
 
 
 @dataclass(slots=True)
 class _Namespace:
-    chunks: list[_Object] = field(default_factory=list)
-    others: list[_Object] = field(default_factory=list)
+    chunks: list[StoredObject] = field(default_factory=list)
+    others: list[StoredObject] = field(default_factory=list)
 
     @property
-    def objects(self) -> Iterator[_Object]:
+    def objects(self) -> Iterator[StoredObject]:
         return chain(self.chunks, self.others)
 
 
@@ -61,7 +51,7 @@ class ObjectInventory(Inventory):
         with _errors():
             for chunk in self._namespace(namespace_id).chunks:
                 value = memoryview(obstore.get(self._store, chunk.path).bytes())
-                finding = check_value(value, namespace_id, bytes.fromhex(chunk.path.rpartition("/")[2]))
+                finding = check_value(value, namespace_id, chunk.key)
                 if finding is Finding.DAMAGED and delete:
                     obstore.delete(self._store, chunk.path)
                 yield finding
@@ -69,7 +59,8 @@ class ObjectInventory(Inventory):
     def remove(self, namespace_id: str) -> None:
         """Delete every object of a namespace."""
         with _errors():
-            self._delete(self._namespace(namespace_id).objects)
+            for known in self._namespace(namespace_id).objects:
+                delete_if_there(self._store, known.path)
 
     def trim(self, namespace_id: str, num_bytes: int) -> int:
         """Delete the oldest chunks; other engines miss them and compute."""
@@ -78,7 +69,7 @@ class ObjectInventory(Inventory):
             for chunk in sorted(self._namespace(namespace_id).chunks, key=lambda found: found.written_s):
                 if gone >= num_bytes:
                     break
-                self._delete([chunk])
+                delete_if_there(self._store, chunk.path)
                 gone += chunk.num_bytes
         return gone
 
@@ -86,16 +77,10 @@ class ObjectInventory(Inventory):
         return self._namespaces(f"{namespace_id}/").get(namespace_id, _Namespace())
 
     def _namespaces(self, prefix: str) -> dict[str, _Namespace]:
-        """Our objects whose path starts like this. What others keep in the same place is not looked at."""
         found: dict[str, _Namespace] = {}
-        for page in obstore.list(self._store, prefix or None):
-            for entry in page:
-                path = str(entry["path"])
-                match = _OURS.fullmatch(path)
-                if match is not None:
-                    known = _Object(path, int(entry["size"]), entry["last_modified"].timestamp())
-                    namespace = found.setdefault(match["namespace"], _Namespace())
-                    (namespace.chunks if match["key"] else namespace.others).append(known)
+        for known in list_ours(self._store, prefix):
+            namespace = found.setdefault(known.namespace_id, _Namespace())
+            (namespace.chunks if known.key else namespace.others).append(known)
         return found
 
     def _describe(self, name: str, namespace: _Namespace) -> Holding:
@@ -114,13 +99,6 @@ class ObjectInventory(Inventory):
         except (FileNotFoundError, ValueError):
             return {}
         return {str(key): str(value) for key, value in data.items()} if isinstance(data, dict) else {}
-
-    def _delete(self, objects: Iterator[_Object] | list[_Object]) -> None:
-        for known in objects:
-            try:
-                obstore.delete(self._store, known.path)
-            except FileNotFoundError:
-                continue  # somebody else was faster
 
 
 @contextmanager

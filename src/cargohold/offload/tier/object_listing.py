@@ -1,0 +1,111 @@
+"""Which objects of a store are ours, and a limit to what they take together."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import obstore
+from obstore.store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION: Final = "namespace.json"
+_OURS: Final = re.compile(
+    rf"(?P<namespace>[0-9a-f]{{32}})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})"
+)
+_LOOKS_PER_BUDGET: Final = 16
+_KEPT: Final = 0.9
+"""Part of a budget that is left after making room, so that room need not be made for every chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object of ours.
+
+    Attributes:
+        path: its whole path.
+        namespace_id: whose it is.
+        key: of the chunk, or empty if it is the namespace's description.
+        num_bytes: its size.
+        written_s: when it was written, in seconds since 1970.
+    """
+
+    path: str
+    namespace_id: str
+    key: bytes
+    num_bytes: int
+    written_s: float
+
+
+def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
+    """Our objects whose path starts like this; what others keep in the same place is left out. Raises the store's errors."""
+    for page in obstore.list(store, prefix or None):
+        for entry in page:
+            path = str(entry["path"])
+            match = _OURS.fullmatch(path)
+            if match is not None:
+                key = bytes.fromhex(match["key"] or "")
+                yield StoredObject(
+                    path, match["namespace"], key, int(entry["size"]), entry["last_modified"].timestamp()
+                )
+
+
+def delete_if_there(store: ObjectStore, path: str) -> None:
+    """Delete an object; somebody else may have been faster. Raises the store's other errors."""
+    try:
+        obstore.delete(store, path)
+    except FileNotFoundError:
+        return
+
+
+class StoreBudget:
+    """Keeps our objects in a store below a limit, by deleting those that were written longest ago. Thread-safe.
+
+    The store is looked at before the first chunk, whenever the limit seems to be reached, and each time a sixteenth of the
+    limit was written here. So one engine alone never exceeds the limit; each further one may, by what it writes between two
+    looks.
+
+    Args:
+        store: the bucket and prefix.
+        max_bytes: what all namespaces in it may take together.
+    """
+
+    def __init__(self, store: ObjectStore, max_bytes: int) -> None:
+        self._store = store
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._unseen = max_bytes  # what was written since the last look; there was none yet
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Make room for a chunk; false if it is larger than the limit. Raises the store's errors."""
+        if num_bytes > self._max_bytes:
+            return False
+        with self._lock:
+            is_full = self._num_bytes + num_bytes > self._max_bytes
+            if is_full or (self._unseen + num_bytes) * _LOOKS_PER_BUDGET > self._max_bytes:
+                self._look(num_bytes)
+            self._num_bytes += num_bytes
+            self._unseen += num_bytes
+        return True
+
+    def _look(self, num_wanted: int) -> None:
+        """Count, and delete the oldest chunks if ``num_wanted`` bytes would be too many."""
+        objects = list(list_ours(self._store))
+        total = sum(known.num_bytes for known in objects)
+        if total + num_wanted > self._max_bytes:
+            before = total
+            limit = min(self._max_bytes - num_wanted, int(_KEPT * self._max_bytes))
+            for known in sorted(objects, key=lambda found: found.written_s):
+                if total <= limit:
+                    break
+                if known.key:
+                    delete_if_there(self._store, known.path)
+                    total -= known.num_bytes
+            logger.info("shared tier: %d bytes of the oldest chunks were deleted to make room", before - total)
+        self._num_bytes, self._unseen = total, 0
