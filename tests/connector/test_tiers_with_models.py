@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cargohold import LLM, ConfigError, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
-from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
+from cargohold.offload.tier import DiskTierConfig, FaultyTier, MemoryTier, SharedTierConfig, Tier, TierConfig
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
 
 SAMPLING = SamplingParams(max_tokens=9)
@@ -27,7 +29,9 @@ def disk(directory: Path, **options: Any) -> DiskTierConfig:
 
 
 def offload(*tiers: TierConfig, **options: Any) -> OffloadConfig:
-    return OffloadConfig(**{"host_bytes": "16MiB", "tiers": tiers, "restore": "always", **options})
+    return OffloadConfig(
+        **{"host_bytes": "16MiB", "tiers": tiers, "restore": "always", "restore_timeout_s": 60.0, **options}
+    )
 
 
 def ask(llm: LLM, asked: list[list[int]]) -> list[RequestOutput]:
@@ -173,3 +177,45 @@ def test_on_two_workers_each_with_its_shard(
     again = ask(llm, prompts())
     assert tokens(again) == expected
     assert all(counts["disk"] > 50 for counts in restored(again))
+
+
+@pytest.mark.parametrize("trouble", ["fails", "hangs"])
+def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
+    trouble: str,
+    tmp_path: Path,
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Real queues and threads over a medium that the test holds in its hand."""
+    memory: dict[int, MemoryTier] = {}
+    is_well = threading.Event()
+
+    def fault(_: str) -> str | None:
+        if trouble == "fails":
+            return None if is_well.is_set() else "away"
+        is_well.wait()
+        return None
+
+    def opened(_: TierConfig, __: object, chunk_bytes: int, num_shards: int) -> Tier:
+        del num_shards
+        return FaultyTier(memory.setdefault(chunk_bytes, MemoryTier(chunk_bytes, name="disk")), fault)
+
+    monkeypatch.setattr("cargohold.connector.offloading.make_tiers.open_tier", opened)
+    config = offload(disk(tmp_path), restore_timeout_s=0.1, transfer_timeout_s=0.5)
+    with LLM(tiny_model("llama"), **OPTIONS) as plain:
+        expected = tokens(ask(plain, prompts(6)))
+    with LLM(tiny_model("llama"), offload=config, **OPTIONS) as llm:
+        outputs = ask(llm, prompts(6))
+        assert tokens(outputs) == expected
+        assert not any(counts.get("disk") for counts in restored(outputs))
+        is_well.set()
+        others = iter(range(10**6))
+        while not any(tier.usage().num_chunks for tier in memory.values()):  # until the breaker lets work through
+            llm.generate([[next(others) % VOCAB_SIZE] * 50], SAMPLING)
+    config = replace(config, restore_timeout_s=60.0, transfer_timeout_s=60.0)
+    again = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
+    assert tokens(ask(again, prompts(6))) == expected
+    (tier,) = memory.values()
+    assert tier.usage().num_chunks >= 6 * 25
+    assert restored(ask(make_llm(tiny_model("llama"), offload=config, **OPTIONS), prompts(6)))[0]["disk"] == 100

@@ -307,8 +307,13 @@ def test_the_engine_steps_on_for_a_while_to_have_things_written() -> None:
     world.keep(KEYS[3:5])
     world.step()
     before = world.lower.is_settling
-    world.clock.advance(1.1)
+    world.clock.advance(3.1)
     assert (before, world.lower.is_settling) == (True, False), "the tier does nothing, so nobody waits for it"
+    world.keep(KEYS[5:6])
+    world.step()
+    still = world.lower.is_settling
+    world.end(next(iter(world.running.values())), [True])
+    assert (still, world.lower.is_settling) == (False, True), "until it does something"
 
 
 def test_events_tell_what_is_known_of_a_tier() -> None:

@@ -33,12 +33,12 @@ from cargohold.protocol import Clock, TransferOutcome
 
 UNKNOWN = 3
 """Nobody has asked the tiers yet: ``LowerTiers.probe`` does. A state beside ``ABSENT``, ``READY`` and ``NOT_YET``."""
-SETTLE_S = 5.0
+SETTLE_S = 10.0
 """How long an idle engine steps on to have written down what was stored last. What is left then waits for the next steps."""
 
 
-PROGRESS_S = 1.0
-"""It does not step on for a tier that has done nothing for this time."""
+PROGRESS_S = 3.0
+"""It does not step on when no job has ended for this time, nor again until one has."""
 
 
 class LowerTiers:
@@ -70,7 +70,7 @@ class LowerTiers:
         self._promotions = Promotions(host, self._tasks, clock, config.restore_timeout_s)
         self._alarms: list[float] = []
         self._num_changes = 0
-        # Until when to step on, and since when there is nothing new.
+        # Until when to step on, and when a job has ended or the first of several was handed out.
         self._settles_at = self._progressed_at = clock()
 
     # --- questions ----------------------------------------------------------------------------------------------------
@@ -93,9 +93,11 @@ class LowerTiers:
     def is_settling(self) -> bool:
         """Whether steps are worth while even if there is nothing to compute: chunks stored lately are to be written."""
         now = self._clock()
-        if now >= self._settles_at or now >= self._progressed_at + PROGRESS_S:
+        if now >= self._settles_at:
             return False
-        return bool(self._tasks) or any(tier.num_writable and tier.breaker.would_admit() for tier in self.tiers)
+        if self._tasks:
+            return now < self._progressed_at + PROGRESS_S
+        return any(tier.num_writable and tier.breaker.would_admit() for tier in self.tiers)
 
     def lookup(self, keys: Iterable[OffloadKey], *, up_to_absent: bool = False) -> bytes:
         """One byte per key: ``READY`` if a usable tier has the chunk, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
@@ -185,6 +187,8 @@ class LowerTiers:
     def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
         """What the workers are to do now; call it once in every step."""
         self._give_up_late()
+        if not self._tasks:
+            self._progressed_at = self._clock()
         return (*self._dispatch.requested(new_id, self._turn_away), *self._dispatch.writes(new_id))
 
     def take_cancelled(self) -> tuple[int, ...]:
@@ -241,8 +245,7 @@ class LowerTiers:
         self._expect_writes()
 
     def _expect_writes(self) -> None:
-        self._progressed_at = self._clock()
-        self._settles_at = self._progressed_at + SETTLE_S
+        self._settles_at = self._clock() + SETTLE_S
 
     def _readers(self) -> list[tuple[int, Callable[[OffloadKey], bool | None]]]:
         """What each usable tier has answered."""
