@@ -107,10 +107,11 @@ def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions) -> list[Rep
 def _show(planner: Planner, found: Plan, words: list[str]) -> None:
     console = Console()
     for sentence in words:
-        console.print(f"* {sentence}", highlight=False)
+        console.print(f"* {sentence}", highlight=False, soft_wrap=True)
     has_time = found.knee.saved_s is not None
     per = " per hour" if planner.per_hour(1) is not None else ""
-    table = Table(title=f"\n{found.policy}, by size of host memory", title_justify="left", box=None, pad_edge=False)
+    console.print(f"\n{found.policy}, by size of host memory", style="bold", highlight=False)
+    table = Table(box=None, pad_edge=False)
     gains = (
         [f"prefill saved{per}, s", "each further GiB, s"] if has_time else [f"tokens saved{per}", "each further GiB"]
     )

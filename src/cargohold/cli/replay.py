@@ -103,13 +103,14 @@ def _capacities(workload: Workload, sizes: Sequence[Size], disk: Sequence[Size],
 def show_report(report: Report) -> None:
     """Tables on standard output."""
     console = Console()
-    console.print(describe_trace(report), highlight=False)
-    console.print(_ratios(report))
-    console.print(_details(report))
+    console.print(describe_trace(report), highlight=False, soft_wrap=True)
+    for title, table in (("prefix-hit ratio, per cent", _ratios(report)), ("what moved", _details(report))):
+        console.print(f"\n{title}", style="bold", highlight=False)
+        console.print(table)
 
 
 def _ratios(report: Report) -> Table:
-    table = Table(title="prefix-hit ratio, per cent", title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     has_disk = any(len(size) > 1 for size in report.sizes)
     table.add_column("host + disk" if has_disk else "host", justify="right")
     for policy in report.policies:
@@ -122,7 +123,7 @@ def _ratios(report: Report) -> Table:
 
 
 def _details(report: Report) -> Table:
-    table = Table(title="what moved", title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for name in ("policy", "size"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     has_time = report.costs.prefill_tokens_per_s is not None

@@ -126,7 +126,7 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
     decode = _decoder(options)
     skipped: list[TraceError] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as bar:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("reading", total=_total_bytes(files))
         requests = read_trace(
             files,
@@ -150,8 +150,14 @@ def replay_all(
     tasks = plan_tasks(policies, sizes)
     num_processes = _num_processes(workload, len(tasks), jobs)
     results: list[ReplayResult] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=errors, transient=True) as bar:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         bar_id = bar.add_task("replaying", total=sum(len(task.capacities) for task in tasks))
         for found in run_tasks(workload, tasks, num_processes):
             results += found
