@@ -30,12 +30,15 @@ def snippets(text: str) -> list[str]:
     return [block for block in code_blocks(text) if "from cargohold import" in block]
 
 
-@pytest.mark.parametrize("snippet", [*snippets(README), *snippets(USAGE)])
-def test_library_examples_run(snippet: str, chat_model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert '"smollm2"' in snippet
+@pytest.mark.parametrize("document", [README, USAGE], ids=["README", "usage"])
+def test_library_examples_run(
+    document: str, chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = ["Once upon a time", "In 1969,"]
     names: dict[str, Any] = {"prompts": prompts}
-    exec(snippet.replace('"smollm2"', repr(chat_model)), names)  # the example that readers will try first
+    for snippet in snippets(document):
+        # The examples that readers will try first, one after the other, as in one session.
+        exec(snippet.replace('"smollm2"', repr(chat_model)).replace("/nvme/kv", str(tmp_path)), names)
     names["llm"].close()
     outputs = names.get("outputs")
     if outputs is None:
@@ -53,12 +56,18 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
+SHORTER = {
+    "demo": ["--turns", "2", "--answer-tokens", "1", "--num-device-blocks", "300"],
+    "simulate": ["--seeds", "2"],
+}
+
+
 @pytest.mark.parametrize("args", commands(README), ids=" ".join)
-def test_commands_in_the_readme_work(args: list[str], cargohold: Command, chat_model: str) -> None:
-    stand_ins = {"smollm2": chat_model, "M": chat_model, "trace.jsonl.zst": str(TRACE)}
-    args = [stand_ins.get(arg, arg) for arg in args]
-    if args == ["demo"]:
-        args = ["demo", "--model", chat_model, "--turns", "2", "--answer-tokens", "1", "--num-device-blocks", "300"]
+def test_commands_in_the_readme_work(args: list[str], cargohold: Command, chat_model: str, tmp_path: Path) -> None:
+    stand_ins = {"smollm2": chat_model, "M": chat_model, "trace.jsonl.zst": str(TRACE), "/nvme/kv": str(tmp_path)}
+    args = [stand_ins.get(arg, arg) for arg in args] + SHORTER.get(" ".join(args), [])
+    if args[0] == "demo":
+        args += ["--model", chat_model]
     result = cargohold(*args, stdin="Hello\n/quit\n")
     assert result.status == 0, result.err
 

@@ -1,0 +1,141 @@
+"""Options that cannot work: one line that names the option, the value and what would work, before weights are loaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cargohold import (
+    LLM,
+    CargoholdError,
+    ConfigError,
+    LazyOffloadConfig,
+    ModelError,
+    OffloadConfig,
+    SamplingParams,
+    UnsupportedModelError,
+)
+from cargohold.errors import one_line
+
+
+def bad(expected: str, kind: type, **option: Any) -> Any:
+    required = {"host_bytes": "1MiB"} if kind in {OffloadConfig, LazyOffloadConfig} else {}
+    ((key, value),) = option.items()
+    return pytest.param(kind, {**required, **option}, expected, id=f"{kind.__name__}-{key}={value!r}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        bad("did you mean num_device_blocks", LLM, num_device_block=5),
+        bad("there is no such option; there are offload, ", LLM, colour="red"),
+        bad("an integer from 1", LLM, block_tokens=0),
+        bad("an integer from 1", LLM, max_num_seqs=2.0),
+        bad("an integer from 1", LLM, max_num_batched_tokens=True),
+        bad("an integer from 2", LLM, max_model_len=1),
+        bad("at most 8192", LLM, max_model_len=10000),
+        bad("needs 513 blocks", LLM, num_device_blocks=2),
+        bad("one of fcfs, priority", LLM, queue_policy="lifo"),
+        bad("one of recompute, fail", LLM, load_failure_policy="pray"),
+        bad("a number of seconds above 0", LLM, load_timeout_s=float("nan")),
+        bad("True or False", LLM, prefix_caching="yes"),
+        bad("one of auto, float32", LLM, dtype="int8"),
+        bad("cpu, cuda", LLM, device="tpu"),
+        bad("an OffloadConfig, a LazyOffloadConfig", LLM, offload="2GiB"),
+        bad("an OffloadConfig, a LazyOffloadConfig", LLM, offload=[OffloadConfig(host_bytes="1MiB"), 3]),
+        bad("an OffloadConfig, a LazyOffloadConfig", LLM, offload=OffloadConfig),
+        bad("such as 2GiB", OffloadConfig, host_bytes="lots"),
+        bad("this machine allows", OffloadConfig, host_bytes="500TiB"),
+        bad("one of ", OffloadConfig, policy="lucky"),
+        bad("one of ", OffloadConfig, policy=["lru"]),
+        bad("an integer from 1", OffloadConfig, blocks_per_chunk=0),
+        bad("above 0 and at most 1", OffloadConfig, max_inflight_fraction=1.5),
+        bad("above 0 and at most 1", OffloadConfig, max_inflight_fraction="half"),
+        bad("a number of seconds above 0", OffloadConfig, transfer_timeout_s=0),
+        bad("a number of seconds above 0", OffloadConfig, transfer_timeout_s="soon"),
+        bad("seconds above transfer_timeout_s", OffloadConfig, job_timeout_s=10),
+        bad("True or False", OffloadConfig, store_generated="never"),
+        bad("such as 2GiB", LazyOffloadConfig, host_bytes=None),
+        bad("", LazyOffloadConfig, lookahead_blocks=0),
+        bad("", LazyOffloadConfig, max_inflight_fraction=0),
+        bad("an integer from 1", SamplingParams, max_tokens=0),
+        bad("an integer from 1", SamplingParams, max_tokens="many"),
+        bad("a number from 0", SamplingParams, temperature=-0.1),
+        bad("a number from 0", SamplingParams, temperature=float("inf")),
+        bad("or set temperature above 0", SamplingParams, top_k=40),
+        bad("or set temperature above 0", SamplingParams, top_p=0.9),
+        bad("above 0 and at most 1", SamplingParams, top_p=0),
+        bad("or 0 for all tokens", SamplingParams, top_k=-1),
+        bad("or None", SamplingParams, seed="lucky"),
+        bad("none of them empty", SamplingParams, stop=["x", ""]),
+        bad("none of them empty", SamplingParams, stop=b"x"),
+        bad("a list of integers", SamplingParams, stop_token_ids=["</s>"]),
+        bad("True or False", SamplingParams, ignore_eos=1),
+    ],
+)
+def test_each_is_refused_by_name(
+    kind: Callable[..., object], options: dict[str, Any], expected: str, chat_model: str, no_weights: None
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        kind(chat_model, **options) if kind is LLM else kind(**options)
+    error, (key, value) = raised.value, list(options.items())[-1]
+    assert error.key == key
+    assert error.value is value or error.value == value or error.value in value
+    assert expected in str(error)
+    assert str(error) == " ".join(str(error).split()), "one line"
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("weights were loaded before the error was found")
+
+    monkeypatch.setattr("cargohold.engine.model.hf_runner.load_model", load)
+
+
+@pytest.mark.parametrize("model", [7, None, b"smollm2", ["smollm2"]])
+def test_a_model_is_a_name_or_a_path(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"a directory, a \.gguf file, a hub id or smollm2"):
+        LLM(model)
+
+
+def test_a_path_may_be_a_path(chat_model: str, make_llm: Callable[..., LLM]) -> None:
+    assert make_llm(Path(chat_model)).generate("x", SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda at: (at / "model.safetensors").unlink(), "model"),
+        (lambda at: (at / "model.safetensors").write_bytes(b"\x08" * 64), "weights"),
+        (lambda at: (at / "model.safetensors").write_bytes((at / "model.safetensors").read_bytes()[:-400]), "weights"),
+        (lambda at: (at / "config.json").write_text("{"), "config.json"),
+        (lambda at: (at / "config.json").write_text("[]"), "model"),
+    ],
+    ids=["no weights", "nonsense", "cut off", "no JSON", "no object"],
+)
+def test_a_damaged_model_is_refused_in_one_line(
+    damage: Callable[[Path], object], expected: str, chat_model: str, tmp_path: Path
+) -> None:
+    at = shutil.copytree(chat_model, tmp_path / "damaged")
+    damage(at)
+    with pytest.raises(ModelError) as raised:
+        LLM(str(at))
+    assert expected in str(raised.value)
+    assert str(at) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_errors_of_arguments_are_value_errors_too() -> None:
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        SamplingParams(max_tokens=0)
+    assert issubclass(UnsupportedModelError, CargoholdError)
+
+
+def test_long_errors_of_others_become_one_short_line() -> None:
+    assert one_line(ValueError("a\n  b\t" + "c" * 500), max_chars=20) == "a b ccccccccccccc..."
+    assert one_line(KeyError()) == "KeyError"

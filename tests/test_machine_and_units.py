@@ -1,0 +1,99 @@
+"""Sizes as people write them, and what a machine or its control group allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cargohold import LLM, ConfigError, OffloadConfig
+from cargohold.machine import memory_limit_bytes
+from cargohold.units import format_bytes, parse_bytes
+
+TOTAL = psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (1000000, 1000000),
+        ("1000000", 1000000),
+        ("2GiB", 2 * 1024**3),
+        ("512 MiB", 512 * 1024**2),
+        ("1.5GB", 1_500_000_000),
+        ("0.1KiB", 102),
+        ("3kb", 3000),
+        ("1TiB", 1024**4),
+    ],
+)
+def test_sizes_as_people_write_them(written: int | str, expected: int) -> None:
+    assert parse_bytes("host_bytes", written) == expected
+
+
+@pytest.mark.parametrize(
+    "written", ["lots", "", "2 apples", "-1GiB", "GiB", "1.2.3MB", -5, 0, "0GiB", 2.5, True, None, [1]]
+)
+def test_what_is_no_size_is_refused_with_an_example(written: Any) -> None:
+    with pytest.raises(ConfigError, match=r"host_bytes=.* is not possible: .* such as 2GiB") as raised:
+        parse_bytes("host_bytes", written)
+    assert raised.value.key == "host_bytes" and raised.value.value == written
+
+
+@given(st.integers(1, 2**60))
+def test_formatted_sizes_are_near_what_they_mean(num_bytes: int) -> None:
+    assert parse_bytes("x", format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.051)
+
+
+def system(root: Path, cgroup: str, limits: dict[str, str]) -> Path:
+    """A file system that says which control group this process is in, and what the groups allow."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(cgroup, encoding="utf-8")
+    for path, text in limits.items():
+        file = root / "sys/fs/cgroup" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="ascii")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "expected"),
+    [
+        ("0::/\n", {}, TOTAL),
+        ("0::/\n", {"memory.max": "1000000\n"}, 1000000),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "2000000\n"}, 2000000),
+        ("0::/a/b\n", {"a/b/memory.max": "3000000\n", "a/memory.max": "2000000\n"}, 2000000),
+        ("0::/a/b\n", {"a/b/memory.max": f"{TOTAL * 2}\n"}, TOTAL),
+        ("4:cpu:/x\n9:memory:/docker/abc\n", {"memory/docker/abc/memory.limit_in_bytes": "4000000\n"}, 4000000),
+        ("4:cpu,memory:/x\n", {"memory/memory.limit_in_bytes": "5000000\n"}, 5000000),
+        ("4:cpu:/x\n", {"memory/x/memory.limit_in_bytes": "5000000\n"}, TOTAL),
+    ],
+)
+def test_the_lowest_limit_of_all_control_groups_counts(
+    cgroup: str, limits: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    assert memory_limit_bytes(system(tmp_path, cgroup, limits)) == expected
+
+
+def test_where_there_are_no_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert memory_limit_bytes(tmp_path) == TOTAL
+
+
+def test_more_than_the_control_group_allows_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, chat_model: str
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("weights were loaded before the error was found")
+
+    monkeypatch.setattr("cargohold.engine.model.hf_runner.load_model", load)
+    for module in ("cargohold.connector.offloading.config", "cargohold.engine.config"):
+        monkeypatch.setattr(f"{module}.memory_limit_bytes", lambda: 64 * 1024**2)
+    with pytest.raises(ConfigError, match=r"host_bytes='1GiB' .* this machine allows 64 MiB in all"):
+        LLM(chat_model, offload=OffloadConfig(host_bytes="1GiB"))
+    with pytest.raises(
+        ConfigError, match=r"num_device_blocks=50000 .* this machine allows 64 MiB in all; use at most \d+"
+    ):
+        LLM(chat_model, num_device_blocks=50000)
