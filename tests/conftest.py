@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from cargohold import LLM
 from tests.command import cargohold, chat_model
+from tests.servers import Server, s3_server
 
 __all__ = ["cargohold", "chat_model"]
 
@@ -50,3 +51,10 @@ def make_llm() -> Iterator[Callable[..., LLM]]:
     for llm in made:
         llm.close()
         llm.engine.scheduler.check_settled()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Server]:
+    """An S3 server; it takes seconds to start."""
+    with s3_server() as server:
+        yield server

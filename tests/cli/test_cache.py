@@ -22,7 +22,7 @@ from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.object_tier import ObjectTier
 from cargohold.offload.tier.redis_tier import RedisTier
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload
-from tests.offload.tier.servers import key_value_server
+from tests.servers import key_value_server
 
 assert cache_command.cache is not None  # it has added itself to the app
 

@@ -13,7 +13,7 @@ from cargohold.offload.tier import CountingTier, LoadOutcome, MemoryTier, StoreO
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload
-from tests.offload.tier.servers import BUCKET, key_value_server, set_credentials
+from tests.servers import BUCKET, key_value_server, set_credentials
 
 Open = Callable[[ChunkCodec], Tier]
 

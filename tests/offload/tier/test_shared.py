@@ -16,7 +16,7 @@ from cargohold.offload.tier.factory import open_tier
 from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
 from cargohold.simulation.clock import VirtualClock
 from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
-from tests.offload.tier.servers import (
+from tests.servers import (
     BUCKET,
     Server,
     free_port,
