@@ -67,6 +67,7 @@ class World:
         return list(commands)
 
     def end(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome = TransferOutcome.DONE) -> None:
+        assert len(answers) == len(command.keys)
         del self.running[command.job_id]
         self.lower.note_answers(command.job_id, bytes(answers), self.lower.config.num_workers)
         assert self.lower.end(command.job_id, outcome)
@@ -473,3 +474,24 @@ def test_a_tier_is_asked_for_what_another_could_not_give() -> None:
     world.lower.probe(KEYS[:1])
     (probe,) = world.step()
     assert probe.tier == 1
+
+
+def test_what_is_in_use_is_looked_after() -> None:
+    """A tier sees nothing of chunks that host memory gives back, so it evicts them; a restart would not find them."""
+    world = World(capacity=16)
+    world.keep(KEYS[:4])
+    world.manager.touch(KEYS[:4])
+    (store,) = world.step()
+    world.end(store, [True] * 4)
+    world.manager.touch(KEYS[:4])
+    assert world.step() == [], "it was there a moment ago"
+    world.clock.advance(601)
+    world.manager.touch(KEYS[:6])
+    (probe,) = world.step()
+    assert (probe.kind, probe.keys) == (JobKind.PROBE, tuple(KEYS[:4])), "what host memory has, and no more"
+    world.end(probe, [True, True, False, False])
+    (store,) = world.step()
+    assert (store.kind, store.keys, store.parent) == (JobKind.STORE, tuple(KEYS[2:4]), KEYS[1])
+    world.end(store, [True, True])
+    world.manager.touch(KEYS[:4])
+    assert world.step() == []

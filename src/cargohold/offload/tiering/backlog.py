@@ -41,6 +41,9 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._parents)
 
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._parents
+
     def add(self, key: OffloadKey, parent: OffloadKey | None) -> None:
         """A chunk is to be written, unless it already waits."""
         self._parents.setdefault(key, parent)

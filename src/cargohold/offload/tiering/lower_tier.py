@@ -77,15 +77,14 @@ class LowerTier:
         """Whether a chunk would have to be written."""
         return key not in self._writing and self.presence.get(key) is not True
 
+    def is_asked_for(self, key: OffloadKey) -> bool:
+        """Whether a chunk is about to be written, or the tier to say whether it has it."""
+        return key in self.probing or key in self._writing or key in self.backlog
+
     def note_stored(self, key: OffloadKey, parent: OffloadKey | None) -> None:
         """Host memory has a new chunk."""
         if self._is_admitted(key) and self.is_wanted(key):
             self.backlog.add(key, parent)
-
-    @property
-    def follows_use(self) -> bool:
-        """Whether ``note_used`` matters to it."""
-        return self.options.admission is Admission.REUSED or self.options.write_mode is WriteMode.BACK
 
     def note_used(self, keys: Sequence[OffloadKey], states: bytes) -> None:
         """A request uses these chunks, in prefix order; ``states`` says which of them host memory has."""

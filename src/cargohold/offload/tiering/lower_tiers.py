@@ -21,6 +21,7 @@ from collections.abc import Set as AbstractSet
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
+from cargohold.offload.tier.config import WriteMode
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
 from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
@@ -39,6 +40,9 @@ SETTLE_S = 10.0
 
 PROGRESS_S = 3.0
 """It does not step on when no job has ended for this time, nor again until one has."""
+
+LOOK_AFTER_S = 600.0
+"""Chunks in use are looked for in each tier as often as that, and written again where they are gone."""
 
 
 class LowerTiers:
@@ -166,12 +170,12 @@ class LowerTiers:
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """A request uses these chunks, in prefix order."""
-        followers = [tier for tier in self.tiers if tier.follows_use]
-        if followers:
-            states = self._host.lookup(keys)
-            for tier in followers:
-                tier.note_used(keys, states)
+        states = self._host.lookup(keys)
+        for tier in self.tiers:
+            tier.note_used(keys, states)
+        if any(tier.backlog for tier in self.tiers):
             self._expect_writes()
+        self._look_after([key for key, state in zip(keys, states, strict=True) if state == READY], keys)
 
     def reset(self) -> None:
         """Forget everything; only while idle. What tiers hold is not found any more: chunks have other names from now on."""
@@ -244,6 +248,17 @@ class LowerTiers:
                 tier.note_stored(key, parents[key])
         self._expect_writes()
 
+    def _look_after(self, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
+        """Ask now and then whether tiers still have what host memory keeps giving back: they see no use of it, and evict it."""
+        for at, tier in enumerate(self.tiers):
+            if tier.options.write_mode is WriteMode.BACK or not tier.breaker.would_admit():
+                continue
+            asked = [key for key in tier.presence.not_heard_of(kept, LOOK_AFTER_S) if not tier.is_asked_for(key)]
+            if asked:
+                parents = dict(zip(keys, (None, *keys), strict=False))
+                tier.probing.update(asked)
+                self._tasks.want(TierTask(JobKind.PROBE, at, asked, rewrites={key: parents[key] for key in asked}))
+
     def _expect_writes(self) -> None:
         self._settles_at = self._clock() + SETTLE_S
 
@@ -261,6 +276,9 @@ class LowerTiers:
                 tier.probing.difference_update(task.keys)
                 if not task.is_cancelled:
                     tier.note_presence(task.keys, succeeded)  # who does not answer does not have it
+                if outcome is TransferOutcome.DONE and task.rewrites:
+                    gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
+                    self._note_new([tier], gone, task.rewrites)
             case JobKind.LOAD:
                 self._promotions.end_load(task, succeeded)
                 self._note_loaded(task, succeeded)

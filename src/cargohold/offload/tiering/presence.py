@@ -44,6 +44,11 @@ class Presence:
 
         return get
 
+    def not_heard_of(self, keys: Iterable[OffloadKey], for_s: float) -> list[OffloadKey]:
+        """Those about which the tier has said nothing for so long."""
+        answers, oldest = self._answers, self._clock() - for_s
+        return [key for key in keys if (answer := answers.get(key)) is None or answer[1] < oldest]
+
     def note(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """The tier has answered, or has just been given the chunks."""
         answers, now = self._answers, self._clock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cargohold.offload.manager.base import LoadHandle, OffloadKey, StoreHandle
@@ -20,6 +20,7 @@ class TierTask:
         keys: which chunks, in prefix order.
         slots: where they are in host memory; probes have none.
         parent: the chunk before the first, if there is one and it matters.
+        rewrites: probes that look after chunks in use: which of them to write again if they are gone, with their parents.
         reserved: loads: the slots being filled.
         pins: stores: the chunks being read.
         promotion: loads: who waits for it.
@@ -37,6 +38,7 @@ class TierTask:
     keys: Sequence[OffloadKey]
     slots: Sequence[int] = ()
     parent: OffloadKey | None = None
+    rewrites: Mapping[OffloadKey, OffloadKey | None] = field(default_factory=dict)
     reserved: StoreHandle | None = None
     pins: LoadHandle | None = None
     promotion: Promotion | None = None
