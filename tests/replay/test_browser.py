@@ -1,0 +1,113 @@
+"""The page in a real browser: in light and dark, wide and narrow, nothing is cut off, covered, or too faint to read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cargohold.replay.costs import CostModel
+from cargohold.replay.html import page
+from cargohold.replay.loading import load_workload
+from cargohold.replay.replaying import replay
+from cargohold.replay.report import Report
+from cargohold.replay.traces import read_trace
+from tests.data.make_trace import TRACE
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+POLICIES = ("fifo", "lru", "arc", "optimum", "infinite")
+SCHEMES = {"dark": 0, "light": 1}
+PAPER = {"dark": "rgb(20, 24, 29)", "light": "rgb(255, 255, 255)"}
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome to look at the page with")
+
+LOOK = """
+<script>
+const box = element => { const b = element.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; };
+const all = (root, query) => [...root.querySelectorAll(query)];
+const seen = {
+  paper: getComputedStyle(document.body).backgroundColor,
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  charts: all(document, "svg").map(svg => ({
+    box: box(svg), names: all(svg, ".name").map(box), ticks: all(svg, ".tick").map(box), lines: all(svg, ".line").length,
+    colours: all(svg, ".name, .tick").map(text => getComputedStyle(text).fill),
+    strokes: all(svg, ".line").map(line => getComputedStyle(line).stroke),
+  })),
+  text: getComputedStyle(document.querySelector("td")).color,
+};
+const pre = document.createElement("pre"); pre.id = "seen"; pre.textContent = JSON.stringify(seen); document.body.append(pre);
+</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page that measures itself."""
+    workload = load_workload(read_trace([TRACE]))
+    results = [result for policy in POLICIES for result in replay(workload, policy, [(16,), (128,), (1024,)])]
+    costs = CostModel(bytes_per_token=1 << 17, prefill_tokens_per_s=5000.0)
+    text = page(Report(("trace.jsonl",), workload, costs, tuple(results), ("A remark.",)))
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    file.write_text(text.replace("</body>", f"{LOOK}</body>"), encoding="utf-8")
+    return file
+
+
+def look(file: Path, scheme: str, width: int, *more: str) -> str:
+    """What the browser prints of a page."""
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={file.parent / 'profile'}",
+        f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--window-size={width},900", *more, file.as_uri(),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as WCAG defines it."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(colour: str, paper: str) -> float:
+    light, dark = sorted((luminance(colour), luminance(paper)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def overlap(one: list[float], other: list[float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] + 2 < other[3] and other[1] + 2 < one[3]
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 600)])
+def test_it_can_be_read(written: Path, scheme: str, width: int) -> None:
+    found = re.search(r'<pre id="seen">(.*?)</pre>', look(written, scheme, width, "--dump-dom"), re.DOTALL)
+    assert found is not None
+    seen: dict[str, Any] = json.loads(unescape(found[1]))
+    assert seen["paper"] == PAPER[scheme]
+    assert seen["overflow"] <= 0, "the page must be scrolled sideways"
+    assert contrast(seen["text"], seen["paper"]) >= 7
+    assert [chart["lines"] for chart in seen["charts"]] == [5, 4, 4]
+    for chart in seen["charts"]:
+        left, top, right, bottom = chart["box"]
+        for text in (*chart["names"], *chart["ticks"]):
+            assert left - 1 <= text[0] and text[2] <= right + 1 and top - 1 <= text[1] and text[3] <= bottom + 1, (
+                "cut off"
+            )
+        for texts in (chart["names"], chart["ticks"]):
+            assert not any(overlap(one, other) for at, one in enumerate(texts) for other in texts[:at]), "covered"
+        assert min(contrast(colour, seen["paper"]) for colour in (*chart["colours"], *chart["strokes"])) >= 4.5
+
+
+def test_a_screenshot_can_be_taken_without_network(written: Path) -> None:
+    image = written.with_name("page.png")
+    look(written, "dark", 1000, f"--screenshot={image}", "--host-resolver-rules=MAP * ~NOTFOUND")
+    data = image.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert int.from_bytes(data[16:20], "big") == 1000
+    assert len(data) > 20_000, "an empty page compresses to less"
