@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+import psutil
 import pytest
 
 from cargohold.offload.policy import make_policy
@@ -109,6 +110,23 @@ def test_low_slots_come_first_and_more_can_be_added() -> None:
     index.add_slots(2)
     assert [index.reserve(key(number), None) for number in (2, 3)] == [2, 3]
     index.check()
+
+
+def test_a_thread_has_one_bounce_buffer_however_many_files_there_are(tmp_path: Path) -> None:
+    size = 4 * 1024 * 1024 + 1  # no whole number of pages, and encrypted: nothing can be read or written in place
+    tier = disk_tier(tmp_path, "200MiB", using=codec(bytes(32)), chunk_bytes=size)
+    process = psutil.Process()
+    chunk = memoryview(payload(1, size))
+    into = bytearray(size)
+    before = 0
+    for number in range(30):
+        tier.store(key(number), chunk)
+        assert tier.load(key(number), memoryview(into)) is LoadOutcome.LOADED
+        if number == 4:
+            before = process.memory_info().rss
+    assert len(list(tmp_path.glob("*/segment-*.data"))) > 8
+    assert process.memory_info().rss - before < 6 * size
+    tier.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 
 import numpy as np
 
@@ -27,6 +28,21 @@ class Staging:
 
     def __init__(self, num_bytes: int) -> None:
         self.view = memoryview(mmap.mmap(-1, padded(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+class _PerThread(threading.local):
+    staging: Staging | None = None
+
+
+_per_thread = _PerThread()
+
+
+def bounce_buffer(num_bytes: int) -> memoryview:
+    """Page-aligned memory of this thread, whole pages; what was in it before is gone. Valid until the thread's next call."""
+    staging = _per_thread.staging
+    if staging is None or len(staging.view) < num_bytes:
+        staging = _per_thread.staging = Staging(max(1, num_bytes))
+    return staging.view[: padded(num_bytes)]
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from cargohold.offload.tier.header import HEADER_BYTES
-from cargohold.offload.tier.staging import PAGE_BYTES, Staging, copy_bytes, padded
+from cargohold.offload.tier.staging import PAGE_BYTES, bounce_buffer, copy_bytes, padded
 
 _NO_HEADER: Final = bytes(HEADER_BYTES)
 _PRIVATE: Final = 0o600
@@ -82,7 +81,6 @@ class Segment:
         self._headers = Descriptor(self._headers_path, os.O_RDWR | os.O_CREAT)
         self._data = Descriptor(self._data_path, os.O_RDWR | os.O_CREAT)
         self._is_direct = direct_io and self._reopen_direct()
-        self._local = threading.local()
 
     @property
     def slot_bytes(self) -> int:
@@ -129,7 +127,7 @@ class Segment:
             _require(os.preadv(self._data.number, [into], self._offset(slot)) == len(into))
             return
         main = _aligned_part(into)
-        rest = self._bounce()[: padded(len(into)) - main]
+        rest = bounce_buffer(len(into) - main)
         _require(os.preadv(self._data.number, [into[:main], rest], self._offset(slot)) == padded(len(into)))
         copy_bytes(into[main:], rest[: len(into) - main])
 
@@ -139,19 +137,12 @@ class Segment:
             _require(os.pwritev(self._data.number, [payload], self._offset(slot)) == len(payload))
             return
         main = _aligned_part(payload)
-        rest = self._bounce()[: padded(len(payload)) - main]
+        rest = bounce_buffer(len(payload) - main)
         copy_bytes(rest[: len(payload) - main], payload[main:])
         _require(os.pwritev(self._data.number, [payload[:main], rest], self._offset(slot)) == padded(len(payload)))
 
     def _offset(self, slot: int) -> int:
         return slot * self._geometry.slot_bytes
-
-    def _bounce(self) -> memoryview:
-        """This thread's aligned memory for what cannot be read or written in place."""
-        if not hasattr(self._local, "staging"):
-            self._local.staging = Staging(self._geometry.slot_bytes)
-        view: memoryview = self._local.staging.view
-        return view
 
     def _reopen_direct(self) -> bool:
         try:
