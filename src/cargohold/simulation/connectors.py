@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
 from typing import Any, Final
@@ -12,7 +12,9 @@ from typing import Any, Final
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.errors import ConfigError
 from cargohold.offload.policy import POLICIES
+from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
+from cargohold.simulation.lower import MediumPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,13 @@ class TierPlan:
         num_slots: chunks that the tier holds.
         lookahead: of a lazy connector; ``None`` for an eager one.
         options: fields of ``OffloadConfig``.
+        lower: tiers below host memory. Without any, the tier itself outlives engines.
     """
 
     num_slots: int
     lookahead: int | None
     options: Mapping[str, Any]
+    lower: tuple[MediumPlan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,11 @@ class ConnectorPlan:
     with_context: bool = True
     applies_locks: bool = True
     custom: tuple[KVConnectorFactory, ...] = ()
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Whether there are tiers below host memory."""
+        return any(tier.lower for tier in self.tiers)
 
     @property
     def holds_copies(self) -> bool:
@@ -80,6 +89,7 @@ class _Kind:
     nesting: tuple[int, ...] = ()
     with_context: bool = True
     applies_locks: bool = True
+    has_lower: bool = False
 
 
 CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
@@ -93,6 +103,9 @@ CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
         "multi-locks": _Kind((False, False), (2,), with_context=False),
         "multi-requests": _Kind((False, False), (2,), with_context=False, applies_locks=False),
         "nested": _Kind((False, False, True), (2, 2)),
+        "tiered": _Kind((False,), has_lower=True),
+        "tiered-requests": _Kind((False,), with_context=False, applies_locks=False, has_lower=True),
+        "multi-tiered": _Kind((False, True), (2,), has_lower=True),
     }
 )
 """By the name on the command line."""
@@ -119,6 +132,8 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
         name = random.choice(usable)
     kind = CONNECTORS[name]
     tiers = tuple(_draw_tier(random, is_lazy, options) for is_lazy in kind.is_lazy)
+    if kind.has_lower:
+        tiers = (_with_lower(random, tiers[0]), *tiers[1:])
     return ConnectorPlan(name, tiers, kind.nesting, kind.with_context, kind.applies_locks)
 
 
@@ -154,3 +169,26 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
         "store_generated": random.random() < 0.8,
     }
     return TierPlan(slots, None, {**common, **eager})
+
+
+def _with_lower(random: Random, tier: TierPlan) -> TierPlan:
+    media = tuple(
+        MediumPlan(
+            TierOptions(
+                name=name,
+                admission=random.choice(tuple(Admission)),
+                write_mode=random.choice(tuple(WriteMode)),
+                max_daily_chunks=random.choice((None, None, 40)),
+                max_inflight_chunks=random.choice((1, 4, 64)),
+            ),
+            max_chunks=random.choice((random.randint(1, 20), 1000)),
+            latency_s=random.choice((0.0, 0.01, 0.1)),
+            chunk_s=random.choice((0.0, 0.002, 0.02)),
+        )
+        for name in ("disk", "shared")[: random.randint(1, 2)]
+    )
+    restoring = {
+        "restore": random.choice(("always", "always", "if_faster")),
+        "restore_timeout_s": random.choice((0.05, 0.5, 5.0)),
+    }
+    return replace(tier, options={**tier.options, **restoring}, lower=media)

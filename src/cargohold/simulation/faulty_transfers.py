@@ -110,7 +110,7 @@ class FaultyTransfers(TransferWrapper):
 
     def submit(self, job: CopyJob) -> None:
         """Pass on; the bytes that a load will read may have changed."""
-        if job.direction is Direction.LOAD and self._source.strikes(Fault.CORRUPT):
+        if job.rows and job.direction is Direction.LOAD and self._source.strikes(Fault.CORRUPT):
             self._rows[self._source.random.choice(job.rows)] ^= 1
         self._inner.submit(job)
 
@@ -168,8 +168,8 @@ class FaultyTransfers(TransferWrapper):
 
 
 def some(ids: Sequence[int], random: Random) -> list[int]:
-    """At least one of ``ids``."""
-    return random.sample(ids, random.randint(1, len(ids)))
+    """At least one of ``ids``, if there are any: a job may have nothing to move, where all blocks of a hit are null."""
+    return random.sample(ids, random.randint(1, len(ids))) if ids else []
 
 
 def scribble(memory: ByteRows, ids: Sequence[int]) -> None:

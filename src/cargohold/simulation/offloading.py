@@ -19,7 +19,7 @@ from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import ConnectorGuard, KVConnectorScheduler, SchedulerEnvironment, WorkerEnvironment
 from cargohold.simulation.faulty_connector import FaultyScheduler
-from cargohold.simulation.transfers import ByteRows, HeldTransfers
+from cargohold.simulation.transfers import ByteRows, HeldTransfers, as_array
 
 MakeTransfers: TypeAlias = Callable[[ByteRows, ByteRows, WorkerEnvironment], Any]
 """Makes a worker's transfers from its paged KV, its shard of the tier, and where it lives."""
@@ -79,7 +79,7 @@ class SimulatedOffloading:
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
             rows = self.rows(environment.rank, environment.layout.block_bytes)
-            transfers: TransferWorker = self._make_transfers(_as_array(regions[0]), rows, environment)
+            transfers: TransferWorker = self._make_transfers(as_array(regions[0]), rows, environment)
             self.transfers.append(transfers)
             return transfers
 
@@ -90,12 +90,6 @@ class SimulatedOffloading:
         if rank not in self._rows:
             self._rows[rank] = np.zeros((self.num_slots * self.config.blocks_per_chunk, row_bytes), dtype=np.uint8)
         return self._rows[rank]
-
-
-def _as_array(region: Any) -> ByteRows:
-    """The same memory as a numpy array; other connectors of the engine may want tensors."""
-    array: ByteRows = region if isinstance(region, np.ndarray) else region.numpy()
-    return array
 
 
 def held_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> HeldTransfers:

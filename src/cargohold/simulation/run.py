@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.errors import RequestError
+from cargohold.offload.tiering import TieringManager
 from cargohold.simulation.clock import VirtualClock
 from cargohold.simulation.engine import STEP_S, SimulatedEngine
 from cargohold.simulation.faults import BREAKING, Fault
-from cargohold.simulation.offloading import forget_engine
+from cargohold.simulation.offloading import forget_engine, offloading_sides
 from cargohold.simulation.oracles import (
     ContainmentOracle,
     CopyOracle,
@@ -105,6 +106,7 @@ class Run:
             try:
                 self._start_engine()
                 self._play_actions()
+                self._let_lower_tiers_rest()
                 self._finish()
             except Exception as error:  # noqa: BLE001  # whatever the code under test raises is what we are looking for
                 result.error = error
@@ -205,6 +207,16 @@ class Run:
         if wake_at > self._clock.now:
             self._clock.advance(wake_at - self._clock.now)
 
+    def _let_lower_tiers_rest(self) -> None:
+        """Step on while chunks are on their way to lower tiers: an idle engine stops for that before they are all there."""
+        lower = [
+            side.manager.lower
+            for side, guards in offloading_sides(self._engine.scheduler.connector)
+            if isinstance(side.manager, TieringManager) and all(guard.broken is None for guard in guards)
+        ]
+        while not all(tiers.is_idle for tiers in lower) or (lower and self._engine.scheduler.has_work()):
+            self._step(float("inf"))
+
     def _finish(self) -> None:
         for oracle in self._oracles:
             oracle.at_end()
@@ -226,7 +238,9 @@ class Run:
             ContainmentOracle(engine, self._is_excused),
         ]
         if engine.config.emit_events:
-            knows_tiers = not scenario.connector.custom and (self._events is None or self._events.knows_tiers)
+            # Host memory above other tiers is empty in a new process; nobody says so.
+            is_new = self._events is None or (self._events.knows_tiers and not scenario.connector.has_lower_tiers)
+            knows_tiers = not scenario.connector.custom and is_new
             self._events = EventOracle(engine, self._index, knows_tiers=knows_tiers)
             self._oracles.append(self._events)
         self._oracles.append(PoolOracle(engine))

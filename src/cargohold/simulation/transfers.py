@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,12 @@ from cargohold.offload.transfer import CopyJob, CopyResult, Direction, TransferW
 from cargohold.protocol import Clock, TransferOutcome
 
 ByteRows = npt.NDArray[np.uint8]
+
+
+def as_array(region: Any) -> ByteRows:
+    """The same memory as a numpy array; other connectors of the engine may want tensors."""
+    array: ByteRows = region if isinstance(region, np.ndarray) else region.numpy()
+    return array
 
 
 class HeldTransfers(TransferWorker):

@@ -17,8 +17,10 @@ from cargohold.simulation.faulty_manager import FaultyManager
 from cargohold.simulation.faulty_transfers import ChecksummedTransfers, FaultyTransfers
 from cargohold.simulation.layouts import layout_of
 from cargohold.simulation.links import LinkTransfers
+from cargohold.simulation.lower import LinkedQueue, MediumPlan, TieredOffloading
 from cargohold.simulation.offloading import SimulatedOffloading
 from cargohold.simulation.scenario import Scenario
+from cargohold.simulation.tiers import SimulatedMedium
 from cargohold.simulation.transfers import ByteRows
 
 SLOWNESS = 100.0
@@ -49,13 +51,14 @@ class World:
         self.copies: list[CopiesInFlight] = []
         self._links: list[LinkTransfers] = []
         self._faulty: list[FaultyTransfers] = []
+        self._queues: list[LinkedQueue] = []
         self.tiers: list[SimulatedOffloading] = []
         self._factory = scenario.connector.build(self._make_tier, self._faulty_connector)
 
     def new_engine(self) -> SimulatedEngine:
         """An engine as after a start of its process."""
         shape, connector = self._scenario.shape, self._scenario.connector
-        self._links, self._faulty = [], []
+        self._links, self._faulty, self._queues = [], [], []
         self.copies = [CopiesInFlight(rank) for rank in range(shape.world_size)]
         engine = SimulatedEngine(
             layout_of(shape.groups, shape.num_blocks, shape.world_size),
@@ -73,7 +76,8 @@ class World:
     def next_event(self) -> float:
         """When something will happen by itself; infinity if nothing is in flight."""
         return min(
-            (thing.next_event() for things in (self._links, self._faulty) for thing in things), default=float("inf")
+            (thing.next_event() for things in (self._links, self._faulty, self._queues) for thing in things),
+            default=float("inf"),
         )
 
     def _make_tier(self, plan: TierPlan) -> KVConnectorFactory:
@@ -83,6 +87,8 @@ class World:
         def make_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
             return self._make_transfers(region, rows, environment.rank, sums.setdefault(environment.rank, {}))
 
+        if plan.lower:
+            return TieredOffloading(plan.num_slots, plan.lower, make_transfers, self._make_queue, **plan.options)
         may_change = self.source.is_possible((Fault.GONE, Fault.FULL, Fault.UNDECIDED))
         tier = SimulatedOffloading(
             plan.num_slots,
@@ -107,6 +113,11 @@ class World:
             self._faulty.append(faulty)
             transfers = faulty
         return WatchedTransfers(transfers, self.copies[rank])
+
+    def _make_queue(self, medium: SimulatedMedium, plan: MediumPlan) -> LinkedQueue:
+        queue = LinkedQueue(medium, plan, self.source, self._is_gone, self._slowness)
+        self._queues.append(queue)
+        return queue
 
     def _faulty_connector(self, factory: KVConnectorFactory) -> KVConnectorFactory:
         return FaultyFactory(factory, self.source)

@@ -1,0 +1,202 @@
+"""Tiers below host memory, whose queues take their time and fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
+from cargohold.connector.offloading.tier_worker import TierWorker
+from cargohold.offload.manager import make_manager
+from cargohold.offload.tier import Answer, JobKind, JobStatus, TierJob, TierResult
+from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager, TierOptions
+from cargohold.offload.transfer import TransferWorker
+from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
+from cargohold.simulation.faults import Fault, FaultSource
+from cargohold.simulation.tiers import SimulatedMedium
+from cargohold.simulation.transfers import ByteRows, as_array
+
+GARBAGE = 0xA5
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class MediumPlan:
+    """A tier below host memory.
+
+    Attributes:
+        options: how it is used.
+        max_chunks: what there is room for; the oldest go first.
+        latency_s: how long a job takes at least; drawn anew for each up to twice as much.
+        chunk_s: how long each of its chunks takes.
+    """
+
+    options: TierOptions
+    max_chunks: int
+    latency_s: float
+    chunk_s: float
+
+
+@dataclass(slots=True)
+class _Pending:
+    job: TierJob
+    submitted: float
+    ends: float
+
+
+class LinkedQueue:
+    """One worker's way to its shard of a medium, in virtual time. Satisfies ``JobQueue``.
+
+    Args:
+        medium: the shard.
+        plan: how fast it is.
+        source: decides when a fault strikes, and tells the time.
+        is_gone: whether every access fails.
+        slowness: by how much everything takes longer at the moment.
+    """
+
+    def __init__(
+        self,
+        medium: SimulatedMedium,
+        plan: MediumPlan,
+        source: FaultSource,
+        is_gone: Callable[[], bool],
+        slowness: Callable[[], float],
+    ) -> None:
+        self._medium = medium
+        self._plan = plan
+        self._source = source
+        self._is_gone = is_gone
+        self._slowness = slowness
+        self._pending: list[_Pending] = []
+        self._results: list[TierResult] = []
+
+    def submit(self, job: TierJob) -> bool:
+        """Take a job, unless the queue is full."""
+        if self._source.strikes(Fault.FULL):
+            return False
+        now, plan = self._source.clock(), self._plan
+        takes_s = plan.latency_s * (1 + self._source.random.random()) + plan.chunk_s * len(job.keys)
+        if self._source.strikes(Fault.LATE):
+            takes_s += self._source.random.choice((0.05, 0.5, 3.0))
+        self._pending.append(_Pending(job, now, now + takes_s * self._slowness()))
+        return True
+
+    def poll(self) -> Sequence[TierResult]:
+        """What has ended, late jobs included."""
+        now = self._source.clock()
+        for pending in [pending for pending in self._pending if min(pending.ends, pending.job.deadline) <= now]:
+            if pending.ends > pending.job.deadline:
+                self._end(pending, JobStatus.EXPIRED, self._source.random.randrange(len(pending.job.keys) + 1))
+            elif self._is_gone():
+                self._end(pending, JobStatus.FAILED, 0)
+            elif self._source.strikes(Fault.FAILED):
+                self._end(pending, JobStatus.FAILED, self._source.random.randrange(len(pending.job.keys) + 1))
+            else:
+                self._end(pending, JobStatus.DONE, len(pending.job.keys))
+        results, self._results = self._results, []
+        return results
+
+    def cancel(self, job_id: int) -> None:
+        """End a job; part of it may have been done."""
+        for pending in [pending for pending in self._pending if pending.job.job_id == job_id]:
+            self._end(pending, JobStatus.CANCELLED, self._source.random.randrange(len(pending.job.keys) + 1))
+
+    def shutdown(self) -> None:
+        """End everything."""
+        for pending in list(self._pending):
+            self._end(pending, JobStatus.CANCELLED, 0)
+
+    def next_event(self) -> float:
+        """When the next job ends; infinity if there is none."""
+        return min((min(pending.ends, pending.job.deadline) for pending in self._pending), default=_NEVER)
+
+    def _end(self, pending: _Pending, status: JobStatus, num_done: int) -> None:
+        """Carry out the first chunks of a job, spoil the buffers of the others, and report."""
+        self._pending.remove(pending)
+        job = pending.job
+        answers: list[Answer | None] = [None] * len(job.keys)
+        for at, key in enumerate(job.keys):
+            buffer = job.buffers[at] if job.buffers else None
+            if at < num_done:
+                if job.kind is JobKind.LOAD and key in self._medium.chunks and self._source.strikes(Fault.CORRUPT):
+                    self._medium.corrupt(key)
+                answers[at] = self._medium.access(job.kind, key, buffer)
+            elif job.kind is JobKind.LOAD and buffer is not None:
+                buffer[:] = bytes([GARBAGE]) * len(buffer)
+        duration_s = self._source.clock() - pending.submitted
+        self._results.append(TierResult(job, status, tuple(answers), duration_s))
+
+
+class MakeHostTransfers(Protocol):
+    """Makes a worker's copies between its paged KV and its shard of host memory."""
+
+    def __call__(self, region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
+        """The transfers."""
+        ...
+
+
+class TieredOffloading:
+    """Makes offloading connectors over media that outlive engines. Host memory does not. Satisfies ``KVConnectorFactory``.
+
+    Args:
+        num_slots: chunks that host memory holds.
+        media: the tiers below, the fastest first.
+        make_transfers: how bytes move between device and host memory.
+        make_queue: how a worker reaches its shard of a medium.
+        options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        media: Sequence[MediumPlan],
+        make_transfers: MakeHostTransfers,
+        make_queue: Callable[[SimulatedMedium, MediumPlan], LinkedQueue],
+        **options: Any,
+    ) -> None:
+        self.config = OffloadConfig(host_bytes=1, **options)
+        self._num_slots = num_slots
+        self._plans = media
+        self._make_transfers = make_transfers
+        self._make_queue = make_queue
+        self._num_epochs = 0
+        # Shards by tier and rank.
+        self._shards: dict[tuple[int, int], SimulatedMedium] = {}
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        """A scheduler side with an empty host memory."""
+        host = make_manager(self.config.policy, self._num_slots, record_events=environment.emits_events)
+        config = TieringConfig(
+            num_workers=environment.layout.world_size,
+            restore_timeout_s=self.config.restore_timeout_s,
+            store_timeout_s=self.config.transfer_timeout_s,
+            record_events=environment.emits_events,
+        )
+        lower = LowerTiers(
+            host, [plan.options for plan in self._plans], environment.clock, config, new_epoch=self._next_epoch
+        )
+        return OffloadingScheduler(self.config, environment, TieringManager(host, lower), lower=lower)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        """A worker side with an empty host memory, and the rank's shards of the media."""
+        num_rows = self._num_slots * self.config.blocks_per_chunk
+        rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
+        queues = [self._make_queue(self._shard(at, environment.rank), plan) for at, plan in enumerate(self._plans)]
+
+        def make_transfers(regions: Sequence[Any]) -> TransferWorker:
+            return self._make_transfers(as_array(regions[0]), rows, environment)
+
+        return OffloadingWorker(
+            make_transfers, TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock)
+        )
+
+    def _next_epoch(self) -> bytes:
+        self._num_epochs += 1
+        return self._num_epochs.to_bytes(8, "little")
+
+    def _shard(self, tier: int, rank: int) -> SimulatedMedium:
+        return self._shards.setdefault((tier, rank), SimulatedMedium(self._plans[tier].max_chunks))
