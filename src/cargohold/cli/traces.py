@@ -170,7 +170,7 @@ def _num_processes(workload: Workload, num_tasks: int, jobs: int | None) -> int:
         return jobs
     # A process takes about a second to start.
     is_short = workload.num_requests * num_tasks < 20_000
-    return 1 if is_short else len(os.sched_getaffinity(0))
+    return 1 if is_short else os.cpu_count() or 1
 
 
 def _counted(requests: Iterator[TraceRequest], files: Sequence[str]) -> Iterator[TraceRequest]:
