@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import product
+
+from cargohold.offload.manager import CannotStore, make_manager
 
 BRANCHES = 2
 DEPTH = 6
@@ -29,3 +32,18 @@ def numbered(*numbers: int) -> list[bytes]:
 EVERY_PATH = [path for depth in range(1, DEPTH + 1) for path in product(range(BRANCHES), repeat=depth)]
 EVERY_KEY = [key(path) for path in EVERY_PATH]
 PARENT = {key(path): key(path[:-1]) for path in EVERY_PATH if len(path) > 1}
+
+
+def hits_of(policy: str, requests: Iterable[Sequence[bytes]], capacity: int) -> int:
+    """Prefix hits of requests that come one after the other, and are stored as a whole."""
+    manager = make_manager(policy, capacity)
+    hits = 0
+    for keys in requests:
+        length = len(manager.lookup_run(keys))
+        hits += length
+        manager.touch(keys)
+        handle = manager.prepare_store(keys[length:], keys[length - 1] if length else None)
+        assert not isinstance(handle, CannotStore)
+        handle.commit()
+    manager.check()
+    return hits

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cargohold.offload.manager import CannotStore, make_manager
 from cargohold.offload.policy import POLICIES
 from cargohold.offload.policy.offline import OfflineTrace
-from tests.offload.common import chain
+from tests.offload.common import chain, hits_of
 
 Requests = Sequence[Sequence[bytes]]
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple)
@@ -67,16 +66,3 @@ def test_an_empty_trace_has_no_hits() -> None:
 def test_names_that_do_not_stand_for_their_prefix_are_refused(requests: list[list[str]]) -> None:
     with pytest.raises(ValueError, match="do not form a trie"):
         OfflineTrace(requests)
-
-
-def hits_of(policy: str, requests: Requests, capacity: int) -> int:
-    manager = make_manager(policy, capacity)
-    hits = 0
-    for keys in requests:
-        length = len(manager.lookup_run(keys))
-        hits += length
-        manager.touch(keys)
-        handle = manager.prepare_store(keys[length:], keys[length - 1] if length else None)
-        assert not isinstance(handle, CannotStore)
-        handle.commit()
-    return hits
