@@ -15,7 +15,9 @@ from cargohold.offload.tiering import Chain, LowerTiers
 
 def needed_keys(state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> list[OffloadKey]:
     """The chunks that are read when the tokens between the computed ones and the end of the hit are loaded."""
-    return [key for keys in state.keys for key in keys.keys[_needed(state, keys, num_computed_tokens, num_hit_tokens)]]
+    return [
+        key for keys in state.keys for key in _slice(keys, _needed(state, keys, num_computed_tokens, num_hit_tokens))
+    ]
 
 
 def chains_to_promote(
@@ -44,27 +46,33 @@ def count_sources(
     spans = sorted(
         (sources.get(keys.keys[index], -1), index * keys.chunk_tokens - num_computed_tokens, keys.chunk_tokens)
         for keys in state.keys
-        for index in range(*_needed(state, keys, num_computed_tokens, num_hit_tokens).indices(num_hit_tokens))
+        for index in _needed(state, keys, num_computed_tokens, num_hit_tokens)
     )
     for tier, start, length in spans:
         first = max(0, start)
         marks[first : start + length] = bytes([tier + 2]) * (start + length - first)
     num_unread = len(marks) - len(marks.lstrip(b"\0"))
+    if num_unread == len(marks):
+        return Counter({-1: num_unread})
     counts = Counter({mark - 2: count for mark, count in Counter(marks[num_unread:]).items()})
     counts[marks[num_unread] - 2] += num_unread
     return counts
 
 
-def _needed(state: RequestState, keys: ChunkKeys, num_computed_tokens: int, num_hit_tokens: int) -> slice:
+def _needed(state: RequestState, keys: ChunkKeys, num_computed_tokens: int, num_hit_tokens: int) -> range:
     """Those of one group: a window does not look back to the start. See ``cargohold.blocks.longest_hit``."""
     next_query = min(num_hit_tokens, state.request.num_tokens - 1)
     first_token = max(num_computed_tokens, keys.group.num_skipped_tokens(next_query))
     end = num_hit_tokens // keys.chunk_tokens
-    return slice(min(first_token // keys.chunk_tokens, end), end)
+    return range(min(first_token // keys.chunk_tokens, end), end)
 
 
-def _chains(keys: ChunkKeys, needed: slice, host: OffloadManager, lower: LowerTiers) -> Iterator[Chain]:
-    own = keys.keys[needed]
+def _slice(keys: ChunkKeys, needed: range) -> list[OffloadKey]:
+    return keys.keys[needed.start : needed.stop]
+
+
+def _chains(keys: ChunkKeys, needed: range, host: OffloadManager, lower: LowerTiers) -> Iterator[Chain]:
+    own = _slice(keys, needed)
     absent = [at for at, state in enumerate(host.lookup(own)) if state == ABSENT]
     tiers = lower.tiers_of(own[at] for at in absent)
     # Neighbours in the same tier: their places count up as fast as their ranks.
