@@ -37,6 +37,8 @@ class _Count(Generic[Id]):
 
     def take_complete(self, expected: int) -> dict[Id, TransferOutcome]:
         """Remove and return what at least ``expected`` workers have reported."""
+        if not self.reporters:
+            return {}
         complete = [ident for ident, ranks in self.reporters.items() if len(ranks) >= expected]
         for ident in complete:
             del self.reporters[ident]
@@ -79,7 +81,11 @@ class OutputAggregator:
         Raises:
             ContractError: a worker reported an id twice, or raised the expectation beyond the number of workers.
         """
-        present = [(rank, output) for rank, output in enumerate(outputs) if output is not None]
+        present = [
+            (rank, output) for rank, output in enumerate(outputs) if output is not None and not output.is_empty()
+        ]
+        if not present:
+            return KVConnectorOutput()  # most steps: nothing can become complete without a report
         for rank, output in present:
             self._count(rank, output.finished)
         received = self._recving.take_complete(self._expected)

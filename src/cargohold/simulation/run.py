@@ -34,7 +34,7 @@ from cargohold.simulation.timeline import NO_TIMELINE, Timeline
 from cargohold.simulation.traffic import Abort, Action, Ask, Reset, Restart
 from cargohold.simulation.world import World
 
-INSPECT_EVERY = 16
+INSPECT_EVERY = 32
 """Steps between thorough checks; the cheap ones come after every step."""
 
 LONGEST_NAP_S = 1.0
@@ -96,6 +96,7 @@ class Run:
         self._result = RunResult()
         self._deadline = self._latest_end()
         self._engine: SimulatedEngine
+        self._requests: RequestOracle
         self._oracles: list[Oracle]
         self._each_step: list[Oracle]
 
@@ -230,8 +231,9 @@ class Run:
         engine = self._engine = world.new_engine()
         self._prepare(engine)
         may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"
+        self._requests = RequestOracle(self._expected, may_fail=may_fail)
         self._oracles = [
-            RequestOracle(self._expected, may_fail=may_fail),
+            self._requests,
             CopyOracle(engine, holds=scenario.connector.holds_copies),
             TierOracle(engine, self._is_excused),
             LimitOracle(engine),
@@ -252,8 +254,7 @@ class Run:
         return any(self._world.source.struck[fault] for fault in BREAKING)
 
     def _on_update(self, update: RequestUpdate) -> None:
-        for oracle in self._oracles:
-            oracle.on_update(update)
+        self._requests.on_update(update)
         if update.request.is_finished and not update.new_token_ids:
             restored = sum(update.cache_report.restored_tokens.values())
             self._result.tallies["restored tokens"] += restored

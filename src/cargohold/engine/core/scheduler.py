@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from cargohold.engine.core.admission import Admission, Verdict
@@ -243,9 +243,10 @@ class Scheduler:
             # Loads promised for this very step will not happen.
             for request in plan.take_out_loading():
                 self._roster.preempt(request)
-        return replace(
-            step,
+        return SchedulerStep(
             scheduled=plan.shares(),
+            preempted_req_ids=step.preempted_req_ids,
+            finished_req_ids=step.finished_req_ids,
             connector_metadata=metadata,
             drop_connector=self._reports.must_drop_connector,
         )

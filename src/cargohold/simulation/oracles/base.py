@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 
 
@@ -26,9 +25,6 @@ class Oracle:
     """
 
     name = "oracle"
-
-    def on_update(self, update: RequestUpdate) -> None:
-        """A request has news."""
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Cheap checks, after every step."""

@@ -88,7 +88,7 @@ class CopyOracle(Oracle):
             return
         # The locks that a connector asked for when it was turned off are lost with it, and its workers end all copies at
         # the beginning of the next step, before anything is overwritten.
-        num_broken = sum(guard.broken is not None for guard in self._guards)
+        num_broken = len([guard for guard in self._guards if guard.broken is not None])
         self._is_stopping = num_broken > self._num_broken
         self._num_broken = num_broken
         for copies in self._copies:

@@ -59,8 +59,8 @@ class TierOracle(Oracle):
 
     def _check_counts(self, side: OffloadingScheduler) -> None:
         manager, jobs = side.manager, side.jobs
-        num_pins = sum(len(load.handle.keys) for load in jobs.loads())
-        num_writing = sum(len(store.handle.keys) for store in jobs.stores())
+        num_pins = sum([len(load.handle.keys) for load in jobs.loads()]) if jobs.num_loads else 0
+        num_writing = sum([len(store.handle.keys) for store in jobs.stores()])
         if isinstance(manager, TieringManager):
             # What is on its way from and to lower tiers is pinned and reserved, too; the manager's own check counts that.
             self.require(manager.num_pins >= num_pins, f"{manager.num_pins} chunks pinned, {num_pins} being loaded")
