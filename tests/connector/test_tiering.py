@@ -14,8 +14,9 @@ from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.tier import JobKind, JobStatus, TierJob
 from cargohold.offload.tiering import Admission, TierOptions, WriteMode
-from cargohold.protocol import MEDIUM_STORAGE, BlockRemoved, BlockStored
+from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
 from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
+from cargohold.simulation.layouts import GroupPlan, layout_of
 from cargohold.simulation.tiers import SimulatedTiering
 from tests.connector.common import alone, evict_everything, prompt
 
@@ -475,3 +476,24 @@ def test_events_say_what_is_on_disk() -> None:
         elif event.medium == MEDIUM_STORAGE and isinstance(event, BlockRemoved):
             known = [block_hash for block_hash in known if block_hash not in event.block_hashes]
     assert sorted(known) == sorted(hashes)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [GroupPlan(AttentionKind.CHUNKED_LOCAL, 4, 8)],
+        [GroupPlan(), GroupPlan(AttentionKind.CHUNKED_LOCAL, 4, 8)],
+        [GroupPlan(), GroupPlan(AttentionKind.RECURRENT, 8)],
+        [GroupPlan(AttentionKind.SLIDING_WINDOW, 4, 6), GroupPlan(AttentionKind.RECURRENT, 4)],
+    ],
+)
+def test_other_kinds_of_attention(plans: list[GroupPlan]) -> None:
+    tiering = SimulatedTiering(90)
+    layout = layout_of(plans, 120)
+    for name in ("first", "second"):
+        engine = SimulatedEngine(layout, tiering)
+        serve(engine, tiering, name, prompt(0, 45))
+    counts = restored(engine, "second")
+    # Chunked local attention needs nothing of what lies before the last chunk, so the device has it without having it.
+    assert engine.requests["second"].num_first_device_tokens + sum(counts.values()) >= 40
+    assert set(counts) == {"disk"}
