@@ -490,9 +490,9 @@ def test_events_say_what_is_on_disk() -> None:
 def test_other_kinds_of_attention(plans: list[GroupPlan]) -> None:
     tiering = SimulatedTiering(90)
     layout = layout_of(plans, 120)
-    for name in ("first", "second"):
-        engine = SimulatedEngine(layout, tiering)
-        serve(engine, tiering, name, prompt(0, 45))
+    serve(SimulatedEngine(layout, tiering), tiering, "first", prompt(0, 45))
+    engine = SimulatedEngine(layout, tiering)
+    serve(engine, tiering, "second", prompt(0, 45))
     counts = restored(engine, "second")
     # Chunked local attention needs nothing of what lies before the last chunk, so the device has it without having it.
     assert engine.requests["second"].num_first_device_tokens + sum(counts.values()) >= 40
