@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -304,6 +305,27 @@ def test_two_never_share_a_directory(tmp_path: Path) -> None:
     assert load(disk_tier(tmp_path), 1) == payload(1)
 
 
+def test_a_process_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
+    script = (
+        "from pathlib import Path; from tests.offload.tier.common import disk_tier, key, payload;"
+        f"tier = disk_tier(Path({str(tmp_path)!r})); tier.store(key(1), memoryview(payload(1)));"
+        "print('stored', flush=True); input()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[3], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdin
+        assert process.stdout.readline() == "stored\n"
+        with pytest.raises(ConfigError, match="another process uses it"):
+            disk_tier(tmp_path)
+        ending = threading.Timer(0.2, process.kill)
+        ending.start()
+        tier = disk_tier(tmp_path, lock_wait_s=60.0)
+        ending.join()
+    assert load(tier, 1) == payload(1)
+
+
 def run_as_nobody(action: Callable[[], None]) -> int:
     """Exit status of a child process without the rights of the superuser: 0 if ``action`` went well."""
     child = os.fork()
@@ -371,6 +393,7 @@ def test_lost_permissions_are_errors_and_nothing_else(tmp_path: Path) -> None:
         ({"policy": "magic"}, "policy"),
         ({"reserve_bytes": "much"}, "reserve_bytes"),
         ({"num_threads": 0}, "num_threads"),
+        ({"lock_wait_s": -1}, "lock_wait_s"),
         ({"encryption_key": "password"}, "encryption_key"),
     ],
 )

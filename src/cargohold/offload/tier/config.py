@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from cargohold.errors import ConfigError
 from cargohold.offload.policy import POLICIES
-from cargohold.units import is_positive_int, parse_bytes
+from cargohold.units import is_number, is_positive_int, parse_bytes
 
 OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
@@ -49,6 +49,7 @@ class DiskTierConfig:
         direct_io: go around the page cache where the file system allows: it would cost memory that host memory could use.
         encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
         num_threads: requests to the disk at the same time, per worker.
+        lock_wait_s: how long to wait at the start for a process that still uses the same part: one that is just ending.
     """
 
     directory: str
@@ -61,6 +62,7 @@ class DiskTierConfig:
     direct_io: bool = True
     encryption_key: str | None = None
     num_threads: int = 8
+    lock_wait_s: float = 3.0
 
     def __post_init__(self) -> None:
         if not self.directory:
@@ -71,6 +73,8 @@ class DiskTierConfig:
         if self.max_daily_bytes is not None:
             parse_bytes("max_daily_bytes", self.max_daily_bytes)
         _require_threads(self.num_threads)
+        if not is_number(self.lock_wait_s) or self.lock_wait_s < 0:
+            raise ConfigError("lock_wait_s", self.lock_wait_s, "a number of seconds from 0")
         parse_bytes("max_bytes", self.max_bytes)
         if self.reserve_bytes != 0:
             parse_bytes("reserve_bytes", self.reserve_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ _SEGMENT_BYTES: Final = 256 * 1024**2
 _LEAST_SEGMENTS: Final = 16
 _OTHER_BYTES: Final = 32 * 1024
 """For descriptions, locks and directories."""
+_LOCK_POLL_S: Final = 0.05
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -69,7 +71,7 @@ class Shard:
         self.path = self._root / namespace.id
         self._segments: list[Segment] = []
         try:
-            self._lock = self._take_lock()
+            self._lock = self._take_lock(config.lock_wait_s)
             check_budget(self._root, config, budget)
             self.geometry = self._find_geometry(namespace, padded(chunk_bytes))
             self.capacity = self._most_segments() * self.geometry.slots_per_segment
@@ -133,11 +135,18 @@ class Shard:
         self._segments = []
         self.release()
 
-    def _take_lock(self) -> DirectoryLock:
+    def _take_lock(self, wait_s: float) -> DirectoryLock:
+        end = time.monotonic() + wait_s
         make_private(self._root)
-        with brief_lock(self._root):  # nobody deletes what is just being opened
-            make_private(self.path)
-            return DirectoryLock(self.path)
+        while True:
+            try:
+                with brief_lock(self._root):  # nobody deletes what is just being opened
+                    make_private(self.path)
+                    return DirectoryLock(self.path)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise
+            time.sleep(_LOCK_POLL_S)
 
     def _find_geometry(self, namespace: Namespace, slot_bytes: int) -> Geometry:
         """That of the files which are there, or a new one if there are none or they are of no use."""
