@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -219,3 +221,36 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
     (tier,) = memory.values()
     assert tier.usage().num_chunks >= 6 * 25
     assert restored(ask(make_llm(tiny_model("llama"), offload=config, **OPTIONS), prompts(6)))[0]["disk"] == 100
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from cargohold import LLM
+from tests.connector.test_tiers_with_models import OPTIONS, SAMPLING, disk, offload, prompts
+with LLM(sys.argv[1], offload=offload(disk(Path(sys.argv[2]), max_bytes="2MiB")), **OPTIONS) as llm:
+    while True:
+        for prompt in prompts(16):
+            llm.generate([prompt], SAMPLING)
+            print("served", flush=True)
+"""
+
+
+def test_killed_in_the_middle_of_its_work(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    """The disk holds half of what it writes, so it was evicting and writing over when it was killed."""
+    model = tiny_model("llama")
+    command = [sys.executable, "-c", SERVE, model, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(23):
+            assert process.stdout.readline() == "served\n"
+        process.kill()
+    with LLM(model, **OPTIONS) as plain:
+        expected = tokens(ask(plain, prompts(16)))
+    llm = make_llm(model, offload=offload(disk(tmp_path, max_bytes="2MiB")), **OPTIONS)
+    outputs = ask(llm, prompts(16))
+    assert tokens(outputs) == expected
+    assert sum(counts.get("disk", 0) for counts in restored(outputs)) > 100
+    assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*") if file.is_file()) <= 2 * 1024**2
