@@ -6,48 +6,25 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from cargohold.cli.app import app
 from cargohold.cli.common import errors, loaded, quiet_transformers
 from cargohold.cli.conversations import Conversation, load_conversations
+from cargohold.cli.visits import Visit, progress, sentence, summarize, table, ticker
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.silent_heads import write_with_silent_heads
 from cargohold.engine.model.source import SMOLLM2
-from cargohold.engine.outputs import RequestMetrics
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.llm import LLM
 
-LONG_CONTEXT_TOKENS = 1500
 EXIT_DIFFERENT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """One question in one conversation, answered.
-
-    Attributes:
-        conversation: its topic.
-        turn: number of the question, from 0.
-        token_ids: the answer.
-        metrics: where the context came from, and how long the first token took.
-    """
-
-    conversation: str
-    turn: int
-    token_ids: tuple[int, ...]
-    metrics: RequestMetrics
 
 
 @app.command()
@@ -76,14 +53,14 @@ def demo(
         "dtype": "float32",
         "tensor_parallel_size": tensor_parallel_size,
     }
-    with _splittable(model, tensor_parallel_size, out) as path, _progress() as bar:
+    with _splittable(model, tensor_parallel_size, out) as path, progress() as bar:
         total = len(conversations) * turns
-        without = _visit_all(path, conversations, answer_tokens, _ticker(bar, "without offloading", total), options)
+        without = _visit_all(path, conversations, answer_tokens, ticker(bar, "without offloading", total), options)
         options["offload"] = offload
-        with_offload = _visit_all(path, conversations, answer_tokens, _ticker(bar, "with offloading", total), options)
-    out.print(_table(without, with_offload))
-    summary = _summarize(without, with_offload)
-    out.print(_sentence(summary))
+        with_offload = _visit_all(path, conversations, answer_tokens, ticker(bar, "with offloading", total), options)
+    out.print(table(without, with_offload))
+    summary = summarize(without, with_offload)
+    out.print(sentence(summary))
     out.print(json.dumps(summary), soft_wrap=True, highlight=False)
     if not summary["identical"]:
         raise typer.Exit(EXIT_DIFFERENT)
@@ -157,71 +134,3 @@ def _num_tokens(llm: LLM, talk: Conversation, answer_tokens: int) -> int:
     """How long a conversation becomes."""
     turns = [({"role": "user", "content": text}, {"role": "assistant", "content": ""}) for text in talk.questions]
     return len(llm.chat_prompt([message for turn in turns for message in turn])) + answer_tokens * len(turns)
-
-
-def _summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[str, Any]:
-    pairs = list(zip(without, with_offload, strict=True))
-    long = [
-        (a.metrics.ttft_s or 0.0, b.metrics.ttft_s or 0.0)
-        for a, b in pairs
-        if a.turn > 0 and a.metrics.prompt_tokens >= LONG_CONTEXT_TOKENS
-    ]
-    recompute_s = median(a for a, _ in long) if long else None
-    restored_s = median(b for _, b in long) if long else None
-    return {
-        "identical": all(a.token_ids == b.token_ids for a, b in pairs),
-        "visits": len(pairs),
-        "restored_tokens": sum(sum(visit.metrics.restored_tokens.values()) for visit in with_offload),
-        "ttft_recompute_s": recompute_s and round(recompute_s, 4),
-        "ttft_restored_s": restored_s and round(restored_s, 4),
-        "speedup": round(recompute_s / restored_s, 1) if recompute_s and restored_s else None,
-    }
-
-
-def _sentence(summary: dict[str, Any]) -> str:
-    same = "All answers are identical" if summary["identical"] else "[red]ANSWERS DIFFER[/red]"
-    if summary["speedup"] is None:
-        return f"\n{same}; no visit had a context of {LONG_CONTEXT_TOKENS} tokens or more.\n"
-    return (
-        f"\n{same}. Coming back to a long context, the first token takes {summary['ttft_restored_s']:.2f} s instead of "
-        f"{summary['ttft_recompute_s']:.2f} s: {summary['speedup']:.0f} times sooner "
-        f"({summary['restored_tokens']:,} tokens were restored instead of computed).\n"
-    )
-
-
-def _table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)  # 80 columns wide
-    for column in ("about", "visit"):
-        table.add_column(column)
-    for column in ("context\ntokens", "restored\ntokens", "first token\nwithout", "first token\nwith"):
-        table.add_column(column, justify="right")
-    table.add_column("identical\noutput", justify="center")
-    for a, b in zip(without, with_offload, strict=True):
-        same = a.token_ids == b.token_ids
-        table.add_row(
-            a.conversation,
-            str(a.turn + 1),
-            f"{a.metrics.prompt_tokens:,}",
-            f"{sum(b.metrics.restored_tokens.values()):,}",
-            f"{a.metrics.ttft_s:.2f} s",
-            f"{b.metrics.ttft_s:.2f} s",
-            "yes" if same else "NO",
-            style=None if same else "red",
-        )
-    return table
-
-
-def _progress() -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description:20}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=errors,
-    )
-
-
-def _ticker(bar: Progress, description: str, total: int) -> Callable[[], None]:
-    task = bar.add_task(description, total=total)
-    return lambda: bar.advance(task)

@@ -15,7 +15,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def main() -> int:
     """Run the command line; the exit status: 0, 1 if something failed, 2 if what was asked is impossible, 130 after Ctrl-C."""
     try:
-        from cargohold.cli import cache, chat, demo, plan, replay, run, simulate  # noqa: F401, PLC0415  # they join
+        from cargohold.cli import cache, chat, demo, demo_vllm, plan, replay, run, simulate  # noqa: F401, PLC0415  # they join
 
         return int(app(standalone_mode=False) or 0)
     except _UsageError as error:

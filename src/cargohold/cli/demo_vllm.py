@@ -1,0 +1,134 @@
+"""``cargohold demo-vllm``: the same demo on a real server: ``vllm serve``, asked through the ``openai`` package."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cargohold.cli.app import app
+from cargohold.cli.common import errors, quiet_transformers
+from cargohold.cli.conversations import Conversation, load_conversations
+from cargohold.cli.demo import EXIT_DIFFERENT
+from cargohold.cli.visits import Visit, progress, sentence, summarize, table, ticker
+from cargohold.engine.model.source import locate_model
+from cargohold.engine.outputs import RequestMetrics
+from cargohold.errors import ConfigError
+from cargohold.integrations.vllm.server import serving
+from cargohold.integrations.vllm.settings import Settings
+
+SERVED_NAME = "demo"
+
+
+@app.command()
+def demo_vllm(
+    model: Annotated[str, typer.Option("--model", help="Any model with a chat template.")] = "smollm2",
+    turns: Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")] = 3,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Length of an answer.")] = 24,
+    device_blocks: Annotated[
+        int,
+        typer.Option(
+            "--num-device-blocks", help="Device pool, in blocks of 32 tokens: too small for two conversations."
+        ),
+    ] = 90,
+    host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
+) -> None:
+    """Show what offloading does inside vLLM for conversations that come back."""
+    for package in ("vllm", "openai"):
+        if find_spec(package) is None:
+            raise ConfigError("demo-vllm", package, "a package that is not installed here; make demo-vllm installs it")
+    extra = {"host_bytes": host_bytes}
+    Settings.parse(extra)  # what it refuses is refused before minutes are spent
+    conversations = load_conversations(turns)
+    out = Console()
+    out.print(
+        f"{len(conversations)} conversations of {turns} questions, visited in turn, on vllm serve. Together they are several "
+        f"times larger than the device pool, so every visit finds its context evicted.\n"
+    )
+    with errors.status("looking for the model; the first time it is converted, which takes about 20 s"):
+        quiet_transformers()
+        path = locate_model(model)
+    options = {
+        "served-model-name": SERVED_NAME,
+        "dtype": "float32",
+        "block-size": 32,
+        "num-gpu-blocks-override": device_blocks,
+        "max-model-len": (device_blocks - 2) * 32,
+        "max-num-seqs": 4,
+        "enforce-eager": True,
+        "enable-prompt-tokens-details": True,
+    }
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="cargohold-") as directory, progress() as bar:
+        for title, transfer_config in (("without offloading", None), ("with offloading", _transfer_config(extra))):
+            tick = ticker(bar, title, len(conversations) * turns)
+            log = Path(directory, "vllm.log")
+            with serving(path, log, transfer_config=transfer_config, options=options) as url:
+                runs.append(_visit_all(url, conversations, answer_tokens, tick))
+    without, with_offload = runs
+    out.print(table(without, with_offload))
+    summary = summarize(without, with_offload)
+    out.print(sentence(summary))
+    out.print(json.dumps(summary), soft_wrap=True, highlight=False)
+    if not summary["identical"]:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": "CargoholdConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _visit_all(
+    url: str, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
+) -> list[Visit]:
+    """Ask every conversation's first question, then every second one, and so on."""
+    from openai import OpenAI  # noqa: PLC0415  # there only beside vLLM
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0)
+    _ask(client, [{"role": "user", "content": "warm up"}], 2)
+    visits = []
+    messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
+    for turn in range(len(conversations[0].questions)):
+        for talk in conversations:
+            history = messages[talk.topic]
+            history.append({"role": "user", "content": talk.questions[turn]})
+            text, metrics = _ask(client, history, answer_tokens)
+            history.append({"role": "assistant", "content": text})
+            visits.append(Visit(talk.topic, turn, text, metrics))
+            tick()
+    return visits
+
+
+def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> tuple[str, RequestMetrics]:
+    """One answer, streamed, so that the first token's time is that which a user sees."""
+    started = time.perf_counter()
+    stream = client.chat.completions.create(
+        model=SERVED_NAME,
+        messages=messages,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, first_s, usage = "", None, None
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            first_s = time.perf_counter() - started if first_s is None else first_s
+            text += chunk.choices[0].delta.content
+        usage = chunk.usage or usage
+    assert usage is not None, "vLLM sends usage last, as it was asked to"
+    details = usage.prompt_tokens_details
+    found = (details.cached_tokens or 0) if details is not None else 0
+    return text, RequestMetrics(
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        restored_tokens={"device or host": found} if found else {},
+        ttft_s=first_s,
+    )

@@ -1,0 +1,107 @@
+"""What the demos show: visits to conversations, without and with offloading, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cargohold.cli.common import errors
+from cargohold.engine.outputs import RequestMetrics
+
+LONG_CONTEXT_TOKENS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One question in one conversation, answered.
+
+    Attributes:
+        conversation: its topic.
+        turn: number of the question, from 0.
+        answer: tokens or text.
+        metrics: where the context came from, and how long the first token took.
+    """
+
+    conversation: str
+    turn: int
+    answer: tuple[int, ...] | str
+    metrics: RequestMetrics
+
+
+def summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[str, Any]:
+    """What the visits show, as JSON says it."""
+    pairs = list(zip(without, with_offload, strict=True))
+    long = [
+        (a.metrics.ttft_s or 0.0, b.metrics.ttft_s or 0.0)
+        for a, b in pairs
+        if a.turn > 0 and a.metrics.prompt_tokens >= LONG_CONTEXT_TOKENS
+    ]
+    recompute_s = median(a for a, _ in long) if long else None
+    restored_s = median(b for _, b in long) if long else None
+    return {
+        "identical": all(a.answer == b.answer for a, b in pairs),
+        "visits": len(pairs),
+        "restored_tokens": sum(sum(visit.metrics.restored_tokens.values()) for visit in with_offload),
+        "ttft_recompute_s": recompute_s and round(recompute_s, 4),
+        "ttft_restored_s": restored_s and round(restored_s, 4),
+        "speedup": round(recompute_s / restored_s, 1) if recompute_s and restored_s else None,
+    }
+
+
+def sentence(summary: dict[str, Any]) -> str:
+    """What the visits show, for people."""
+    same = "All answers are identical" if summary["identical"] else "[red]ANSWERS DIFFER[/red]"
+    if summary["speedup"] is None:
+        return f"\n{same}; no visit had a context of {LONG_CONTEXT_TOKENS} tokens or more.\n"
+    return (
+        f"\n{same}. Coming back to a long context, the first token takes {summary['ttft_restored_s']:.2f} s instead of "
+        f"{summary['ttft_recompute_s']:.2f} s: {summary['speedup']:.0f} times sooner "
+        f"({summary['restored_tokens']:,} tokens were restored instead of computed).\n"
+    )
+
+
+def table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
+    """The visits, one a line."""
+    rows = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)  # 80 columns wide
+    for column in ("about", "visit"):
+        rows.add_column(column)
+    for column in ("context\ntokens", "restored\ntokens", "first token\nwithout", "first token\nwith"):
+        rows.add_column(column, justify="right")
+    rows.add_column("identical\noutput", justify="center")
+    for a, b in zip(without, with_offload, strict=True):
+        same = a.answer == b.answer
+        rows.add_row(
+            a.conversation,
+            str(a.turn + 1),
+            f"{a.metrics.prompt_tokens:,}",
+            f"{sum(b.metrics.restored_tokens.values()):,}",
+            f"{a.metrics.ttft_s:.2f} s",
+            f"{b.metrics.ttft_s:.2f} s",
+            "yes" if same else "NO",
+            style=None if same else "red",
+        )
+    return rows
+
+
+def progress() -> Progress:
+    """A progress bar on standard error."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
+    )
+
+
+def ticker(bar: Progress, description: str, total: int) -> Callable[[], None]:
+    """A task of the bar; calling it is one step."""
+    task = bar.add_task(description, total=total)
+    return lambda: bar.advance(task)

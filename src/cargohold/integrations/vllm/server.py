@@ -1,0 +1,128 @@
+"""``vllm serve`` as a child process, for demos and benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from cargohold.errors import CargoholdError
+
+START_TIMEOUT_S: Final = 600.0
+_STOP_TIMEOUT_S: Final = 30.0
+_TAIL_CHARS: Final = 2000
+
+
+class ServerError(CargoholdError):
+    """The server did not start.
+
+    Attributes:
+        log: end of what it said.
+    """
+
+    def __init__(self, reason: str, log: str) -> None:
+        super().__init__(f"vllm serve {reason}; it said last:\n{log}")
+        self.log = log
+
+
+@contextmanager
+def serving(
+    model: str,
+    log: Path,
+    *,
+    transfer_config: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Iterator[str]:
+    """Serve a model with vLLM; yields the address of its OpenAI-compatible interface, and stops it at the end.
+
+    Args:
+        model: directory or hub id.
+        log: file for what it says.
+        transfer_config: vLLM's ``--kv-transfer-config``.
+        options: further options of ``vllm serve``, without the dashes in front; ``True`` for flags.
+
+    Raises:
+        ServerError: it ended, or was not ready in time.
+    """
+    port = _free_port()
+    command = [*_command(model), "--host", "127.0.0.1", "--port", str(port)]
+    for name, value in (options or {}).items():
+        command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    if transfer_config is not None:
+        command += ["--kv-transfer-config", json.dumps(transfer_config)]
+    with log.open("w") as out:
+        # A group of its own, so that its own processes end with it whatever happens.
+        process = subprocess.Popen(  # noqa: S603  # our own interpreter, and no shell
+            command, stdout=out, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+        )
+    try:
+        _wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        _stop(process)
+
+
+def _command(model: str) -> list[str]:
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        # The command asks for the metadata of a package of that name; the CPU build's has another.
+        return [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+
+
+def _environment() -> dict[str, str]:
+    """VLLM's CPU build uses another number of threads with a connector than without, unless it is told."""
+    cores = sorted(os.sched_getaffinity(0))
+    defaults = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return {**defaults, **os.environ}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerError(f"ended with status {process.returncode}", _tail(log))
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310  # our own address
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise ServerError(f"was not ready within {START_TIMEOUT_S:g} s", _tail(log))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for number, timeout_s in ((signal.SIGINT, _STOP_TIMEOUT_S), (signal.SIGKILL, _STOP_TIMEOUT_S)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout_s)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARS:]
