@@ -55,9 +55,7 @@ def test_a_queue_measures_the_bandwidth_of_a_slow_tier() -> None:
     health = queue.health()
     assert health.stored_bytes == health.loaded_bytes == 3 * CHUNK
     assert health.store_s == pytest.approx(3 * 2.5)
-    assert (health.loaded_bytes, health.load_s) == (3 * CHUNK, pytest.approx(3 * 2.5 + 0.5)), (
-        "the touch takes time, too"
-    )
+    assert health.load_s == pytest.approx(3 * 2.5 + 0.5), "the touch takes time, too"
     queue.shutdown(WAIT_S)
 
 
