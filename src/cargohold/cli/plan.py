@@ -23,7 +23,7 @@ from cargohold.replay.advice import Machine, advise, fits
 from cargohold.replay.costs import CostModel
 from cargohold.replay.html import write_page
 from cargohold.replay.planning import Budget, Plan, Planner
-from cargohold.replay.report import Report, policies_with_bounds
+from cargohold.replay.report import Report
 from cargohold.replay.results import BOUNDS, OPTIMUM, ReplayResult
 from cargohold.units import format_bytes, parse_bytes
 
@@ -97,8 +97,7 @@ def plan(
 
 
 def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions) -> list[ReplayResult]:
-    policies = policies_with_bounds([what.policy, *BOUNDS], trace.workload)
-    results = replay_all(trace.workload, policies, planner.curve(), what.jobs)
+    results = replay_all(trace.workload, trace.replayable([what.policy, *BOUNDS]), planner.curve(), what.jobs)
     if planner.tiers():
         results += replay_all(trace.workload, [what.policy], planner.tiers(), what.jobs)
     return results

@@ -21,7 +21,7 @@ from cargohold.replay.costs import CostModel
 from cargohold.replay.figures import describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.replay.html import write_page
 from cargohold.replay.replaying import Capacities, check_policies
-from cargohold.replay.report import Report, policies_with_bounds
+from cargohold.replay.report import Report
 from cargohold.replay.results import BOUNDS, INFINITE, ReplayResult
 from cargohold.replay.sizes import Size, parse_size, parse_sizes
 from cargohold.replay.workload import Workload
@@ -77,7 +77,7 @@ def replay(
     trace = load_trace(traces, trace_options)
     workload = trace.workload
     capacities = _capacities(workload, sizes, disk, costs)
-    results = replay_all(workload, policies_with_bounds(policies, workload), capacities, grid.jobs)
+    results = replay_all(workload, trace.replayable(policies), capacities, grid.jobs)
     report = Report(tuple(traces), workload, costs, tuple(results), trace.remarks)
     if output.html is not None:
         write_page(output.html, report)

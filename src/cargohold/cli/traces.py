@@ -23,7 +23,7 @@ from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import Capacities
 from cargohold.replay.report import remarks_on
 from cargohold.replay.request_logs import RequestLogDecoder
-from cargohold.replay.results import ReplayResult
+from cargohold.replay.results import OPTIMUM, ReplayResult
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.replay.traces import TraceRequest, read_trace, stop
 from cargohold.replay.workload import Workload
@@ -109,10 +109,21 @@ class CostOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTrace:
-    """A trace, and what is to be said of it."""
+    """A trace, and what is to be said of it.
+
+    Attributes:
+        workload: its requests.
+        is_trie: whether ids stand for whole prefixes.
+        remarks: what the user was told.
+    """
 
     workload: Workload
+    is_trie: bool
     remarks: tuple[str, ...]
+
+    def replayable(self, policies: Sequence[str]) -> list[str]:
+        """Those that mean something: without a trie there is no optimum."""
+        return [policy for policy in policies if self.is_trie or policy != OPTIMUM]
 
 
 def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
@@ -135,12 +146,13 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
             decode=decode,
         )
         workload = load_workload(_counted(requests, files), selection)
-    remarks = remarks_on(workload, len(skipped))
+    num_misplaced = workload.count_misplaced()
+    remarks = remarks_on(workload, num_misplaced, len(skipped))
     if skipped:
         remarks.append(f"the first of them: {skipped[0]}")
     for text in remarks:
         remark(f"note: {text}", style="yellow")
-    return LoadedTrace(workload, tuple(remarks))
+    return LoadedTrace(workload, num_misplaced == 0, tuple(remarks))
 
 
 def replay_all(

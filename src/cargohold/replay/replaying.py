@@ -29,14 +29,13 @@ def replay(workload: Workload, policy: str, capacities: Sequence[Capacities]) ->
     Raises:
         ConfigError: there is no such policy, a tier has no slot, or the optimum is asked for where ids form no trie.
     """
-    match policy:
-        case "optimum":
-            yield from _optimum(workload, capacities)
-        case "infinite":
-            yield _infinite(workload)
-        case _:
-            for sizes in capacities:
-                yield _production(workload, policy, sizes)
+    if policy == OPTIMUM:
+        yield from _optimum(workload, capacities)
+    elif policy == INFINITE:
+        yield _infinite(workload)
+    else:
+        for sizes in capacities:
+            yield _production(workload, policy, sizes)
 
 
 def check_policies(policies: Sequence[str]) -> None:

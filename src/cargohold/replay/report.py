@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,12 +114,11 @@ class Report:
         return None if self.chunk_bytes is None else num_chunks * self.chunk_bytes
 
 
-def remarks_on(workload: Workload, num_skipped: int = 0) -> list[str]:
+def remarks_on(workload: Workload, num_misplaced: int, num_skipped: int) -> list[str]:
     """What is odd about a trace, and what its own engine counted."""
     remarks = []
     if num_skipped:
         remarks.append(f"{num_skipped} broken line(s) of the trace were skipped")
-    num_misplaced = workload.count_misplaced()
     if num_misplaced:
         remarks.append(
             f"{num_misplaced:,} of {len(workload.chunks):,} uses of a block come behind another block than its first use: "
@@ -133,8 +131,3 @@ def remarks_on(workload: Workload, num_skipped: int = 0) -> list[str]:
         num_blocks = workload.num_lookups * workload.blocks_per_chunk
         remarks.append(f"the engine that recorded it reused {reused:,} blocks itself: {reused / num_blocks:.2%}")
     return remarks
-
-
-def policies_with_bounds(policies: Sequence[str], workload: Workload) -> list[str]:
-    """Policies to replay: without the optimum where there is none, because ids form no trie."""
-    return [policy for policy in policies if policy != "optimum" or not workload.count_misplaced()]
