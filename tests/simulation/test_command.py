@@ -15,14 +15,14 @@ def simulate(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
 
 def test_it_counts_what_was_played(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(monkeypatch, "--seeds", "3", "--jobs", "1", "--workload", "small", "--connector", "eager") == 0
-    assert capsys.readouterr().out.startswith("3 seeds, ")
+    assert capsys.readouterr().out.startswith("3 seed(s), ")
 
 
 def test_seeds_are_played_by_several_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate(monkeypatch, "--seeds", "6", "--jobs", "2", "--workload", "small", "--faults", "failed,late") == 0
-    assert capsys.readouterr().out.startswith("6 seeds, ")
+    assert capsys.readouterr().out.startswith("6 seed(s), ")
 
 
 def test_a_failure_is_shown_as_short_as_possible(
@@ -34,6 +34,7 @@ def test_a_failure_is_shown_as_short_as_possible(
     shown = capsys.readouterr().out
     assert "small, 2 actions" in shown  # one request to store something, one to be told of it too early
     assert "WrongTokenError" in shown
+    assert "r2 computes" in shown.split("here it failed:")[1]  # the step that failed is part of the timeline
     assert f"cargohold simulate --replay 0 --workload small --connector {connector} --faults none" in shown
 
 

@@ -179,7 +179,7 @@ def _show_run(scenario: Scenario, timeline: RecentTimeline) -> None:
 
 def _show_totals(totals: Totals, seconds: float) -> None:
     rate = totals.num_steps / seconds if seconds else 0.0
-    typer.echo(f"{totals.num_seeds:,} seeds, {totals.num_steps:,} steps in {seconds:.1f} s: {rate:,.0f} steps/s")
+    typer.echo(f"{totals.num_seeds:,} seed(s), {totals.num_steps:,} steps in {seconds:.1f} s: {rate:,.0f} steps/s")
     typer.echo(f"  {_counts(totals.tallies)}")
     typer.echo(f"  faults: {_counts(totals.struck) or 'none'}")
 

@@ -80,6 +80,19 @@ class ConnectorPlan:
             factories[-count:] = [MultiConnectorFactory(tuple(factories[-count:]))]
         return factories[0] if factories else NULL_CONNECTOR
 
+    def describe(self) -> str:
+        """A few lines for people."""
+        context = "a view of the pool" if self.with_context else "no view of the pool"
+        locks = "" if self.with_context else f", locks {'applied' if self.applies_locks else 'not applied'}"
+        composed = f", composed {'+'.join(map(str, self.nesting))}" if self.nesting else ""
+        lines = [f"{self.name}, with {context}{locks}{composed}"]
+        for tier in self.tiers:
+            kind = "eager" if tier.lookahead is None else f"lazy, {tier.lookahead} blocks ahead"
+            options = "".join(f", {name}={option}" for name, option in tier.options.items())
+            lines.append(f"  {kind}: {tier.num_slots} slots{options}")
+            lines += [f"    above {medium.describe()}" for medium in tier.lower]
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:

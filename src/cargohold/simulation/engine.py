@@ -57,6 +57,7 @@ class SimulatedEngine:
         requests: all requests so far, by id.
         outputs: the last update of each request that has ended.
         runners, worker_sides: by rank.
+        last_step: the step made last, or being made, and what came of it.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class SimulatedEngine:
             self.scheduler.connector.get_finished_count(),
         )
         self.num_steps = 0
+        self.last_step = (SchedulerStep(), StepOutput())
         self.on_update: Callable[[RequestUpdate], None] = lambda _: None
 
     @property
@@ -149,7 +151,9 @@ class SimulatedEngine:
     def step(self) -> tuple[SchedulerStep, StepOutput]:
         """One step; raises ``WrongTokenError`` if it reads KV that is not what it should be, and its result is used."""
         step = self.scheduler.schedule()
+        self.last_step = (step, StepOutput())
         output = self.executor.execute(step)
+        self.last_step = (step, output)
         updates = self.scheduler.update_from_output(output)
         self._check_tokens(step)
         for update in updates:

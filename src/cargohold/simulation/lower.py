@@ -39,6 +39,15 @@ class MediumPlan:
     latency_s: float
     chunk_s: float
 
+    def describe(self) -> str:
+        """A line for people."""
+        options = self.options
+        return (
+            f"{options.name}: {self.max_chunks} chunks, {self.latency_s:g} s + {self.chunk_s:g} s each, "
+            f"admission={options.admission.value}, write={options.write_mode.value}, "
+            f"max_daily_chunks={options.max_daily_chunks}, max_inflight_chunks={options.max_inflight_chunks}"
+        )
+
 
 @dataclass(slots=True)
 class _Pending:

@@ -187,10 +187,15 @@ class Run:
 
     def _step(self, next_action: float) -> None:
         engine = self._engine
-        step, output = engine.step()
         self._result.num_steps += 1
-        for oracle in self._each_step:
-            oracle.after_step(step, output)
+        try:
+            step, output = engine.step()
+            for oracle in self._each_step:
+                oracle.after_step(step, output)
+        except Exception:
+            self._timeline.note(self._clock.now, "here it failed:")
+            self._timeline.step(self._clock.now, engine, *engine.last_step)
+            raise
         self._timeline.step(self._clock.now, engine, step, output)
         if engine.num_steps % self._inspect_every == 0:
             self._inspect()

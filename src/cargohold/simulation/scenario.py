@@ -91,7 +91,7 @@ class Scenario:
             f"engine: groups {groups} (kind/tokens per block), {shape.num_blocks} blocks, "
             f"{shape.world_size} worker(s), {scheduler}\n"
             f"link: {shape.link}\n"
-            f"connector: {self.connector}\n"
+            f"connector: {self.connector.describe()}\n"
             f"faults until {self.quiet_from:.2f} s: {faults}"
         )
 
