@@ -168,12 +168,16 @@ def full_disk(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.parametrize("place", ["for data", "for a file"])
 def test_a_disk_without_room_refuses_and_goes_on_when_there_is_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     tier = disk_tier(tmp_path, 4 * MIB)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full_disk)
+        if place == "for data":
+            patch.setattr(os, "posix_fallocate", full_disk)
+        else:
+            patch.setattr(disk_files.Segment, "_reopen_direct", full_disk)
         assert fill(tier, 3) == [StoreOutcome.REFUSED] * 3
         assert present(tier, 3) == [] and not list(tmp_path.glob("*/segment-*"))
     outcomes = fill(tier, 100)

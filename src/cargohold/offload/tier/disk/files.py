@@ -101,11 +101,6 @@ class Segment:
         """Whether somebody has deleted the files; they can still be used, but nobody will find them again."""
         return not os.fstat(self._data.number).st_nlink or not os.fstat(self._headers.number).st_nlink
 
-    def unlink(self) -> None:
-        """Delete the files. Their space is free when the last reader is done."""
-        self._data_path.unlink(missing_ok=True)
-        self._headers_path.unlink(missing_ok=True)
-
     def read_headers(self) -> bytes:
         """The headers of all slots."""
         size = HEADER_BYTES * self._geometry.slots_per_segment

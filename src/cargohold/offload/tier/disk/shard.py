@@ -185,11 +185,13 @@ class Shard:
                 file.unlink()
 
     def _add_segment(self) -> bool:
-        segment = Segment(self._segment_path(len(self._segments)), self.geometry, direct_io=self._direct_io)
+        path = self._segment_path(len(self._segments))
         try:
+            segment = Segment(path, self.geometry, direct_io=self._direct_io)
             segment.allocate()
         except OSError as error:
-            segment.unlink()
+            for file in segment_files(path):
+                file.unlink(missing_ok=True)
             if error.errno not in _NO_SPACE:
                 raise
             return False
