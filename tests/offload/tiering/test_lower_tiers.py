@@ -495,3 +495,27 @@ def test_what_is_in_use_is_looked_after() -> None:
     world.end(store, [True, True])
     world.manager.touch(KEYS[:4])
     assert world.step() == []
+
+
+def test_while_one_job_finds_out_whether_a_tier_is_back_nobody_else_waits_for_it() -> None:
+    world = World()
+    for at in range(3):
+        world.lower.probe([KEYS[at]])
+        (probe,) = world.step()
+        world.end(probe, [False], TransferOutcome.FAILED)
+    world.clock.advance(11)
+    (trial,) = world.lower.probe([KEYS[5]])
+    (other,) = world.lower.probe([KEYS[6]])
+    (probe,) = world.step()
+    assert probe.keys == (KEYS[5],)
+    assert (trial.has_ended, other.has_ended) == (False, True)
+    assert list(world.lower.lookup(KEYS[6:8])) == [ABSENT, ABSENT]
+    world.end(probe, [True])
+    assert list(world.lower.lookup(KEYS[5:7])) == [READY, UNKNOWN], "what was not asked is not known"
+
+
+def test_what_was_known_may_grow_old_between_two_questions() -> None:
+    world = World()
+    world.learn(KEYS[:2])
+    world.clock.advance(10.5)
+    assert world.lower.tiers_of(KEYS[:2]) == [-1, -1]

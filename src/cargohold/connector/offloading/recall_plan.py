@@ -78,6 +78,8 @@ def _chains(keys: ChunkKeys, needed: range, host: OffloadManager, lower: LowerTi
     # Neighbours in the same tier: their places count up as fast as their ranks.
     places = zip(absent, tiers, strict=True)
     for (tier, _), group in groupby(enumerate(places), lambda item: (item[1][1], item[1][0] - item[0])):
+        if tier < 0:
+            continue
         run = [place for _, (place, _) in group]
         before = needed.start + run[0] - 1
         yield Chain(tier, own[run[0] : run[-1] + 1], keys.keys[before] if before >= 0 else None)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import READY
 from cargohold.offload.manager.base import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
-from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, CircuitBreaker
+from cargohold.offload.tier.breaker import BreakerConfig, CircuitBreaker
 from cargohold.offload.tier.config import Admission, WriteMode
 from cargohold.offload.tiering.allowance import Allowance
 from cargohold.offload.tiering.backlog import Backlog
@@ -69,9 +69,9 @@ class LowerTier:
         return self.options.name
 
     @property
-    def is_open(self) -> bool:
-        """Whether it is left alone because it kept failing."""
-        return self.breaker.state is BreakerState.OPEN
+    def is_usable(self) -> bool:
+        """Whether it takes jobs: not while it is left alone because it kept failing, or one job is finding out."""
+        return self.breaker.would_admit()
 
     def is_wanted(self, key: OffloadKey) -> bool:
         """Whether a chunk would have to be written."""

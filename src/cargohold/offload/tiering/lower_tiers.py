@@ -113,7 +113,7 @@ class LowerTiers:
             up_to_absent: whether to end before the first that is absent.
         """
         arriving = self._promotions.arriving
-        usable = [(tier.probing, tier.presence.reader()) for tier in self.tiers if not tier.is_open]
+        usable = [(tier.probing, tier.presence.reader()) for tier in self.tiers if tier.is_usable]
         states = bytearray()
         for key in keys:
             state = NOT_YET if key in arriving else _state_in(key, usable)
@@ -123,9 +123,9 @@ class LowerTiers:
         return bytes(states)
 
     def tiers_of(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """The fastest usable tier that has each chunk, all of which ``lookup`` has called ready."""
+        """The fastest usable tier that has each chunk; -1 where none is known to: what was known a moment ago grows old."""
         usable = self._readers()
-        return [next(at for at, is_there in usable if is_there(key)) for key in keys]
+        return [next((at for at, is_there in usable if is_there(key)), -1) for key in keys]
 
     def wake_at(self, time: float) -> None:
         """``num_changes`` is to grow at that time: somebody will not wait any longer."""
@@ -147,8 +147,8 @@ class LowerTiers:
         asked: dict[int, list[OffloadKey]] = {}
         usable = self._readers()
         for key, state in zip(keys, self.lookup(keys), strict=True):
-            if state == UNKNOWN:
-                at = next(at for at, is_there in usable if is_there(key) is None)
+            at = next((at for at, is_there in usable if is_there(key) is None), None)
+            if state == UNKNOWN and at is not None:
                 asked.setdefault(at, []).append(key)
         probes = [TierTask(JobKind.PROBE, at, asked_keys) for at, asked_keys in asked.items()]
         for probe in probes:
@@ -251,7 +251,7 @@ class LowerTiers:
     def _look_after(self, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         """Ask now and then whether tiers still have what host memory keeps giving back: they see no use of it, and evict it."""
         for at, tier in enumerate(self.tiers):
-            if tier.options.write_mode is WriteMode.BACK or not tier.breaker.would_admit():
+            if tier.options.write_mode is WriteMode.BACK or not tier.is_usable:
                 continue
             asked = [key for key in tier.presence.not_heard_of(kept, LOOK_AFTER_S) if not tier.is_asked_for(key)]
             if asked:
@@ -264,7 +264,7 @@ class LowerTiers:
 
     def _readers(self) -> list[tuple[int, Callable[[OffloadKey], bool | None]]]:
         """What each usable tier has answered."""
-        return [(at, tier.presence.reader()) for at, tier in enumerate(self.tiers) if not tier.is_open]
+        return [(at, tier.presence.reader()) for at, tier in enumerate(self.tiers) if tier.is_usable]
 
     def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Draw the consequences of a job's end."""
@@ -274,8 +274,9 @@ class LowerTiers:
         match task.kind:
             case JobKind.PROBE:
                 tier.probing.difference_update(task.keys)
-                if not task.is_cancelled:
-                    tier.note_presence(task.keys, succeeded)  # who does not answer does not have it
+                if task.is_cancelled:
+                    return
+                tier.note_presence(task.keys, succeeded)  # who does not answer does not have it
                 if outcome is TransferOutcome.DONE and task.rewrites:
                     gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
                     self._note_new([tier], gone, task.rewrites)
@@ -309,6 +310,7 @@ class LowerTiers:
             tier.pace.note(promotion.num_wanted, self._clock() - promotion.started_at)
 
     def _turn_away(self, task: TierTask) -> None:
+        task.is_cancelled = True
         self._conclude(task, TransferOutcome.ABANDONED)
 
     def _judge(self, task: TierTask, outcome: TransferOutcome) -> None:
