@@ -100,6 +100,23 @@ def test_a_smaller_budget_takes_effect_at_the_next_start(tmp_path: Path) -> None
     tier.check()
 
 
+def test_a_smaller_budget_holds_for_what_others_left_too(tmp_path: Path) -> None:
+    for weights in ("other", "w"):
+        tier = disk_tier(tmp_path, 6 * MIB, using=codec(weights=weights))
+        fill(tier, 150)
+        tier.close()
+    tier = disk_tier(tmp_path, 3 * MIB)
+    assert bytes_in(tmp_path) <= 3 * MIB
+    assert len(present(tier, 150)) > 100
+
+
+def test_a_tier_that_could_not_be_opened_holds_no_lock(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one chunk of one worker needs") as caught:
+        disk_tier(tmp_path, "8KiB")
+    assert store(disk_tier(tmp_path), 1) is StoreOutcome.STORED
+    del caught
+
+
 def test_chunks_of_another_size_make_the_shard_start_anew(tmp_path: Path) -> None:
     tier = disk_tier(tmp_path)
     fill(tier, 3)

@@ -72,13 +72,14 @@ class Shard:
         self._segments: list[Segment] = []
         try:
             self._lock = self._take_lock(config.lock_wait_s)
-            check_budget(self._root, config, budget)
-            self.geometry = self._find_geometry(namespace, padded(chunk_bytes))
-            self.capacity = self._most_segments() * self.geometry.slots_per_segment
-            if not self.capacity:
-                need = format_bytes(Geometry(padded(chunk_bytes), 1).segment_bytes + _OTHER_BYTES)
-                raise ConfigError("max_bytes", config.max_bytes, f"one chunk of one worker needs {need}")
-            self._open_segments()
+            try:
+                check_budget(self._root, config, budget)
+                self.geometry = self._find_geometry(config, namespace, padded(chunk_bytes))
+                self.capacity = self._most_segments() * self.geometry.slots_per_segment
+                self._open_segments()
+            except BaseException:
+                self._lock.release()
+                raise
         except BlockingIOError as error:
             raise ConfigError("directory", config.directory, "another process uses it for the same model") from error
         except OSError as error:
@@ -89,11 +90,6 @@ class Shard:
     def num_slots(self) -> int:
         """Slots that there are."""
         return len(self._segments) * self.geometry.slots_per_segment
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the files take."""
-        return len(self._segments) * self.geometry.segment_bytes
 
     def segment_of(self, slot: int) -> tuple[Segment, int]:
         """Where a slot is: its segment, and which of its slots it is."""
@@ -148,14 +144,22 @@ class Shard:
                     raise
             time.sleep(_LOCK_POLL_S)
 
-    def _find_geometry(self, namespace: Namespace, slot_bytes: int) -> Geometry:
-        """That of the files which are there, or a new one if there are none or they are of no use."""
+    def _find_geometry(self, config: DiskTierConfig, namespace: Namespace, slot_bytes: int) -> Geometry:
+        """That of the files which are there, or a new one if there are none or they are of no use.
+
+        Raises:
+            ConfigError: the budget is below one slot.
+            OSError: the files cannot be used.
+        """
         known = read_description(self.path).geometry
         room = self._budget.shard_bytes - _OTHER_BYTES
         if known is not None and known.slot_bytes == slot_bytes and known.segment_bytes <= room:
             return known
-        self._delete_segments(0)
         most = room // Geometry(slot_bytes, 1).segment_bytes
+        if most < 1:
+            need = format_bytes(Geometry(slot_bytes, 1).segment_bytes + _OTHER_BYTES)
+            raise ConfigError("max_bytes", config.max_bytes, f"one chunk of one worker needs {need}")
+        self._delete_segments(0)
         geometry = Geometry(slot_bytes, max(1, min(_SEGMENT_BYTES // slot_bytes, most // _LEAST_SEGMENTS)))
         write_description(self.path, namespace.describe(), geometry)
         return geometry
@@ -167,7 +171,7 @@ class Shard:
         return self.path / f"segment-{number:05d}"
 
     def _open_segments(self) -> None:
-        """Open those that are whole and within the budget, and delete the others."""
+        """Open those that are whole and within the budget, and delete the others, then what others left if need be."""
         while len(self._segments) < self._most_segments():
             path = self._segment_path(len(self._segments))
             if not all(file.exists() for file in segment_files(path)):
@@ -177,6 +181,8 @@ class Shard:
                 break
             self._segments.append(segment)
         self._delete_segments(len(self._segments))
+        with brief_lock(self._root):  # the budget may have been larger before
+            make_room(self._root, self.path, 0, self._budget.root_bytes)
 
     def _delete_segments(self, first: int) -> None:
         for file in self.path.glob("segment-*"):
