@@ -37,7 +37,11 @@ class Server:
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not self._is_up(self.port):
-            assert self._process.poll() is None, f"{self._command[0]} did not start"
+            try:
+                status = self._process.wait(timeout=0.02)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(f"{self._command[0]} ended with {status}")
 
     def stop(self) -> None:
         if self._process is not None:

@@ -26,7 +26,7 @@ from tests.servers import key_value_server
 
 assert cache_command.cache is not None  # it has added itself to the app
 
-PLACES = ["disk", "directory", "redis"]
+PLACES = ["disk", "directory", "valkey"]
 
 
 class Place:
@@ -55,8 +55,8 @@ def place(kind: str, tmp_path: Path) -> Iterator[Place]:
         url = f"file://{tmp_path}"
         yield Place(url, lambda using: ObjectTier(SharedTierConfig(url=url), using, CHUNK))
     else:
-        with key_value_server("redis") as server:
-            url = f"redis://127.0.0.1:{server.port}"
+        with key_value_server("valkey") as server:
+            url = f"valkey://127.0.0.1:{server.port}"
             yield Place(url, lambda using: RedisTier(SharedTierConfig(url=url), using, CHUNK))
 
 

@@ -19,7 +19,7 @@ Open = Callable[[ChunkCodec], Tier]
 
 SECRET = bytes(range(32))
 PLAIN = ["memory", "disk", "disk-buffered", "directory", "s3", "redis", "valkey"]
-ENCRYPTED = ["disk-encrypted", "directory-encrypted", "redis-encrypted"]
+ENCRYPTED = ["disk-encrypted", "directory-encrypted", "valkey-encrypted"]
 PERSISTENT = [kind for kind in PLAIN + ENCRYPTED if kind != "memory"]
 
 
@@ -137,7 +137,7 @@ def test_the_name_of_a_model_does_not_matter(open_tier: Open) -> None:
     assert load(open_tier(codec(label="renamed")), 1) == payload(1)
 
 
-@pytest.mark.parametrize("kind", ["disk", "directory", "redis"])
+@pytest.mark.parametrize("kind", ["disk", "directory", "valkey"])
 def test_another_encryption_key_or_none_is_a_miss(open_tier: Open) -> None:
     contents = {}
     for number, secret in enumerate([None, SECRET, bytes(32)]):
@@ -159,7 +159,7 @@ def test_encrypted_chunks_cannot_be_read_in_the_files(open_tier: Open, secret: b
     assert b"quick brown" not in stored
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk", "directory", "redis"])
+@pytest.mark.parametrize("kind", ["memory", "disk", "directory", "valkey"])
 def test_many_threads_get_what_belongs_to_their_keys(open_tier: Open) -> None:
     tier = open_tier(codec())
     wrong: list[object] = []

@@ -68,7 +68,7 @@ def test_an_object_store_that_goes_and_comes_back(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_hanging_server_costs_a_miss_and_not_a_stall() -> None:
-    with key_value_server("redis") as server:
+    with key_value_server("valkey") as server:
         clock = VirtualClock()
         breaker = BreakerConfig(failures_to_open=1)
         queue = TierQueue(shared(f"redis://127.0.0.1:{server.port}", 0.5), clock, QueueConfig(2, breaker=breaker))
@@ -96,7 +96,7 @@ def test_a_store_that_is_not_there_at_the_start_may_come_later(caplog: pytest.Lo
 
 
 def test_a_full_server_refuses() -> None:
-    with key_value_server("redis", "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+    with key_value_server("valkey", "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
         tier = shared(f"redis://127.0.0.1:{server.port}")
         outcomes = [store(tier, number) for number in range(400)]
         assert outcomes[0] is StoreOutcome.STORED and outcomes[-1] is StoreOutcome.REFUSED
@@ -106,7 +106,7 @@ def test_a_full_server_refuses() -> None:
 
 
 def test_chunks_can_be_given_an_end() -> None:
-    with key_value_server("redis") as server:
+    with key_value_server("valkey") as server:
         import redis  # noqa: PLC0415  # an optional package
 
         tier = shared(f"redis://127.0.0.1:{server.port}", ttl_s=100)
@@ -118,7 +118,7 @@ def test_chunks_can_be_given_an_end() -> None:
 
 
 def test_a_password_is_asked_for_and_never_shown() -> None:
-    with key_value_server("redis", "--requirepass", "right") as server:
+    with key_value_server("valkey", "--requirepass", "right") as server:
         tier = shared(f"redis://:right@127.0.0.1:{server.port}")
         assert store(tier, 1) is StoreOutcome.STORED
         tier.close()
