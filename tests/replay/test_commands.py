@@ -111,6 +111,7 @@ class TestReplay:
             (["SMALL", "-s", "1GiB"], "--bytes-per-token"),
             (["SMALL", "-s", "100B", "--bytes-per-token", "8"], "at least one chunk"),
             (["SMALL", "--disk", "no"], "disk"),
+            (["SMALL", "--disk", "4", "--disk-policy", "optimum"], "disk_policy"),
             (["SMALL", "--session", "nobody"], "nothing to replay"),
             (["SMALL", "--from", "5", "--until", "3"], "window"),
             (["SMALL", "--blocks-per-chunk", "0"], "blocks_per_chunk"),

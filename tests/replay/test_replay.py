@@ -151,6 +151,12 @@ class TestTwoTiers:
         assert both.tiers[1].evicted == 0
         assert one(workload, policy, longest, 300).num_prefix_hits <= both.num_prefix_hits
 
+    def test_a_disk_knows_of_no_use_but_its_own(self) -> None:
+        # What host memory has is not asked of the disk, which evicts 1 and 2 although they were just used.
+        run = run_tiers(workload_of([[1, 2], [3, 4], [1, 2], [5, 6], [3, 4], [1, 2]]), "lru", (4, 4))
+        assert run.hits.tolist() == [0, 0, 2, 0, 2, 0]
+        assert [tier.loaded for tier in run.tiers] == [2, 2]
+
     def test_hits_are_the_sum_of_what_tiers_loaded(self) -> None:
         for seed in range(5):
             result = one(workload_of(conversations(seed)), "lru", 60, 200)

@@ -15,7 +15,15 @@ from rich.table import Table
 from cargohold.cli.app import app
 from cargohold.cli.common import remark
 from cargohold.cli.options import takes_groups
-from cargohold.cli.traces import CostOptions, LoadedTrace, OutputOptions, TraceOptions, load_trace, replay_all
+from cargohold.cli.traces import (
+    CostOptions,
+    DiskOptions,
+    LoadedTrace,
+    OutputOptions,
+    TraceOptions,
+    load_trace,
+    replay_all,
+)
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
@@ -66,6 +74,7 @@ class PlanOptions:
 @takes_groups
 def plan(
     what: PlanOptions = PlanOptions(trace=[]),  # frozen
+    disk_options: DiskOptions = DiskOptions(),  # noqa: B008  # frozen
     trace_options: TraceOptions = TraceOptions(),  # noqa: B008  # frozen
     cost_options: CostOptions = CostOptions(),  # noqa: B008  # frozen
     output: OutputOptions = OutputOptions(),  # noqa: B008  # frozen
@@ -77,13 +86,14 @@ def plan(
     if not what.trace:
         raise ConfigError("trace", None, "there must be one: --trace FILE")
     budget = what.budget()
+    disk_policy = disk_options.checked_policy()
     machine = what.machine()
     costs = cost_options.costs(what.model)
     if costs.bytes_per_token is None:
         raise ConfigError("model", None, "a plan needs --model or --bytes-per-token")
     trace = load_trace(what.trace, trace_options)
     planner = Planner(trace.workload, costs, what.policy, budget)
-    results = _replay(planner, trace, what)
+    results = _replay(planner, trace, what, disk_policy)
     found = planner.plan(results)
     words = [*advise(planner, found, trace.workload, costs, budget), *fits(budget, found, machine)]
     if output.html is not None:
@@ -96,10 +106,12 @@ def plan(
         _show(planner, found, words)
 
 
-def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions) -> list[ReplayResult]:
-    results = replay_all(trace.workload, trace.replayable([what.policy, *BOUNDS]), planner.curve(), what.jobs)
+def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions, disk_policy: str) -> list[ReplayResult]:
+    results = replay_all(
+        trace.workload, trace.replayable([what.policy, *BOUNDS]), planner.curve(), disk_policy, what.jobs
+    )
     if planner.tiers():
-        results += replay_all(trace.workload, [what.policy], planner.tiers(), what.jobs)
+        results += replay_all(trace.workload, [what.policy], planner.tiers(), disk_policy, what.jobs)
     return results
 
 

@@ -14,7 +14,15 @@ from rich.table import Table
 from cargohold.cli.app import app
 from cargohold.cli.common import remark
 from cargohold.cli.options import takes_groups
-from cargohold.cli.traces import CostOptions, OutputOptions, TraceOptions, TracesArgument, load_trace, replay_all
+from cargohold.cli.traces import (
+    CostOptions,
+    DiskOptions,
+    OutputOptions,
+    TraceOptions,
+    TracesArgument,
+    load_trace,
+    replay_all,
+)
 from cargohold.errors import ConfigError
 from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
 from cargohold.replay.costs import CostModel
@@ -61,6 +69,7 @@ class GridOptions:
 def replay(
     traces: TracesArgument,
     grid: GridOptions = GridOptions(),  # frozen
+    disk_options: DiskOptions = DiskOptions(),  # noqa: B008  # frozen
     trace_options: TraceOptions = TraceOptions(),  # noqa: B008  # frozen
     cost_options: CostOptions = CostOptions(),  # noqa: B008  # frozen
     output: OutputOptions = OutputOptions(),  # noqa: B008  # frozen
@@ -70,6 +79,7 @@ def replay(
     A hit is a block found with all blocks before it. The optimum knows the future; infinite never evicts.
     """
     policies = grid.policies()
+    disk_policy = disk_options.checked_policy()
     sizes, disk = grid.sizes()
     costs = cost_options.costs(grid.model)
     if costs.bytes_per_token is None:
@@ -77,7 +87,7 @@ def replay(
     trace = load_trace(traces, trace_options)
     workload = trace.workload
     capacities = _capacities(workload, sizes, disk, costs)
-    results = replay_all(workload, trace.replayable(policies), capacities, grid.jobs)
+    results = replay_all(workload, trace.replayable(policies), capacities, disk_policy, grid.jobs)
     report = Report(tuple(traces), workload, costs, tuple(results), trace.remarks)
     if output.html is not None:
         write_page(output.html, report)

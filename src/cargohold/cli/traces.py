@@ -15,6 +15,7 @@ from cargohold.cli.common import errors, quiet_transformers, remark
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
+from cargohold.offload.policy import POLICIES
 from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel
 from cargohold.replay.grid import plan_tasks, run_tasks
 from cargohold.replay.kv_size import describe_kv
@@ -24,7 +25,7 @@ from cargohold.replay.replaying import Capacities
 from cargohold.replay.report import remarks_on
 from cargohold.replay.request_logs import RequestLogDecoder
 from cargohold.replay.results import OPTIMUM, ReplayResult
-from cargohold.replay.tiers import DISK, HOST
+from cargohold.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
 from cargohold.replay.traces import TraceRequest, read_trace, stop
 from cargohold.replay.workload import Workload
 from cargohold.units import parse_bytes
@@ -35,6 +36,21 @@ DEFAULT_LOG_BLOCK_TOKENS = 16
 TracesArgument = Annotated[
     list[str], typer.Argument(help="Files of one trace: JSON lines, plain, gz or zst; - for standard input.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """The tier below host memory."""
+
+    disk_policy: Annotated[str, typer.Option(help=f"Policy of the disk: {', '.join(sorted(POLICIES))}.")] = (
+        DEFAULT_DISK_POLICY
+    )
+
+    def checked_policy(self) -> str:
+        """Its name. Raises ``ConfigError``."""
+        if self.disk_policy not in POLICIES:
+            raise ConfigError("disk_policy", self.disk_policy, f"one of {', '.join(sorted(POLICIES))}")
+        return self.disk_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +172,14 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
 
 
 def replay_all(
-    workload: Workload, policies: Sequence[str], sizes: Sequence[Capacities], jobs: int | None
+    workload: Workload,
+    policies: Sequence[str],
+    sizes: Sequence[Capacities],
+    disk_policy: str,
+    jobs: int | None,
 ) -> list[ReplayResult]:
     """Every policy at every size, behind a progress bar; on all cores if ``jobs`` does not say otherwise."""
-    tasks = plan_tasks(policies, sizes)
+    tasks = plan_tasks(policies, sizes, disk_policy)
     num_processes = _num_processes(workload, len(tasks), jobs)
     results: list[ReplayResult] = []
     columns = (

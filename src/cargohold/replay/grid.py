@@ -18,6 +18,7 @@ import numpy as np
 from cargohold.errors import CargoholdError
 from cargohold.replay.replaying import Capacities, check_policies, replay
 from cargohold.replay.results import INFINITE, OPTIMUM, ReplayResult
+from cargohold.replay.tiers import DEFAULT_DISK_POLICY
 from cargohold.replay.workload import Workload
 
 _ARRAYS: Final = ("chunks", "prompt_ends", "ends", "prompt_tokens", "reused_blocks")
@@ -30,14 +31,18 @@ class Task:
     Attributes:
         policy: name of a policy or bound.
         capacities: the sizes.
+        disk_policy: of a second tier.
     """
 
     policy: str
     capacities: tuple[Capacities, ...]
+    disk_policy: str = DEFAULT_DISK_POLICY
 
 
-def plan_tasks(policies: Sequence[str], capacities: Sequence[Capacities]) -> list[Task]:
-    """What to replay, the longest first. Raises ``ConfigError`` for a policy that does not exist."""
+def plan_tasks(
+    policies: Sequence[str], capacities: Sequence[Capacities], disk_policy: str = DEFAULT_DISK_POLICY
+) -> list[Task]:
+    """What to replay. Raises ``ConfigError`` for a policy that does not exist."""
     check_policies(policies)
     sizes = tuple(dict.fromkeys(capacities))
     tasks: list[Task] = []
@@ -47,7 +52,7 @@ def plan_tasks(policies: Sequence[str], capacities: Sequence[Capacities]) -> lis
         elif policy == OPTIMUM:
             tasks.append(Task(policy, sizes))  # what it learns of the future serves all sizes
         else:
-            tasks += [Task(policy, (size,)) for size in sizes]
+            tasks += [Task(policy, (size,), disk_policy) for size in sizes]
     return tasks
 
 
@@ -65,7 +70,7 @@ def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1)
     """
     if num_processes <= 1 or len(tasks) <= 1:
         for task in tasks:
-            yield list(replay(workload, task.policy, task.capacities))
+            yield list(replay(workload, task.policy, task.capacities, task.disk_policy))
         return
     with tempfile.TemporaryDirectory(prefix="cargohold-replay-") as directory:
         shared = _share(workload, Path(directory))
@@ -105,4 +110,4 @@ def _start_process(directory: str, workload: Workload) -> None:
 
 def _run_task(task: Task) -> list[ReplayResult]:
     assert _workload is not None
-    return list(replay(_workload, task.policy, task.capacities))
+    return list(replay(_workload, task.policy, task.capacities, task.disk_policy))

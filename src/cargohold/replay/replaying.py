@@ -11,20 +11,23 @@ from cargohold.errors import ConfigError
 from cargohold.offload.policy import POLICIES
 from cargohold.offload.policy.offline import OfflineTrace
 from cargohold.replay.results import BOUNDS, INFINITE, OPTIMUM, ReplayResult
-from cargohold.replay.tiers import HOST, TierTraffic, run_tiers
+from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierTraffic, run_tiers
 from cargohold.replay.workload import Ints, Workload
 
 Capacities = tuple[int, ...]
 """Slots of each tier, first tier first."""
 
 
-def replay(workload: Workload, policy: str, capacities: Sequence[Capacities]) -> Iterator[ReplayResult]:
+def replay(
+    workload: Workload, policy: str, capacities: Sequence[Capacities], disk_policy: str = DEFAULT_DISK_POLICY
+) -> Iterator[ReplayResult]:
     """One result per size, in the order asked for.
 
     Args:
         workload: the requests.
         policy: one of ``cargohold.offload.policy.POLICIES`` or ``BOUNDS``.
         capacities: the sizes. An infinite cache has only one result.
+        disk_policy: of a second tier.
 
     Raises:
         ConfigError: there is no such policy, a tier has no slot, or the optimum is asked for where ids form no trie.
@@ -35,7 +38,7 @@ def replay(workload: Workload, policy: str, capacities: Sequence[Capacities]) ->
         yield _infinite(workload)
     else:
         for sizes in capacities:
-            yield _production(workload, policy, sizes)
+            yield _production(workload, policy, sizes, disk_policy)
 
 
 def check_policies(policies: Sequence[str]) -> None:
@@ -46,9 +49,9 @@ def check_policies(policies: Sequence[str]) -> None:
             raise ConfigError("policy", policy, f"one of {', '.join(known)}")
 
 
-def _production(workload: Workload, policy: str, capacities: Capacities) -> ReplayResult:
+def _production(workload: Workload, policy: str, capacities: Capacities, disk_policy: str) -> ReplayResult:
     started = time.perf_counter()
-    run = run_tiers(workload, policy, capacities)
+    run = run_tiers(workload, policy, capacities, disk_policy)
     return _result(workload, policy, capacities, run.hits, started, num_present=run.num_present, tiers=run.tiers)
 
 

@@ -1,9 +1,10 @@
 """One run of a workload through tiers, on the managers that production uses.
 
 Of every request, in this order: its prompt is looked up; chunks found in a lower tier are promoted into the first; all are
-touched; the rest of the prompt is computed and stored, and then what the answer completed. Requests come one after the other,
-so nothing is busy, and a load moves no state: it is counted, not planned. Where the trace says how many tokens its engine
-computed in a step, chunks are stored step by step as they were there, an answer's one by one: policies may tell the difference.
+touched there, and below only what was promoted; the rest of the prompt is computed and stored, and then what the answer
+completed. Requests come one after the other, so nothing is busy, and a load moves no state: it is counted, not planned. Where
+the trace says how many tokens its engine computed in a step, chunks are stored step by step as they were there, an answer's one
+by one: policies may tell the difference.
 
 The first tier is the one that exchanges KV with the accelerator. Lower tiers are written through: what is stored in the first
 is written to the others too. A promotion needs room in the first tier; what finds none is a miss.
@@ -25,6 +26,8 @@ from cargohold.units import is_positive_int
 
 HOST: Final = "host"
 DISK: Final = "disk"
+DEFAULT_DISK_POLICY: Final = "lru"
+"""Of a disk: it sees no requests, only what host memory could not keep."""
 
 _NAME_BYTES: Final = 4
 
@@ -98,13 +101,16 @@ class _Tier:
         return TierTraffic(self.name, manager.capacity, self.loaded, self.stored, evicted, manager.num_ready)
 
 
-def run_tiers(workload: Workload, policy: str, capacities: Sequence[int]) -> TierRun:
+def run_tiers(
+    workload: Workload, policy: str, capacities: Sequence[int], disk_policy: str = DEFAULT_DISK_POLICY
+) -> TierRun:
     """Replay a workload.
 
     Args:
         workload: the requests.
-        policy: of every tier; one of ``cargohold.offload.policy.POLICIES``.
+        policy: of host memory; one of ``cargohold.offload.policy.POLICIES``.
         capacities: slots of host memory, and of the disk if there is one.
+        disk_policy: of the disk.
 
     Raises:
         ConfigError: there is no such policy, or a tier has no slot.
@@ -112,9 +118,8 @@ def run_tiers(workload: Workload, policy: str, capacities: Sequence[int]) -> Tie
     for name, capacity in zip((HOST, DISK), capacities, strict=False):
         if not is_positive_int(capacity):
             raise ConfigError(f"{name} size", capacity, "a tier has at least one chunk")
-    tiers = [
-        _Tier(name, make_manager(policy, capacity)) for name, capacity in zip((HOST, DISK), capacities, strict=False)
-    ]
+    kinds = ((HOST, policy), (DISK, disk_policy))
+    tiers = [_Tier(name, make_manager(kind, size)) for (name, kind), size in zip(kinds, capacities, strict=False)]
     names = _names(workload.num_unique)
     hits = np.zeros(workload.num_requests, dtype=np.int64)
     num_present = 0
@@ -165,8 +170,7 @@ def _serve(tiers: Sequence[_Tier], prompt: Keys) -> tuple[int, int]:
         answers = [presence, *(tier.manager.lookup(prompt) for tier in tiers[1:])]
         num_present = sum(READY in column for column in zip(*answers, strict=True))
         num_hits = _promote(tiers, prompt, num_hits)
-    for tier in tiers:
-        tier.manager.touch(prompt)
+    first.manager.touch(prompt)
     return num_hits, num_present
 
 
@@ -180,6 +184,7 @@ def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
             found = len(tier.manager.lookup_run(prompt[num_hits:]))
             if found:
                 rest = prompt[num_hits : num_hits + found]
+                tier.manager.touch(rest)
                 fits = first.store(rest, prompt[num_hits - 1] if num_hits else None)
                 tier.loaded += fits
                 num_hits += fits
