@@ -88,7 +88,9 @@ class IoThread:
     def _carry_out(self, piece: Piece) -> list[Answer]:
         match piece.kind:
             case JobKind.PROBE:
-                return list(self._tier.probe(piece.keys))
+                is_there = self._tier.probe(piece.keys)
+                self._tier.touch(piece.keys)  # who asks for chunks uses them, wherever they then come from
+                return list(is_there)
             case JobKind.REMOVE:
                 self._tier.remove(piece.keys)
                 return [True] * piece.count
