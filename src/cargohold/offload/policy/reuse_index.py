@@ -129,7 +129,10 @@ class ReuseIndexPolicy(ReplacementPolicy):
         tags = tags_of(keys)
         uses, ages = self._absent.recall(tags, self._now)
         uses = _one_more(uses)
-        classes = np.where(uses > 1, _classes_of_known(uses, ages), np.uint8(self._detail_behind(parent)))
+        classes: Classes = np.full(len(keys), self._detail_behind(parent), dtype=np.uint8)
+        is_known = uses > 1
+        if np.count_nonzero(is_known):
+            classes = np.where(is_known, _classes_of_known(uses, ages), classes)
         classes[-1:] += np.uint8(_LAST)
         return _Newcomers(keys, tags, uses, classes)
 
