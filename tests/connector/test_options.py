@@ -70,7 +70,7 @@ def test_tiers() -> None:
         ),
         ({"host_bytes": "8MiB", "tiers": [{"kind": "shared", "url": "s3://kv", "write": "twice"}]}, "tiers[0].write"),
         ({"host_bytes": "8MiB", "tiers": [{"kind": "shared", "url": "ftp://kv"}]}, "tiers[0].url"),
-        ({"mode": "lazy", "host_bytes": "8MiB", "tiers": []}, "tiers"),
+        ({"mode": "lazy", "host_bytes": "8MiB", "tiers": {}}, "tiers"),
         ({}, "host_bytes"),
         ({"host_bytes": "8MiB", "polcy": "lru"}, "polcy"),
         ({"host_bytes": "8MiB", "mode": "fast"}, "mode"),

@@ -254,3 +254,21 @@ def test_killed_in_the_middle_of_its_work(
     assert tokens(outputs) == expected
     assert sum(counts.get("disk", 0) for counts in restored(outputs)) > 100
     assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*") if file.is_file()) <= 2 * 1024**2
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_below_a_lazy_connector(
+    kind: str, tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    """What the device evicts goes to host memory, and from there to disk; what it never evicts goes nowhere."""
+    config = LazyOffloadConfig(
+        host_bytes="16MiB", tiers=[disk(tmp_path)], restore="always", restore_timeout_s=60.0, transfer_timeout_s=60.0
+    )
+    options = OPTIONS | {"num_device_blocks": 100, "max_model_len": 110}
+    with LLM(tiny_model(kind), **options) as plain:
+        expected = tokens(ask(plain, prompts(8)))
+    with LLM(tiny_model(kind), offload=config, **options) as first:
+        assert tokens(ask(first, prompts(8))) == expected
+    again = ask(make_llm(tiny_model(kind), offload=config, **options), prompts(8))
+    assert tokens(again) == expected
+    assert sum(counts.get("disk", 0) for counts in restored(again)) >= 400

@@ -47,7 +47,7 @@ def parse_offload(options: Mapping[str, Any], path: str = "") -> Offload | Seque
     if not isinstance(mode, str) or mode not in MODES:
         raise ConfigError(f"{path}mode", mode, f"it must be one of {', '.join((*MODES, MULTI))}")
     own = {key: value for key, value in options.items() if key != "mode"}
-    if "tiers" in own and mode == "eager":
+    if "tiers" in own:
         own["tiers"] = _tiers(own["tiers"], f"{path}tiers")
     return cast("Offload", parse_dataclass(MODES[mode], own, path))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.errors import ConfigError
+from cargohold.offload.tier import TierConfig
 from cargohold.protocol import SchedulerEnvironment
 from cargohold.units import is_positive_int
 
@@ -24,6 +26,9 @@ class LazyOffloadConfig:
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
         job_timeout_s: if a transfer has not ended on all workers after this time, something is broken, and the connector
             turns itself off.
+        tiers: below host memory, the fastest first; see ``OffloadConfig``.
+        restore: see ``OffloadConfig``.
+        restore_timeout_s: see ``OffloadConfig``.
     """
 
     host_bytes: int | str
@@ -31,6 +36,9 @@ class LazyOffloadConfig:
     max_inflight_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
     job_timeout_s: float = 120.0
+    tiers: Sequence[TierConfig] = ()
+    restore: str = RESTORE_IF_FASTER
+    restore_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         self.common()
@@ -44,6 +52,9 @@ class LazyOffloadConfig:
             max_inflight_fraction=self.max_inflight_fraction,
             transfer_timeout_s=self.transfer_timeout_s,
             job_timeout_s=self.job_timeout_s,
+            tiers=self.tiers,
+            restore=self.restore,
+            restore_timeout_s=self.restore_timeout_s,
         )
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:

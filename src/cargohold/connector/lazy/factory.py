@@ -8,10 +8,12 @@ from functools import partial
 from cargohold.connector.lazy.config import LazyOffloadConfig
 from cargohold.connector.lazy.stores import LazyStores
 from cargohold.connector.offloading.factory import OffloadingFactory
+from cargohold.connector.offloading.make_tiers import make_lower_tiers
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError
 from cargohold.offload.manager.block_pool import BlockPoolManager
+from cargohold.offload.tiering import TieringManager
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 
 
@@ -34,12 +36,16 @@ class LazyOffloadingFactory:
             raise ConfigError(
                 "prefix_caching", value=False, expected="lazy offloading keeps what the prefix cache evicts"
             )
-        num_slots = OffloadingFactory(self.config.common()).num_slots(environment.layout)
+        common = self.config.common()
+        num_slots = OffloadingFactory(common).num_slots(environment.layout)
+        host = BlockPoolManager(num_slots, record_events=environment.emits_events)
+        lower = make_lower_tiers(common, environment, host) if common.tiers else None
         scheduler = OffloadingScheduler(
-            self.config.common(),
+            common,
             environment,
-            BlockPoolManager(num_slots, record_events=environment.emits_events),
+            host if lower is None else TieringManager(host, lower, stores_chains=False),
             make_stores=partial(LazyStores, lookahead=self.config.lookahead(environment)),
+            lower=lower,
         )
         scheduler.name = "lazy"
         return scheduler

@@ -23,12 +23,14 @@ class TieringManager(OffloadManager):
     Args:
         host: host memory's own manager.
         lower: the tiers below it, made for the same ``host``.
+        stores_chains: whether chunks that are stored together follow each other in one prefix.
     """
 
-    def __init__(self, host: OffloadManager, lower: LowerTiers) -> None:
+    def __init__(self, host: OffloadManager, lower: LowerTiers, *, stores_chains: bool = True) -> None:
         self.capacity = host.capacity
         self.host = host
         self.lower = lower
+        self._stores_chains = stores_chains
 
     @property
     def generation(self) -> int:
@@ -57,7 +59,9 @@ class TieringManager(OffloadManager):
         handle = self.host.prepare_store(keys, parent)
         if isinstance(handle, CannotStore) or not handle.keys:
             return handle
-        parents = dict(zip(keys, (parent, *keys), strict=False))
+        parents: dict[OffloadKey, OffloadKey | None] = dict.fromkeys(keys)
+        if self._stores_chains:
+            parents = dict(zip(keys, (parent, *keys), strict=False))
         return WatchedStore(handle, partial(self.lower.note_stored, parents=parents))
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
