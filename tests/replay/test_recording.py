@@ -167,6 +167,13 @@ def test_a_file_that_cannot_be_made_is_refused_at_once(tiny_model: Callable[[str
             LLM(tiny_model("llama"), record=path)
 
 
+def test_every_replica_has_a_file_of_its_own(
+    tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    make_llm(tiny_model("llama"), record=tmp_path / "trace-{pid}")
+    assert [path.name for path in tmp_path.iterdir()] == [f"trace-{os.getpid()}"]
+
+
 def test_a_full_disk_ends_the_trace_and_nothing_else(
     tiny_model: Callable[[str], str],
     make_llm: Callable[..., LLM],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ class RecordingFactory:
 
     Attributes:
         inner: makes the connector that does the work; for none, ``NULL_CONNECTOR``.
-        file: where the trace goes. It must not be there yet.
+        file: where the trace goes; ``{pid}`` in it stands for the process's id, for engines with several replicas. The file
+            must not be there yet.
     """
 
     inner: KVConnectorFactory
@@ -32,7 +34,7 @@ class RecordingFactory:
     def __post_init__(self) -> None:
         if not self.file:
             raise ConfigError("record", self.file, "it must be the path of a file to write")
-        path = Path(self.file)
+        path = self._path()
         if path.exists():
             raise ConfigError("record", self.file, "there is such a file already; traces are not overwritten")
         if not path.parent.is_dir():
@@ -41,8 +43,11 @@ class RecordingFactory:
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
         """The inner scheduler side, recorded. Raises ``ConfigError`` if the file cannot be made."""
         inner = self.inner.make_scheduler_side(environment)
-        return RecordingScheduler(inner, TraceFile(Path(self.file)), environment)
+        return RecordingScheduler(inner, TraceFile(self._path()), environment)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
         """The inner worker side: there is nothing to record."""
         return self.inner.make_worker_side(environment)
+
+    def _path(self) -> Path:
+        return Path(self.file.replace("{pid}", str(os.getpid())))
