@@ -13,6 +13,7 @@ from cargohold.offload.manager import CannotStore, LoadHandle, StoreHandle, make
 from cargohold.offload.tier import JobKind
 from cargohold.offload.tiering import (
     UNKNOWN,
+    Admission,
     Chain,
     LowerTiers,
     Promotion,
@@ -42,6 +43,7 @@ class World:
         *,
         max_inflight_chunks: int = 64,
         max_daily_chunks: int | None = None,
+        admission: Admission = Admission.ALL,
     ) -> None:
         self.clock = VirtualClock()
         self.host = make_manager("lru", capacity)
@@ -49,7 +51,10 @@ class World:
             self.host,
             [
                 TierOptions(
-                    name=f"tier{at}", max_inflight_chunks=max_inflight_chunks, max_daily_chunks=max_daily_chunks
+                    name=f"tier{at}",
+                    admission=admission,
+                    max_inflight_chunks=max_inflight_chunks,
+                    max_daily_chunks=max_daily_chunks,
                 )
                 for at in range(num_tiers)
             ],
@@ -519,3 +524,16 @@ def test_what_was_known_may_grow_old_between_two_questions() -> None:
     world.learn(KEYS[:2])
     world.clock.advance(10.5)
     assert world.lower.tiers_of(KEYS[:2]) == [-1, -1]
+
+
+def test_what_was_written_is_not_written_again_with_every_use() -> None:
+    world = World(capacity=16, admission=Admission.REUSED)
+    world.keep(KEYS[:4])
+    assert world.step() == []
+    for _ in range(3):
+        world.manager.touch(KEYS[:4])
+        for command in world.step():
+            assert command.kind is JobKind.PROBE or world.clock() == 0
+            world.end(command, [True] * 4)
+        world.clock.advance(60)
+    assert world.lower.tiers[0].stats["stored_chunks"] == 4

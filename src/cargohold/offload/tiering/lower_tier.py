@@ -74,8 +74,8 @@ class LowerTier:
         return self.breaker.would_admit()
 
     def is_wanted(self, key: OffloadKey) -> bool:
-        """Whether a chunk would have to be written."""
-        return key not in self._writing and self.presence.get(key) is not True
+        """Whether a chunk would have to be written. Where it was, it is taken to be still: others look after that."""
+        return key not in self._writing and self.presence.last(key) is not True
 
     def is_asked_for(self, key: OffloadKey) -> bool:
         """Whether a chunk is about to be written, or the tier to say whether it has it."""

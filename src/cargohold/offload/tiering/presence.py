@@ -44,6 +44,11 @@ class Presence:
 
         return get
 
+    def last(self, key: OffloadKey) -> bool | None:
+        """The last answer, however old."""
+        answer = self._answers.get(key)
+        return None if answer is None else answer[0]
+
     def not_heard_of(self, keys: Iterable[OffloadKey], for_s: float) -> list[OffloadKey]:
         """Those about which the tier has said nothing for so long."""
         answers, oldest = self._answers, self._clock() - for_s
