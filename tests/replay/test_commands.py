@@ -177,7 +177,8 @@ class TestPlan:
             "plan", "-t", small, "--model", tiny_model("gemma3"), "--host-bytes", "1MiB", "--json", "--html", str(page)
         )
         facts = json.loads(result.out)
-        assert facts["bytes_per_token"] == 5 * 2 * 2 * 12 * 4
+        assert facts["cost_model"]["bytes_per_token"] == 5 * 2 * 2 * 12 * 4
+        assert {result["policy"] for result in facts["results"]} == {"reuse-index", "optimum", "infinite"}
         assert facts["memory_limit_bytes"] == memory_limit_bytes()
         assert facts["curve"][-1]["host_bytes"] <= 1 << 20
         assert all(sentence.split(":")[0][:20] in page.read_text() for sentence in facts["advice"][:1])

@@ -101,7 +101,8 @@ def plan(
         write_page(output.html, Report(tuple(what.trace), trace.workload, costs, alone, (*words, *trace.remarks)))
         remark(f"wrote {output.html}")
     if output.as_json:
-        typer.echo(json.dumps(_facts(planner, found, costs, machine, words), indent=1))
+        report = Report(tuple(what.trace), trace.workload, costs, tuple(results), trace.remarks)
+        typer.echo(json.dumps(_facts(found, machine, words) | report.as_facts(), indent=1))
     else:
         _show(planner, found, words)
 
@@ -149,11 +150,10 @@ def _amount(planner: Planner, total: float) -> str:
     return f"{amount:,.1f}" if abs(amount) < 100 else f"{amount:,.0f}"
 
 
-def _facts(planner: Planner, found: Plan, costs: CostModel, machine: Machine, words: list[str]) -> dict[str, Any]:
+def _facts(found: Plan, machine: Machine, words: list[str]) -> dict[str, Any]:
+    """What a plan says beyond the results that it rests on."""
     return {
         "policy": found.policy,
-        "bytes_per_token": costs.bytes_per_token,
-        "chunk_bytes": planner.chunk_bytes,
         "memory_limit_bytes": machine.memory_bytes,
         "knee_bytes": found.knee.num_bytes,
         "advice": words,
@@ -169,5 +169,4 @@ def _facts(planner: Planner, found: Plan, costs: CostModel, machine: Machine, wo
             }
             for step in found.steps
         ],
-        "with_disk": None if found.both is None else {"prefix_hit_ratio": found.both.prefix_hit_ratio},
     }
