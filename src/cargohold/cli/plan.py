@@ -28,7 +28,6 @@ from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
 from cargohold.replay.advice import Machine, advise, fits
-from cargohold.replay.costs import CostModel
 from cargohold.replay.html import write_page
 from cargohold.replay.planning import Budget, Plan, Planner
 from cargohold.replay.report import Report
