@@ -46,6 +46,8 @@ def serving(
 ) -> Iterator[str]:
     """Serve a model with vLLM; yields the address of its OpenAI-compatible interface, and stops it at the end.
 
+    Call it in the main thread.
+
     Args:
         model: directory or hub id.
         log: file for what it says.
@@ -66,11 +68,14 @@ def serving(
         process = subprocess.Popen(  # noqa: S603  # our own interpreter, and no shell
             command, stdout=out, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
         )
+    # Whoever is told to end must not leave a server behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         _wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         _stop(process)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _command(model: str) -> list[str]:
