@@ -17,7 +17,7 @@ def main() -> int:
     try:
         from cargohold.cli import cache, chat, demo, demo_vllm, plan, replay, run, simulate  # noqa: F401, PLC0415  # they join
 
-        return int(app(standalone_mode=False) or 0)
+        return int(app(standalone_mode=False, prog_name="cargohold") or 0)
     except _UsageError as error:
         typer.echo(_describe(error), err=True)
         return EXIT_USAGE
