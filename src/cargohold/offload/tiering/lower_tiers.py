@@ -34,7 +34,7 @@ from cargohold.protocol import Clock, TransferOutcome
 
 UNKNOWN = 3
 """Nobody has asked the tiers yet: ``LowerTiers.probe`` does. A state beside ``ABSENT``, ``READY`` and ``NOT_YET``."""
-SETTLE_S = 10.0
+SETTLE_S = 5.0
 """How long an idle engine steps on to have written down what was stored last. What is left then waits for the next steps."""
 
 
