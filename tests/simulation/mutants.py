@@ -14,8 +14,10 @@ from typing import Any, Final
 import pytest
 
 import cargohold.connector.offloading.loads as loads_module
+import cargohold.connector.offloading.messages as messages_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
+import cargohold.offload.tiering.task as task_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
 from cargohold.connector.lazy.stores import LazyStores
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
@@ -40,6 +42,9 @@ from cargohold.offload.policy.base import Slots
 from cargohold.offload.policy.fifo import FIFOPolicy
 from cargohold.offload.policy.lru import LRUPolicy
 from cargohold.offload.policy.oldest_first import OldestFirst
+from cargohold.offload.tiering import Promotion
+from cargohold.offload.tiering.dispatch import Dispatch
+from cargohold.offload.tiering.promotions import Promotions
 from cargohold.protocol import (
     FinishedTransfers,
     KVCacheBlockView,
@@ -356,6 +361,48 @@ def gives_a_slot_to_two_chunks(patch: Patch) -> None:
         return slots
 
     patch.setattr(SlotTable, "reserve", twice)
+
+
+# --- tiers below host memory ------------------------------------------------------------------------------------------
+
+
+@mutant(connector="tiered", workload="ranks", faults="failed,corrupt")
+def believes_one_worker_that_a_chunk_has_arrived(patch: Patch) -> None:
+    def either(left: bytes, right: bytes) -> bytes:
+        return bytes(map(max, left, right))
+
+    patch.setattr(task_module, "both", either)
+    patch.setattr(messages_module, "both", either)
+
+
+@mutant(connector="tiered", workload="returning", faults="failed")
+def keeps_chunks_whose_promotion_failed(patch: Patch) -> None:
+    end = Promotions.end_load
+    patch.setattr(Promotions, "end_load", lambda self, task, succeeded: end(self, task, [True] * len(succeeded)))
+
+
+@mutant(connector="tiered", workload="returning", faults="slow,restart")
+def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
+    prepare = TierManager.prepare_load
+    writes = Dispatch.writes
+
+    def unpinned(self: Dispatch, new_id: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+
+            def without_hold(manager: TierManager, keys: Any) -> Any:
+                handle: Any = prepare(manager, keys)
+                manager._table.let_go(handle.slot_array)
+                return handle
+
+            inner.setattr(TierManager, "prepare_load", without_hold)
+            return list(writes(self, new_id))
+
+    patch.setattr(Dispatch, "writes", unpinned)
+
+
+@mutant(connector="tiered", workload="returning")
+def never_lets_go_of_what_it_has_promoted(patch: Patch) -> None:
+    patch.setattr(Promotion, "release", lambda self: None)
 
 
 # --- the device pool and the scheduler --------------------------------------------------------------------------------

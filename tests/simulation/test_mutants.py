@@ -13,7 +13,7 @@ from cargohold.simulation.run import quiet_logging
 from tests.conformance.shelf import ShelfScheduler, ShelfWorker
 from tests.simulation.mutants import MUTANTS, Mutant
 
-MAX_SEEDS = 100
+MAX_SEEDS = 200
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)

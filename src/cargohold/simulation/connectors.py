@@ -189,12 +189,12 @@ def _with_lower(random: Random, tier: TierPlan) -> TierPlan:
         MediumPlan(
             TierOptions(
                 name=name,
-                admission=random.choice(tuple(Admission)),
-                write_mode=random.choice(tuple(WriteMode)),
-                max_daily_chunks=random.choice((None, None, 40)),
+                admission=Admission.ALL if random.random() < 0.7 else Admission.REUSED,
+                write_mode=WriteMode.THROUGH if random.random() < 0.7 else WriteMode.BACK,
+                max_daily_chunks=random.choice((None, None, None, 40)),
                 max_inflight_chunks=random.choice((1, 4, 64)),
             ),
-            max_chunks=random.choice((random.randint(1, 20), 1000)),
+            max_chunks=random.choice((random.randint(1, 20), 1000, 1000)),
             latency_s=random.choice((0.0, 0.01, 0.1)),
             chunk_s=random.choice((0.0, 0.002, 0.02)),
         )
@@ -204,4 +204,6 @@ def _with_lower(random: Random, tier: TierPlan) -> TierPlan:
         "restore": random.choice(("always", "always", "if_faster")),
         "restore_timeout_s": random.choice((0.05, 0.5, 5.0)),
     }
-    return replace(tier, options={**tier.options, **restoring}, lower=media)
+    # Less room than one without lower tiers would have: else nothing would ever be brought up.
+    num_slots = min(tier.num_slots, random.randint(3, 20))
+    return replace(tier, num_slots=num_slots, options={**tier.options, **restoring}, lower=media)

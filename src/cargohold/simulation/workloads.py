@@ -138,7 +138,7 @@ def chunks(load: Workload) -> None:
 def ranks(load: Workload) -> None:
     """Several workers, which never end at the same time."""
     load.options = {"world_size": load.random.randint(2, 4)}
-    load.random.choice((shared_prefix, aborts, multi_turn))(load)
+    load.random.choice((shared_prefix, aborts, multi_turn, returning))(load)
 
 
 def priority(load: Workload) -> None:
@@ -196,6 +196,18 @@ def limits(load: Workload) -> None:
             writer.abort(ask, 0.2)
 
 
+def returning(load: Workload) -> None:
+    """Prompts that come back when others have taken their place, in host memory too: what tiers below it are for."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(8, 40) for _ in range(random.randint(4, 10))]
+    load.options |= {"num_spare_blocks": random.randint(0, 4), "tier_slots": random.randint(4, 16)}
+    for _ in range(random.randint(8, 24)):
+        writer.pause(1.0)
+        ask = writer.ask(random.choice(documents) + writer.text(0, 3), random.randint(1, 4))
+        if random.random() < 0.1:
+            writer.abort(ask, 0.5)
+
+
 def stops(load: Workload) -> None:
     """Answers that end early, at a stop token, and caches that are reset."""
     writer, random = load.writer, load.random
@@ -213,7 +225,7 @@ WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
         write.__name__.replace("_", "-"): write
         for write in (
             small, shared_prefix, multi_turn, agents, aborts, preemption, tiny_pool, windows, mixed_groups, chunks,
-            ranks, priority, full_hit, remote_decode, limits, stops,
+            ranks, priority, full_hit, remote_decode, limits, returning, stops,
         )
     }
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from cargohold.offload.manager import OffloadManager
@@ -23,6 +24,7 @@ from cargohold.simulation.scenario import Scenario
 from cargohold.simulation.tiers import SimulatedMedium
 from cargohold.simulation.transfers import ByteRows
 
+DAMAGING = (Fault.TORN, Fault.CORRUPT)
 SLOWNESS = 100.0
 """By how much a slow link is slower."""
 
@@ -81,14 +83,17 @@ class World:
         )
 
     def _make_tier(self, plan: TierPlan) -> KVConnectorFactory:
+        if plan.lower:
+            return self._make_tiered(plan)
         # Checksums live as long as the tier: per worker, by row.
         sums: dict[int, dict[int, int]] = {}
 
         def make_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
-            return self._make_transfers(region, rows, environment.rank, sums.setdefault(environment.rank, {}))
+            transfers: TransferWorker = self._make_link(region, rows, environment.rank)
+            if self._checksums and self.source.is_possible(DAMAGING):
+                transfers = ChecksummedTransfers(transfers, region, rows, sums.setdefault(environment.rank, {}))
+            return self._faulty_transfers(transfers, region, rows, environment.rank, self.source)
 
-        if plan.lower:
-            return TieredOffloading(plan.num_slots, plan.lower, make_transfers, self._make_queue, **plan.options)
         may_change = self.source.is_possible((Fault.GONE, Fault.FULL, Fault.UNDECIDED))
         tier = SimulatedOffloading(
             plan.num_slots,
@@ -100,18 +105,30 @@ class World:
         self.tiers.append(tier)
         return tier
 
-    def _make_transfers(self, region: ByteRows, rows: ByteRows, rank: int, sums: dict[int, int]) -> TransferWorker:
+    def _make_tiered(self, plan: TierPlan) -> KVConnectorFactory:
+        # Host memory has no checksums, so nothing in it may be damaged; media have.
+        rates = {fault: rate for fault, rate in self.source.rates.items() if fault not in DAMAGING}
+        source = replace(self.source, rates=rates)
+
+        def make_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
+            link = self._make_link(region, rows, environment.rank)
+            return self._faulty_transfers(link, region, rows, environment.rank, source)
+
+        return TieredOffloading(plan.num_slots, plan.lower, make_transfers, self._make_queue, **plan.options)
+
+    def _make_link(self, region: ByteRows, rows: ByteRows, rank: int) -> LinkTransfers:
         random = Random(f"{self._scenario.seed}/link {rank}/{len(self._links)}")  # noqa: S311  # repeatable, on purpose
         link = LinkTransfers(region, rows, self.clock, self._scenario.shape.link, random)
         link.slowness = self._slowness
         self._links.append(link)
-        transfers: TransferWorker = link
-        if self._checksums and self.source.is_possible((Fault.TORN, Fault.CORRUPT)):
-            transfers = ChecksummedTransfers(link, region, rows, sums)
-        if self.source.rates:
-            faulty = FaultyTransfers(transfers, region, rows, self.source, self._is_gone)
+        return link
+
+    def _faulty_transfers(
+        self, transfers: TransferWorker, region: ByteRows, rows: ByteRows, rank: int, source: FaultSource
+    ) -> TransferWorker:
+        if source.rates:
+            transfers = faulty = FaultyTransfers(transfers, region, rows, source, self._is_gone)
             self._faulty.append(faulty)
-            transfers = faulty
         return WatchedTransfers(transfers, self.copies[rank])
 
     def _make_queue(self, medium: SimulatedMedium, plan: MediumPlan) -> LinkedQueue:
