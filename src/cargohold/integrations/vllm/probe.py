@@ -13,7 +13,7 @@ from typing import Any, Final
 from cargohold.integrations.vllm import compat
 
 OLDEST: Final = (0, 28)
-NEWEST: Final = (0, 33)
+NEWEST: Final = (0, 32)
 
 _POOL = ("blocks", "free_block_queue", "free_blocks", "hash_block_size", "touch")
 _QUEUE = ("fake_free_list_head", "fake_free_list_tail", "prepend_n")
