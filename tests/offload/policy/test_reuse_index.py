@@ -39,6 +39,14 @@ class NoHoles(RuleBasedStateMachine):
         first = next((at for at, name in enumerate(keys) if name not in known), len(keys))
         self.tier.store(keys[first:], keys[first - 1] if first else None)
 
+    @rule(path=paths)
+    def grow(self, path: tuple[int, ...]) -> None:
+        """A request that generates stores behind its prefix, and touches nothing."""
+        keys = chain(path)
+        known = {**self.tier.ready, **self.tier.writing}
+        first = next((at for at, name in enumerate(keys) if name not in known), len(keys))
+        self.tier.store(keys[first : first + 1], keys[first - 1] if first else None)
+
     @precondition(lambda self: self.tier.stores)
     @rule()
     def commit_the_oldest(self) -> None:
@@ -246,6 +254,17 @@ def test_leaves_go_in_the_order_of_their_worth(data: st.DataObject) -> None:
         left = lowest()
         assert evicted.refused == (left is not None)
         assert left is None or left > newcomers[len(evicted.slots)]
+
+
+def test_a_queued_leaf_that_was_continued_is_a_leaf_no_more() -> None:
+    last_uses, busy = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int32)
+    tree = PrefixTree(2)
+    tree.link(np.array([0, 1]), NO_SLOT)
+    queue = LeafQueue(last_uses, np.zeros(2, dtype=np.uint8), tree, np.ones((1, NUM_AGES)))
+    assert queue.take([1.0], now=1, busy=busy).slots.tolist() == [1], "and slot 0 is queued"
+    last_uses[1] = 1
+    tree.link(np.array([1]), 0)
+    assert queue.take([1.0], now=2, busy=busy).slots.tolist() == [1]
 
 
 def test_what_is_known_of_absent_chunks_is_found_by_their_tags() -> None:
