@@ -147,3 +147,23 @@ class TierMachine(RuleBasedStateMachine):
 def test_under_random_operations(name: str) -> None:
     machine = type("Machine", (TierMachine,), {"make": staticmethod(MANAGERS[name])})
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_what_is_offered_does_not_go_to_make_room_for_the_rest_of_the_offer(name: str) -> None:
+    tier = NaiveTier(MANAGERS[name](2))
+    first, second = chain((0, 0))
+    commit(tier, [first, second])
+    tier.remove([first])
+    commit(tier, chain((1,)))
+    again = tier.store([first, second], None)
+    assert again is not None and list(again.keys) == [first]
+    assert tier.ready.keys() == {second}, "not the older one, which is on offer, but the other one went"
+    tier.commit(again)
+    tier.check()
+
+
+def commit(tier: NaiveTier, keys: list[bytes]) -> None:
+    store = tier.store(keys, None)
+    assert store is not None
+    tier.commit(store)
