@@ -125,8 +125,9 @@ def test_tokens_never_depend_on_offloading(
             faults.outcome, faults.hold_polls = _unreliable(rng), rng.choice((0, 1, 4))
         engine.check_settled()
         assert not engine.side.guard.broken
-    assert num_restored > (1000 if seeds is FIXED else 0), "next to nothing was restored: this proves nothing"
-    assert any(outcome is not TransferOutcome.DONE for _, outcome in faults.counts)
+    if seeds is FIXED:  # fresh ones may happen to restore or to fail nothing
+        assert num_restored > 1000, "next to nothing was restored: this proves nothing"
+        assert any(outcome is not TransferOutcome.DONE for _, outcome in faults.counts)
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
