@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from cargohold.errors import ConfigError
 from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
@@ -48,7 +50,6 @@ class ZmqEventPublisher:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         try:
-            import msgspec  # noqa: PLC0415  # an optional extra
             import zmq  # noqa: PLC0415  # an optional extra
         except ImportError as error:
             raise ConfigError(
