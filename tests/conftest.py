@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ __all__ = ["cargohold", "chat_model"]
 # How fast a machine makes examples depends on what else it does.
 settings.register_profile("cargohold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("cargohold")
+
+
+# Shells start background jobs with Ctrl-C ignored. Tests of Ctrl-C need it, here and in the processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
