@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -16,11 +15,10 @@ import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.connector.recording import RecordingFactory
-from cargohold.connector.recording.scheduler import RecordingScheduler
 from cargohold.offload.policy import POLICIES
 from cargohold.offload.transfer.base import CopyResult
 from cargohold.offload.transfer.cpu import CpuTransferWorker
-from cargohold.protocol import NULL_CONNECTOR, KVConnectorScheduler
+from cargohold.protocol import NULL_CONNECTOR
 from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import replay
 from cargohold.replay.traces import TraceRequest, read_trace
@@ -204,12 +202,6 @@ def test_an_aborted_request_that_never_ran_leaves_no_line(
     llm.engine.abort(request_id)
     settle(llm)
     assert recorded(tmp_path / "trace") == []
-
-
-def test_every_hook_is_passed_on() -> None:
-    for name, method in vars(KVConnectorScheduler).items():
-        if inspect.isfunction(method) and not name.startswith("_"):
-            assert name in vars(RecordingScheduler), name
 
 
 def test_the_factory_can_be_sent_to_workers(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from rich.console import Console
 from cargohold.cli.app import app
 from cargohold.cli.common import errors, loaded, quiet_transformers
 from cargohold.cli.conversations import Conversation, load_conversations
-from cargohold.cli.visits import Visit, progress, sentence, summarize, table, ticker
+from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_all
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.silent_heads import write_with_silent_heads
@@ -23,8 +22,6 @@ from cargohold.engine.model.source import SMOLLM2
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.llm import LLM
-
-EXIT_DIFFERENT = 1
 
 
 @app.command()
@@ -58,12 +55,7 @@ def demo(
         without = _visit_all(path, conversations, answer_tokens, ticker(bar, "without offloading", total), options)
         options["offload"] = offload
         with_offload = _visit_all(path, conversations, answer_tokens, ticker(bar, "with offloading", total), options)
-    out.print(table(without, with_offload))
-    summary = summarize(without, with_offload)
-    out.print(sentence(summary))
-    out.print(json.dumps(summary), soft_wrap=True, highlight=False)
-    if not summary["identical"]:
-        raise typer.Exit(EXIT_DIFFERENT)
+    show(out, without, with_offload)
 
 
 @contextmanager
@@ -94,22 +86,17 @@ def _visit_all(
     tick: Callable[[], None],
     options: dict[str, Any],
 ) -> list[Visit]:
-    """Ask every conversation's first question, then every second one, and so on, on a fresh engine."""
-    visits = []
+    """The visits, on a fresh engine."""
     sampling = SamplingParams(max_tokens=answer_tokens)
     with loaded(model, **options) as llm:
         _check_fits(llm, conversations, answer_tokens)
         _warm_up(llm)
-        messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
-        for turn in range(len(conversations[0].questions)):
-            for talk in conversations:
-                history = messages[talk.topic]
-                history.append({"role": "user", "content": talk.questions[turn]})
-                output = llm.chat(history, sampling)
-                history.append({"role": "assistant", "content": output.text})
-                visits.append(Visit(talk.topic, turn, output.token_ids, output.metrics))
-                tick()
-    return visits
+
+        def ask(messages: list[dict[str, str]]) -> Answer:
+            output = llm.chat(messages, sampling)
+            return Answer(output.text, output.token_ids, output.metrics)
+
+        return visit_all(conversations, ask, tick)
 
 
 def _warm_up(llm: LLM) -> None:

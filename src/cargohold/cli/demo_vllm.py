@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +15,7 @@ from rich.console import Console
 from cargohold.cli.app import app
 from cargohold.cli.common import errors, quiet_transformers
 from cargohold.cli.conversations import Conversation, load_conversations
-from cargohold.cli.demo import EXIT_DIFFERENT
-from cargohold.cli.visits import Visit, progress, sentence, summarize, table, ticker
+from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_all
 from cargohold.engine.model.source import locate_model
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import ConfigError
@@ -72,13 +70,7 @@ def demo_vllm(
             log = Path(directory, "vllm.log")
             with serving(path, log, transfer_config=transfer_config, options=options) as url:
                 runs.append(_visit_all(url, conversations, answer_tokens, tick))
-    without, with_offload = runs
-    out.print(table(without, with_offload))
-    summary = summarize(without, with_offload)
-    out.print(sentence(summary))
-    out.print(json.dumps(summary), soft_wrap=True, highlight=False)
-    if not summary["identical"]:
-        raise typer.Exit(EXIT_DIFFERENT)
+    show(out, *runs)
 
 
 def _transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
@@ -88,25 +80,15 @@ def _transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
 def _visit_all(
     url: str, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
 ) -> list[Visit]:
-    """Ask every conversation's first question, then every second one, and so on."""
+    """The visits, on a server."""
     from openai import OpenAI  # noqa: PLC0415  # there only beside vLLM
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0)
     _ask(client, [{"role": "user", "content": "warm up"}], 2)
-    visits = []
-    messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
-    for turn in range(len(conversations[0].questions)):
-        for talk in conversations:
-            history = messages[talk.topic]
-            history.append({"role": "user", "content": talk.questions[turn]})
-            text, metrics = _ask(client, history, answer_tokens)
-            history.append({"role": "assistant", "content": text})
-            visits.append(Visit(talk.topic, turn, text, metrics))
-            tick()
-    return visits
+    return visit_all(conversations, lambda messages: _ask(client, messages, answer_tokens), tick)
 
 
-def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> tuple[str, RequestMetrics]:
+def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Answer:
     """One answer, streamed, so that the first token's time is that which a user sees."""
     started = time.perf_counter()
     stream = client.chat.completions.create(
@@ -126,9 +108,10 @@ def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> tuple[
     assert usage is not None, "vLLM sends usage last, as it was asked to"
     details = usage.prompt_tokens_details
     found = (details.cached_tokens or 0) if details is not None else 0
-    return text, RequestMetrics(
+    metrics = RequestMetrics(
         prompt_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
         restored_tokens={"device or host": found} if found else {},
         ttft_s=first_s,
     )
+    return Answer(text, text, metrics)

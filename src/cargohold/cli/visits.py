@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cargohold.cli.common import errors
+from cargohold.cli.conversations import Conversation
 from cargohold.engine.outputs import RequestMetrics
 
 LONG_CONTEXT_TOKENS = 1500
+EXIT_DIFFERENT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,48 @@ class Visit:
     turn: int
     answer: tuple[int, ...] | str
     metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a conversation's latest question was answered with.
+
+    Attributes:
+        text: goes into the conversation.
+        compared: what must be the same without and with offloading: tokens or text.
+        metrics: of the request.
+    """
+
+    text: str
+    compared: tuple[int, ...] | str
+    metrics: RequestMetrics
+
+
+def visit_all(
+    conversations: Sequence[Conversation], ask: Callable[[list[dict[str, str]]], Answer], tick: Callable[[], None]
+) -> list[Visit]:
+    """Ask every conversation's first question, then every second one, and so on; ``tick`` after each."""
+    visits = []
+    messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
+    for turn in range(len(conversations[0].questions)):
+        for talk in conversations:
+            history = messages[talk.topic]
+            history.append({"role": "user", "content": talk.questions[turn]})
+            answer = ask(history)
+            history.append({"role": "assistant", "content": answer.text})
+            visits.append(Visit(talk.topic, turn, answer.compared, answer.metrics))
+            tick()
+    return visits
+
+
+def show(out: Console, without: Sequence[Visit], with_offload: Sequence[Visit]) -> None:
+    """Table, sentence and JSON. Raises ``typer.Exit`` if the answers differ."""
+    out.print(table(without, with_offload))
+    summary = summarize(without, with_offload)
+    out.print(sentence(summary))
+    out.print(json.dumps(summary), soft_wrap=True, highlight=False)
+    if not summary["identical"]:
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
 def summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[str, Any]:

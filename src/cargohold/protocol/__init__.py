@@ -19,6 +19,7 @@ from cargohold.protocol.factory import (
     SchedulerEnvironment,
     WorkerEnvironment,
 )
+from cargohold.protocol.forwarding import ForwardingScheduler
 from cargohold.protocol.guard import ConnectorGuard
 from cargohold.protocol.kv_cache import (
     NULL_BLOCK_ID,
@@ -63,6 +64,7 @@ __all__ = [
     "ConnectorMetadata",
     "EmptyMetadata",
     "FinishedTransfers",
+    "ForwardingScheduler",
     "KVCacheBlockView",
     "KVCacheGroup",
     "KVCacheLayout",

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
 from cargohold.protocol import (
     BlockIds,
-    CacheReport,
     ConnectorMetadata,
     FinishedTransfers,
+    ForwardingScheduler,
     KVConnectorFactory,
     KVConnectorOutput,
     KVConnectorScheduler,
-    KVConnectorSchedulerOutput,
     KVConnectorWorker,
-    KVEvent,
     RequestView,
-    SchedulerContext,
     SchedulerEnvironment,
     Stats,
     StepView,
@@ -33,7 +30,7 @@ class SimulatedMishapError(Exception):
     """What a faulty connector raises."""
 
 
-class FaultyScheduler(KVConnectorScheduler):
+class FaultyScheduler(ForwardingScheduler):
     """A scheduler side that raises now and then.
 
     Args:
@@ -42,18 +39,8 @@ class FaultyScheduler(KVConnectorScheduler):
     """
 
     def __init__(self, inner: KVConnectorScheduler, source: FaultSource) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.worker_metadata_type = inner.worker_metadata_type
+        super().__init__(inner)
         self._source = source
-
-    def bind_scheduler_context(self, context: SchedulerContext) -> None:
-        """Pass on."""
-        self.inner.bind_scheduler_context(context)
-
-    def on_new_request(self, request: RequestView) -> None:
-        """Pass on."""
-        self.inner.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Pass on."""
@@ -78,42 +65,10 @@ class FaultyScheduler(KVConnectorScheduler):
         self._maybe_raise()
         self.inner.update_connector_output(output)
 
-    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
-        """Pass on."""
-        return self.inner.report_to_scheduler()
-
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Pass on."""
         self._maybe_raise()
         return self.inner.request_finished(request, block_ids)
-
-    def explain(self, request_id: str) -> CacheReport:
-        """Pass on."""
-        return self.inner.explain(request_id)
-
-    def take_events(self) -> Iterable[KVEvent]:
-        """Pass on."""
-        return self.inner.take_events()
-
-    def has_pending_work(self) -> bool:
-        """Pass on."""
-        return self.inner.has_pending_work()
-
-    def reset_cache(self) -> bool:
-        """Pass on."""
-        return self.inner.reset_cache()
-
-    def get_stats(self) -> Stats:
-        """Pass on."""
-        return self.inner.get_stats()
-
-    def get_finished_count(self) -> int | None:
-        """Pass on."""
-        return self.inner.get_finished_count()
-
-    def shutdown(self) -> None:
-        """Pass on."""
-        self.inner.shutdown()
 
     def _maybe_raise(self) -> None:
         if self._source.strikes(Fault.RAISES):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from cargohold.blocks import ABSENT, NOT_YET
 from cargohold.offload.manager import (
     CannotStore,
-    LoadHandle,
-    ManagerEvent,
+    ForwardingManager,
     OffloadKey,
     OffloadManager,
     StoreHandle,
@@ -20,7 +19,7 @@ MAX_WAIT_S = 0.5
 """How long a look-up may take to be decided. Shorter than a connector's patience."""
 
 
-class FaultyManager(OffloadManager):
+class FaultyManager(ForwardingManager):
     """A manager that is full, away, or slow to answer now and then.
 
     Args:
@@ -30,8 +29,7 @@ class FaultyManager(OffloadManager):
     """
 
     def __init__(self, inner: OffloadManager, source: FaultSource, is_gone: Callable[[], bool]) -> None:
-        self.inner = inner
-        self.capacity = inner.capacity
+        super().__init__(inner)
         self._source = source
         self._is_gone = is_gone
         # When the answer for a key is known. Entries of the past stay: their answers are known.
@@ -62,55 +60,11 @@ class FaultyManager(OffloadManager):
         absent_at = states.find(_ABSENT)
         return states if absent_at < 0 else states[:absent_at]
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Pass on."""
-        self.inner.touch(keys)
-
-    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
-        """Pass on."""
-        return self.inner.prepare_load(keys)
-
     def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
         """Pass on, or be busy."""
         if keys and (self._is_gone() or self._source.strikes(Fault.FULL)):
             return CannotStore.BUSY
         return self.inner.prepare_store(keys, parent)
-
-    def remove(self, keys: Iterable[OffloadKey]) -> None:
-        """Pass on."""
-        self.inner.remove(keys)
-
-    def reset(self) -> bool:
-        """Pass on."""
-        return self.inner.reset()
-
-    def take_events(self) -> list[ManagerEvent]:
-        """Pass on."""
-        return self.inner.take_events()
-
-    @property
-    def num_ready(self) -> int:
-        """The inner one's."""
-        return self.inner.num_ready
-
-    @property
-    def num_writing(self) -> int:
-        """The inner one's."""
-        return self.inner.num_writing
-
-    @property
-    def num_leaving(self) -> int:
-        """The inner one's."""
-        return self.inner.num_leaving
-
-    @property
-    def num_pins(self) -> int:
-        """The inner one's."""
-        return self.inner.num_pins
-
-    def check(self) -> None:
-        """Pass on."""
-        self.inner.check()
 
     def _undecided(self, keys: Sequence[OffloadKey], states: bytes) -> bytes:
         """The states, with "not yet" for keys that are asked for the first time and take their time."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cargohold.connector.recording.trace_file import TraceFile
 from cargohold.protocol import (
     BlockIds,
-    CacheReport,
-    ConnectorMetadata,
-    KVConnectorOutput,
+    ForwardingScheduler,
     KVConnectorScheduler,
-    KVConnectorSchedulerOutput,
-    KVEvent,
     RequestView,
-    SchedulerContext,
     SchedulerEnvironment,
-    Stats,
-    StepView,
 )
 
 
@@ -38,7 +31,7 @@ class _Seen:
     reused_tokens: int = 0
 
 
-class RecordingScheduler(KVConnectorScheduler):
+class RecordingScheduler(ForwardingScheduler):
     """A connector, recorded: a line for each request that was admitted, written when it ends.
 
     What a line says of reuse is what the engine itself decided when it first admitted the request. Requests that were never
@@ -51,9 +44,7 @@ class RecordingScheduler(KVConnectorScheduler):
     """
 
     def __init__(self, inner: KVConnectorScheduler, file: TraceFile, environment: SchedulerEnvironment) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.worker_metadata_type = inner.worker_metadata_type
+        super().__init__(inner)
         self._file = file
         self._clock = environment.clock
         self._block_tokens = environment.layout.hash_block_tokens
@@ -61,8 +52,6 @@ class RecordingScheduler(KVConnectorScheduler):
         self._started = environment.clock()
         self._last_ms = 0.0
         self._seen: dict[str, _Seen] = {}
-
-    # --- recorded -----------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:  # noqa: D102
         self.inner.on_new_request(request)
@@ -90,38 +79,6 @@ class RecordingScheduler(KVConnectorScheduler):
     def shutdown(self) -> None:  # noqa: D102
         self._file.close()
         self.inner.shutdown()
-
-    # --- passed on ----------------------------------------------------------------------------------------------------
-
-    def bind_scheduler_context(self, context: SchedulerContext) -> None:  # noqa: D102
-        self.inner.bind_scheduler_context(context)
-
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:  # noqa: D102
-        return self.inner.build_connector_meta(step)
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:  # noqa: D102
-        self.inner.update_connector_output(output)
-
-    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:  # noqa: D102
-        return self.inner.report_to_scheduler()
-
-    def explain(self, request_id: str) -> CacheReport:  # noqa: D102
-        return self.inner.explain(request_id)
-
-    def take_events(self) -> Iterable[KVEvent]:  # noqa: D102
-        return self.inner.take_events()
-
-    def has_pending_work(self) -> bool:  # noqa: D102
-        return self.inner.has_pending_work()
-
-    def reset_cache(self) -> bool:  # noqa: D102
-        return self.inner.reset_cache()
-
-    def get_stats(self) -> Stats:  # noqa: D102
-        return self.inner.get_stats()
-
-    def get_finished_count(self) -> int | None:  # noqa: D102
-        return self.inner.get_finished_count()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

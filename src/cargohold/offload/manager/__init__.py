@@ -11,12 +11,14 @@ from cargohold.offload.manager.base import (
     StoreHandle,
 )
 from cargohold.offload.manager.factory import make_manager
+from cargohold.offload.manager.forwarding import ForwardingManager
 from cargohold.offload.manager.tier_manager import TierManager
 
 __all__ = [
     "CannotStore",
     "ChunksRemoved",
     "ChunksStored",
+    "ForwardingManager",
     "LoadHandle",
     "ManagerEvent",
     "OffloadKey",

@@ -1,0 +1,81 @@
+"""A manager that stands in front of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cargohold.offload.manager.base import (
+    CannotStore,
+    LoadHandle,
+    ManagerEvent,
+    OffloadKey,
+    OffloadManager,
+    StoreHandle,
+)
+
+
+class ForwardingManager(OffloadManager):
+    """Passes everything on; what a subclass does not override, the inner manager answers.
+
+    Args:
+        inner: the manager.
+    """
+
+    def __init__(self, inner: OffloadManager) -> None:
+        self.inner = inner
+        self.capacity = inner.capacity
+
+    @property
+    def generation(self) -> int:  # noqa: D102
+        return self.inner.generation
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+        return self.inner.lookup(keys)
+
+    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+        return self.inner.lookup_run(keys)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+        self.inner.touch(keys)
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
+        return self.inner.prepare_load(keys)
+
+    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:  # noqa: D102
+        return self.inner.prepare_store(keys, parent)
+
+    def remove(self, keys: Iterable[OffloadKey]) -> None:  # noqa: D102
+        self.inner.remove(keys)
+
+    def reset(self) -> bool:  # noqa: D102
+        return self.inner.reset()
+
+    def take_events(self) -> list[ManagerEvent]:  # noqa: D102
+        return self.inner.take_events()
+
+    @property
+    def num_ready(self) -> int:  # noqa: D102
+        return self.inner.num_ready
+
+    @property
+    def num_writing(self) -> int:  # noqa: D102
+        return self.inner.num_writing
+
+    @property
+    def num_removed(self) -> int:  # noqa: D102
+        return self.inner.num_removed
+
+    @property
+    def num_leaving(self) -> int:  # noqa: D102
+        return self.inner.num_leaving
+
+    @property
+    def num_pins(self) -> int:  # noqa: D102
+        return self.inner.num_pins
+
+    @property
+    def num_free(self) -> int:  # noqa: D102
+        return self.inner.num_free
+
+    def check(self) -> None:  # noqa: D102
+        self.inner.check()
