@@ -19,7 +19,7 @@ from cargohold.integrations.vllm.report import start_report
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.settings import REFUSE, Settings
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
-from cargohold.protocol import AttentionKind, KVCacheLayout, SchedulerEnvironment
+from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             # Read by vLLM's scheduler right behind this.
             vllm_config.kv_transfer_config.kv_load_failure_policy = self._settings.adapter.load_failure_policy
         else:
-            factory = connector_factory(self._settings.offload)
             rank = int(vllm_config.parallel_config.rank)
-            self._worker = WorkerSide(factory, self._layout(smallest_block_tokens(self._groups)), rank, time.monotonic)
+            layout = self._layout(smallest_block_tokens(self._groups))
+            self._worker = WorkerSide(self._factory(), layout, rank, self._clock())
 
     # --- what vLLM asks of the class ----------------------------------------------------------------------------------
 
@@ -236,6 +236,16 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             if side is not None:
                 side.shutdown()
 
+    # --- what it stands on, of which the simulation has its own -------------------------------------------------------
+
+    def _factory(self) -> KVConnectorFactory:
+        """What makes this side of the connector. Raises ``ConfigError`` if its options cannot be."""
+        return self._settings.factory() if self._is_scheduler else connector_factory(self._settings.offload)
+
+    def _clock(self) -> Clock:
+        """Monotonic time in seconds."""
+        return time.monotonic
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _translate(self) -> Translation:
@@ -258,7 +268,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         events = getattr(self._vllm_config, "kv_events_config", None)
         environment = SchedulerEnvironment(
             layout=layout,
-            clock=time.monotonic,
+            clock=self._clock(),
             max_step_tokens=int(self._vllm_config.scheduler_config.max_num_batched_tokens),
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
             emits_events=bool(events is not None and events.enable_kv_cache_events),
@@ -266,11 +276,11 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             full_hits=all(group.kind is not AttentionKind.RECURRENT for group in layout.groups),
         )
         try:
-            inner = self._settings.factory().make_scheduler_side(environment)
+            inner = self._factory().make_scheduler_side(environment)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         timeout_s = self._settings.adapter.load_timeout_s
-        self._scheduler = SchedulerSide(inner, layout, pool, tables, clock=time.monotonic, load_timeout_s=timeout_s)
+        self._scheduler = SchedulerSide(inner, layout, pool, tables, clock=environment.clock, load_timeout_s=timeout_s)
         for line in start_report(layout, self._settings.offload):
             logger.info("%s", line)
 
