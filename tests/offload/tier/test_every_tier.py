@@ -12,13 +12,14 @@ import pytest
 from cargohold.offload.tier import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
+from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload
-from tests.servers import BUCKET, key_value_server, set_credentials
+from tests.servers import key_value_server
 
 Open = Callable[[ChunkCodec], Tier]
 
 SECRET = bytes(range(32))
-PLAIN = ["memory", "disk", "disk-buffered", "directory", "s3", "redis", "valkey"]
+PLAIN = ["memory", "disk", "disk-buffered", "directory", *CLOUDS, "redis", "valkey"]
 ENCRYPTED = ["disk-encrypted", "directory-encrypted", "valkey-encrypted"]
 PERSISTENT = [kind for kind in PLAIN + ENCRYPTED if kind != "memory"]
 
@@ -38,9 +39,10 @@ def open_tier(
         opened: list[Tier] = []
         stack.callback(lambda: [tier.close() for tier in opened])
         url = f"file://{tmp_path}/shared"
-        if medium == "s3":
-            set_credentials(monkeypatch, request.getfixturevalue("s3").port)
-            url = f"s3://{BUCKET}/{tmp_path.name}"
+        if medium in CLOUDS:
+            cloud = CLOUDS[medium]
+            cloud.sign_in(monkeypatch, request.getfixturevalue(cloud.fixture).port, tmp_path)
+            url = cloud.url(tmp_path.name)
         elif medium in {"redis", "valkey"}:
             server = stack.enter_context(key_value_server(medium))
             url = f"{medium}://127.0.0.1:{server.port}/0"

@@ -13,18 +13,12 @@ from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier import BreakerConfig, LoadOutcome, QueueConfig, StoreOutcome, Tier, TierQueue, TierState
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.factory import open_tier
+from cargohold.offload.tier.inventory.factory import open_inventory
 from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
 from cargohold.simulation.clock import VirtualClock
+from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
-from tests.servers import (
-    BUCKET,
-    Server,
-    free_port,
-    key_value_server,
-    make_bucket,
-    s3_server,
-    set_credentials,
-)
+from tests.servers import AZURE_ACCOUNT, BUCKET, Server, free_port, key_value_server
 
 WAIT_S = 30.0
 
@@ -53,18 +47,36 @@ def test_a_server_that_goes_and_comes_back(kind: str) -> None:
         tier.close()
 
 
-def test_an_object_store_that_goes_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server() as server:
-        set_credentials(monkeypatch, server.port)
-        tier = shared(f"s3://{BUCKET}/prefix", 2.0)
+@pytest.mark.parametrize("kind", CLOUDS)
+def test_an_object_store_that_goes_and_comes_back(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cloud = CLOUDS[kind]
+    with cloud.serve() as server:
+        cloud.sign_in(monkeypatch, server.port, tmp_path)
+        tier = shared(cloud.url("prefix"), 2.0)
         assert store(tier, 1) is StoreOutcome.STORED
         server.stop()
         for call in (lambda: tier.probe([key(1), key(2)]), lambda: store(tier, 2), lambda: load(tier, 1)):
             with pytest.raises(TierError):
                 call()
         server.start()
-        make_bucket(server.port)
+        cloud.make_place(server.port)
+        assert load(tier, 1) is LoadOutcome.ABSENT, "it kept nothing"
         assert store(tier, 1) is StoreOutcome.STORED and load(tier, 1) == payload(1)
+
+
+@pytest.mark.parametrize("kind", CLOUDS)
+def test_an_object_store_keeps_a_budget(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    cloud = CLOUDS[kind]
+    cloud.sign_in(monkeypatch, request.getfixturevalue(cloud.fixture).port, tmp_path)
+    url = cloud.url(tmp_path.name)
+    tier = shared(url, max_bytes=10 * CHUNK)
+    for number in range(30):
+        assert store(tier, number) is StoreOutcome.STORED
+    (holding,) = open_inventory(url).holdings()
+    assert 5 * CHUNK <= holding.num_bytes <= 10 * CHUNK
+    assert sum(tier.probe([key(number) for number in range(30)])) == holding.num_chunks
 
 
 def test_a_hanging_server_costs_a_miss_and_not_a_stall() -> None:
@@ -172,10 +184,41 @@ def test_missing_credentials_are_refused_by_name(monkeypatch: pytest.MonkeyPatch
         shared(f"s3://{BUCKET}/prefix", 1.0)
 
 
+def test_missing_credentials_for_google_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Google's own tools leave credentials
+    nobody = f"127.0.0.1:{free_port()}"
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "METADATA_HOST", "METADATA_IP"):
+        monkeypatch.setenv(name, nobody)
+    with pytest.raises(ConfigError, match="no credentials"):
+        shared(f"gs://{BUCKET}/prefix", 1.0)
+
+
+def test_missing_credentials_for_azure_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY", raising=False)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", AZURE_ACCOUNT)
+    monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"http://127.0.0.1:{free_port()}/metadata/identity/oauth2/token")
+    monkeypatch.setenv("AZURE_ALLOW_HTTP", "true")
+    with pytest.raises(ConfigError, match="no credentials"):
+        shared(f"az://{BUCKET}/prefix", 1.0)
+
+
 def test_azure_without_an_account_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(ConfigError, match="Account must be specified"):
         shared("az://container/prefix", 1.0)
+
+
+def test_a_wrong_key_for_azure_is_refused_and_not_shown(
+    azure: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cloud = CLOUDS["azure"]
+    cloud.sign_in(monkeypatch, azure.port, tmp_path)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "d3Jvbmc=")
+    with pytest.raises(ConfigError, match="refuses access") as caught:
+        shared(cloud.url("prefix"))
+    assert "d3Jvbmc" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +251,7 @@ import sys
 sys.modules[{package!r}] = None
 from cargohold.errors import ConfigError
 from cargohold.offload.tier import SharedTierConfig, open_tier
+from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, NAMESPACE
 try:
     open_tier(SharedTierConfig(url={url!r} or "file://{tmp_path}", encryption_key="env:KV_KEY"), NAMESPACE, CHUNK)

@@ -38,7 +38,13 @@ logger = logging.getLogger(__name__)
 
 _PARALLEL_PROBES: Final = 32
 _ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
-_NO_CREDENTIALS: Final = ("169.254.169.254", "/latest/api/token", "metadata.google.internal")
+_NO_CREDENTIALS: Final = (
+    "169.254.169.254",
+    "/latest/api/token",
+    "metadata.google.internal",
+    "/computeMetadata/",
+    "/metadata/identity/",
+)
 """Where a cloud's machines find credentials when nobody has given any: only then does an error name these."""
 
 
