@@ -14,6 +14,7 @@ from time import monotonic
 from cargohold.simulation.faults import Fault
 from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import ANY, Scenario, check_names, draw_scenario
+from cargohold.simulation.timeline import NO_TIMELINE, Timeline
 
 HUNG_S = 300.0
 """If no seed ends for so long, one of them hangs: simulated time ends by itself, real time does not."""
@@ -39,6 +40,14 @@ class Recipe:
     def scenario(self, seed: int) -> Scenario:
         """The scenario of a seed."""
         return draw_scenario(seed, self.workload, self.connector, self.faults)
+
+    def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
+        """What plays a scenario of this recipe."""
+        return Run(scenario, timeline=timeline)
+
+    def fails(self, scenario: Scenario) -> bool:
+        """Whether a run of ``scenario`` fails."""
+        return self.run(scenario).play().error is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,7 @@ class Totals:
 def play_seed(recipe: Recipe, seed: int) -> SeedReport:
     """Play one seed; never raises."""
     try:
-        result = Run(recipe.scenario(seed)).play()
+        result = recipe.run(recipe.scenario(seed)).play()
     except Exception as error:  # noqa: BLE001  # a bug of the harness is a failure like any other
         return SeedReport(seed, failure=f"while the scenario was set up: {error!r}")
     failure = None if result.error is None else f"{type(result.error).__name__}: {result.error}"

@@ -58,7 +58,10 @@ class SimulatedEngine:
         outputs: the last update of each request that has ended.
         runners, worker_sides: by rank.
         last_step: the step made last, or being made, and what came of it.
+        dedupes_blocks: whether the device pool keeps a prefix once at most.
     """
+
+    dedupes_blocks = True
 
     def __init__(
         self,

@@ -70,6 +70,7 @@ class Run:
         checksums: whether tiers notice corruption.
         on_idle: called when nothing happens. Somebody else's copies may take real time, which can be spent here.
         prepare: called with every engine before its first step.
+        world: what surrounds the engines; made from ``scenario`` if it is not given.
     """
 
     def __init__(
@@ -81,13 +82,14 @@ class Run:
         checksums: bool = True,
         on_idle: Callable[[], None] | None = None,
         prepare: Callable[[SimulatedEngine], None] = lambda _: None,
+        world: World | None = None,
     ) -> None:
         self._scenario = scenario
         self._on_idle = on_idle
         self._prepare = prepare
         self._timeline = timeline
         self._inspect_every = inspect_every
-        self._world = World(scenario, checksums=checksums)
+        self._world = world or World(scenario, checksums=checksums)
         self._clock: VirtualClock = self._world.clock
         self._expected: dict[str, Expectation] = {}
         self._asks: dict[str, Ask] = {}
@@ -243,6 +245,7 @@ class Run:
             TierOracle(engine, self._is_excused),
             LimitOracle(engine),
             ContainmentOracle(engine, self._is_excused),
+            *world.oracles(engine),
         ]
         if engine.config.emit_events:
             # Host memory above other tiers is empty in a new process; nobody says so.

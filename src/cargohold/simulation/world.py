@@ -20,6 +20,7 @@ from cargohold.simulation.layouts import layout_of
 from cargohold.simulation.links import LinkTransfers
 from cargohold.simulation.lower import LinkedQueue, MediumPlan, TieredOffloading
 from cargohold.simulation.offloading import SimulatedOffloading
+from cargohold.simulation.oracles import Oracle
 from cargohold.simulation.scenario import Scenario
 from cargohold.simulation.tiers import SimulatedMedium
 from cargohold.simulation.transfers import ByteRows
@@ -74,6 +75,10 @@ class World:
         )
         engine.runner.before_forward = self._advance_links
         return engine
+
+    def oracles(self, engine: SimulatedEngine) -> list[Oracle]:
+        """What else must hold in this engine, besides what must hold in all."""
+        return []
 
     def next_event(self) -> float:
         """When something will happen by itself; infinity if nothing is in flight."""

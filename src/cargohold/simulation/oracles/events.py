@@ -87,7 +87,7 @@ class EventOracle(Oracle):
                         del held[prefix]
             case BlockStored():
                 held.update((block_hash, event.group) for block_hash in event.block_hashes)
-                if event.medium == MEDIUM_DEVICE:
+                if event.medium == MEDIUM_DEVICE and self._engine.dedupes_blocks:
                     self.require(
                         max(held[h, event.group] for h in event.block_hashes) == 1, "stored twice on the device"
                     )
