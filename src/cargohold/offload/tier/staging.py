@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import suppress
 
 import numpy as np
 
@@ -11,9 +12,13 @@ PAGE_BYTES = 4096
 """What direct I/O wants addresses, offsets and lengths to be multiples of, on any disk of today."""
 
 
-def padded(num_bytes: int) -> int:
-    """The next multiple of ``PAGE_BYTES``."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+HUGE_PAGE_BYTES = 2 * 1024**2
+"""A disk is given memory in pages of this size as few large pieces, where small pages would be hundreds."""
+
+
+def padded(num_bytes: int, page_bytes: int = PAGE_BYTES) -> int:
+    """The next multiple of ``page_bytes``."""
+    return -(-num_bytes // page_bytes) * page_bytes
 
 
 class Staging:
@@ -27,7 +32,24 @@ class Staging:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.view = memoryview(mmap.mmap(-1, padded(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        size = padded(num_bytes)
+        # Small chunks would waste most of a huge page.
+        self.view = _in_huge_pages(size) if size >= HUGE_PAGE_BYTES // 2 else memoryview(_anonymous(size))
+
+
+def _in_huge_pages(num_bytes: int) -> memoryview:
+    """Memory that begins with a huge page, where the system has them. It is taken when it is first written to."""
+    # As much again as one page, so that a whole one can be found in it; what is never touched costs nothing.
+    memory = _anonymous(padded(num_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them; ordinary pages do
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -address_of(memoryview(memory)) % HUGE_PAGE_BYTES
+    return memoryview(memory)[first : first + num_bytes]
+
+
+def _anonymous(num_bytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class _PerThread(threading.local):
@@ -43,6 +65,12 @@ def bounce_buffer(num_bytes: int) -> memoryview:
     if staging is None or len(staging.view) < num_bytes:
         staging = _per_thread.staging = Staging(max(1, num_bytes))
     return staging.view[: padded(num_bytes)]
+
+
+def address_of(view: memoryview) -> int:
+    """Where its first byte is."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:

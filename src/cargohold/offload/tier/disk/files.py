@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from cargohold.offload.tier.header import HEADER_BYTES
-from cargohold.offload.tier.staging import PAGE_BYTES, bounce_buffer, copy_bytes, padded
+from cargohold.offload.tier.staging import PAGE_BYTES, address_of, bounce_buffer, copy_bytes, padded
 
 _NO_HEADER: Final = bytes(HEADER_BYTES)
 _PRIVATE: Final = 0o600
@@ -156,8 +154,7 @@ def segment_files(path: Path) -> tuple[Path, Path]:
 
 def _aligned_part(view: memoryview) -> int:
     """How many of the leading bytes can be read or written in place: whole pages, or none."""
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return 0 if address % PAGE_BYTES else len(view) // PAGE_BYTES * PAGE_BYTES
+    return 0 if address_of(view) % PAGE_BYTES else len(view) // PAGE_BYTES * PAGE_BYTES
 
 
 def _require(is_complete: bool) -> None:
