@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cargohold.offload.keys import ChunkKeys, offload_key, split_key
 from cargohold.offload.manager.chain_index import ChainIndex
 from cargohold.offload.policy.base import NO_SLOT, Slots
+from cargohold.offload.policy.key_hash import KeyHash
 from cargohold.offload.policy.key_map import KeyFilter, KeyMap
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from tests.offload.common import numbered
@@ -117,3 +118,22 @@ def test_offload_keys_are_those_of_whole_chunks_and_grow_with_the_request() -> N
 
 def _array(slots: list[int]) -> Slots:
     return np.array(slots, dtype=np.intp)
+
+
+@pytest.mark.parametrize("length", [1, 4, 7, 16, 36])
+def test_hashes_are_spread_and_only_the_seed_counts(length: int) -> None:
+    keys = sorted({key[:length] for key in numbered(*range(200))})
+    hashes = KeyHash(seed=3)(keys)
+    assert len(set(hashes.tolist())) == len(keys)
+    assert KeyHash(seed=3)(keys[::-1]).tolist() == hashes[::-1].tolist()
+    assert KeyHash()(keys).tolist() != KeyHash()(keys).tolist() != hashes.tolist()
+
+
+def test_keys_of_other_lengths_are_refused() -> None:
+    hashes = KeyHash()
+    assert len(hashes([])) == 0
+    with pytest.raises(ValueError, match=r"one length, not \[1, 2\]"):
+        hashes([b"a", b"bc"])
+    hashes([b"ab", b"cd"])
+    with pytest.raises(ValueError, match=r"one length, not \[2, 3\]"):
+        hashes([b"abc"])

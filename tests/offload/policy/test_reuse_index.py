@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cargohold.blocks import READY
 from cargohold.offload.manager import CannotStore, TierManager, make_manager
-from cargohold.offload.policy import DEFAULT_POLICY
-from cargohold.offload.policy.absent_chunks import AbsentChunks, tags_of
+from cargohold.offload.policy import DEFAULT_POLICY, leaf_queue
+from cargohold.offload.policy.absent_chunks import AbsentChunks
 from cargohold.offload.policy.base import NO_SLOT
+from cargohold.offload.policy.key_hash import KeyHash
 from cargohold.offload.policy.leaf_queue import NEVER, LeafQueue
 from cargohold.offload.policy.prefix_tree import PrefixTree
 from cargohold.offload.policy.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_buckets
@@ -237,8 +239,8 @@ def test_leaves_go_in_the_order_of_their_worth(data: st.DataObject) -> None:
     parents, alive = tree._parents.copy(), set(range(capacity))
     queue = LeafQueue(last_uses, classes, tree, np.tile(np.array([worth_of]).T, (1, NUM_AGES)))
     busy = np.array(data.draw(st.lists(st.integers(0, 1), min_size=capacity, max_size=capacity)), dtype=np.int32)
-    newcomers = data.draw(st.lists(st.sampled_from([0.1, 0.3, 1.0]), max_size=capacity))
-    evicted = queue.take(newcomers, now=capacity, busy=busy)
+    newcomers = data.draw(st.lists(st.sampled_from([0.1, 0.3, 1.0]), min_size=1, max_size=capacity))
+    evicted = queue.take(np.array(newcomers), now=capacity, busy=busy)
 
     def lowest() -> float | None:
         idle = [slot for slot in alive if not busy[slot] and not any(parents[other] == slot for other in alive)]
@@ -256,24 +258,56 @@ def test_leaves_go_in_the_order_of_their_worth(data: st.DataObject) -> None:
         assert left is None or left > newcomers[len(evicted.slots)]
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whole_lines_go_as_one_chunk_after_the_other_does(data: st.DataObject) -> None:
+    """Prefixes in neighbouring slots, which branch, and some of whose chunks were used apart or are busy."""
+    capacity = 40
+    links, free = [], list(range(capacity))
+    while free:
+        length = data.draw(st.integers(1, len(free)))
+        links.append((free[:length], data.draw(st.sampled_from([NO_SLOT, *range(free[0])]))))
+        free = free[length:]
+    oddities = st.lists(st.integers(0, capacity - 1), max_size=4)
+    used_later, of_other_class, busy_slots = data.draw(oddities), data.draw(oddities), data.draw(oddities)
+    worth = np.array(data.draw(st.lists(st.sampled_from([0.1, 0.5, 1.0]), min_size=1, max_size=capacity)))
+
+    def victims(shortest_line: int) -> tuple[list[int], list[int], bool]:
+        last_uses, classes = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.uint8)
+        busy = np.zeros(capacity, dtype=np.int32)
+        last_uses[used_later], classes[of_other_class], busy[busy_slots] = 1, 1, 1
+        tree = PrefixTree(capacity)
+        for slots, parent in links:
+            tree.link(np.array(slots), parent)
+        queue = LeafQueue(last_uses, classes, tree, np.tile([[0.2], [0.6]], (1, NUM_AGES)))
+        with patch.object(leaf_queue, "_MIN_LINE", shortest_line):
+            evicted = queue.take(worth, now=2, busy=busy)
+        tree.check((last_uses != NEVER).nonzero()[0])
+        return evicted.slots.tolist(), evicted.last_uses.tolist(), evicted.refused
+
+    assert victims(1) == victims(capacity + 1)
+
+
 def test_a_queued_leaf_that_was_continued_is_a_leaf_no_more() -> None:
     last_uses, busy = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int32)
     tree = PrefixTree(2)
     tree.link(np.array([0, 1]), NO_SLOT)
     queue = LeafQueue(last_uses, np.zeros(2, dtype=np.uint8), tree, np.ones((1, NUM_AGES)))
-    assert queue.take([1.0], now=1, busy=busy).slots.tolist() == [1], "and slot 0 is queued"
+    assert queue.take(np.ones(1), now=1, busy=busy).slots.tolist() == [1], "and slot 0 is queued"
     last_uses[1] = 1
     tree.link(np.array([1]), 0)
-    assert queue.take([1.0], now=2, busy=busy).slots.tolist() == [1]
+    assert queue.take(np.ones(1), now=2, busy=busy).slots.tolist() == [1]
 
 
 def test_what_is_known_of_absent_chunks_is_found_by_their_tags() -> None:
     absent = AbsentChunks(16)
-    tags = tags_of(numbered(1, 2, 3))
+    tags = KeyHash(seed=0)(numbered(1, 2, 3))
     absent.remember(tags[:2], np.array([3, 5], dtype=np.uint8), np.array([100, 200]))
     uses, ages = absent.recall(tags, now=1_000)
     assert uses.tolist() == [3, 5, 0] and ages[:2].tolist() == [900, 800]
-    assert tags.tolist() == tags_of(numbered(1, 2, 3)).tolist()
+    absent.remember(tags[2:], np.array([255], dtype=np.uint8), np.array([1 << 32]))
+    uses, ages = absent.recall(tags, now=(1 << 32) + 7)
+    assert uses.tolist() == [3, 5, 255] and ages[2] == 7
 
 
 def use(tier: NaiveTier, keys: list[bytes]) -> None:

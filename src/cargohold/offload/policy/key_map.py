@@ -18,7 +18,8 @@ from itertools import accumulate
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
+
+from cargohold.offload.policy.key_hash import KeyHash
 
 _MAX_DICT_KEYS: Final = 150_000
 _NUM_PARTS: Final = 16
@@ -98,8 +99,8 @@ class KeyMap:
 class KeyFilter:
     """Tells which of many keys are certainly absent, and is wrong about one in nine of them: a counting Bloom filter.
 
-    B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with one hash function: ``hash``,
-    which is keyed by a secret of the process, so nobody can choose keys that collide.
+    B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with one hash function, whose weights
+    are a secret of the process.
 
     Args:
         capacity: how many keys are expected.
@@ -107,7 +108,8 @@ class KeyFilter:
 
     def __init__(self, capacity: int) -> None:
         num_places = 1 << (_PLACES_PER_KEY * capacity).bit_length()
-        self._mask = num_places - 1
+        self._mask = np.uint32(num_places - 1)
+        self._hash = KeyHash()
         self._counts = np.full(num_places, 0, dtype=np.uint8)
         self._knows_all = True
 
@@ -115,27 +117,24 @@ class KeyFilter:
         """Which of the keys may be there, by their place in ``keys``."""
         if not self._knows_all:
             return range(len(keys))
-        found: list[int] = self._counts[self._places(keys)].nonzero()[0].tolist()
+        found: list[int] = self._counts[self._hash(keys) & self._mask].nonzero()[0].tolist()
         return found
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Note keys that are not there yet."""
-        places = self._places(keys)
+        places = self._hash(keys) & self._mask
         np.add.at(self._counts, places, _ONE)
         if (self._counts[places] > _MAX_COUNT).any():
             self._knows_all = False  # before a count overflows: from now on, every key may be there
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget keys that are there."""
-        np.subtract.at(self._counts, self._places(keys), _ONE)
+        np.subtract.at(self._counts, self._hash(keys) & self._mask, _ONE)
 
     def clear(self) -> None:
         """Forget every key."""
         self._counts[:] = 0
         self._knows_all = True
-
-    def _places(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        return np.fromiter(map(hash, keys), np.int64, len(keys)) & self._mask
 
 
 def _spread(num_parts: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -18,6 +17,9 @@ _MIN_USES_BETWEEN: Final = 64
 _STALE_PART: Final = 8
 _WINDOW: Final = 1 << 18
 _TOLERANCE: Final = 1e-6
+
+_MIN_LINE: Final = 100
+"""Where fewer chunks are wanted, it is quicker to look at one after the other."""
 
 NEVER: Final = -1
 
@@ -70,7 +72,7 @@ class LeafQueue:
         self._highest = 0.0
         self._queued_at = -self._queue_age
 
-    def take(self, worth: Sequence[float], now: int, busy: BusyCounts) -> Eviction:
+    def take(self, worth: npt.NDArray[np.float64], now: int, busy: BusyCounts) -> Eviction:
         """Evict one leaf for each chunk that wants in, as long as that is worth no less than the leaf.
 
         Args:
@@ -84,6 +86,7 @@ class LeafQueue:
         last_uses: list[int] = []
         passed: list[tuple[float, int, int]] = []
         refused = False
+        lowest = worth.min()
         while len(victims) < len(worth):
             found = self._lowest(now, busy, passed)
             if found is None:
@@ -92,16 +95,17 @@ class LeafQueue:
                 refused = True
                 break
             last_use = self._last_use_of[found[0]]
-            chain = self._evict_upwards(*found, worth[len(victims) :], now, busy)
+            num_wanted = len(worth) - len(victims)
+            if found[1] > lowest and (is_worse := worth[len(victims) :] < found[1]).any():
+                num_wanted = int(is_worse.argmax())
+            chain = self._evict_upwards(found[0], num_wanted, now, busy)
             victims += chain
             last_uses += [last_use] * len(chain)
         for entry in passed:
             heappush(self._heap, entry)
         return Eviction(np.array(victims, dtype=np.intp), np.array(last_uses, dtype=np.int64), refused)
 
-    def _evict_upwards(
-        self, slot: int, worth_out: float, worth: Sequence[float], now: int, busy: BusyCounts
-    ) -> list[int]:
+    def _evict_upwards(self, slot: int, num_wanted: int, now: int, busy: BusyCounts) -> list[int]:
         """Evict the leaf at the head of the queue, and what was in front of it as long as that is the same in all respects.
 
         A chunk that becomes a leaf by an eviction, and is of the same class and age, is as low as anything in the queue: a
@@ -110,18 +114,27 @@ class LeafQueue:
         heappop(self._heap)
         last_use_of, class_of, cut_leaf = self._last_use_of, self._class_of, self._tree.cut_leaf
         last_use, chunk_class, is_busy = last_use_of[slot], class_of[slot], busy.data
-        evicted = []
-        for worth_in in worth:
-            is_alike = last_use_of[slot] == last_use and class_of[slot] == chunk_class and not is_busy[slot]
-            if not is_alike or worth_in < worth_out:
+        evicted: list[int] = []
+        if num_wanted >= _MIN_LINE and self._tree.follows_its_neighbour(slot):
+            first = self._line_alike(slot, num_wanted, busy)
+            evicted += range(slot, first - 1, -1)
+            self._last_uses[first : slot + 1] = NEVER
+            slot = self._tree.cut_line(first, slot)
+        for _ in range(num_wanted - len(evicted)):
+            if slot == NO_SLOT or last_use_of[slot] != last_use or class_of[slot] != chunk_class or is_busy[slot]:
                 break
             last_use_of[slot] = NEVER
             evicted.append(slot)
             slot = cut_leaf(slot)
-            if slot == NO_SLOT:
-                break
         self._queue_if_low(slot, now)
         return evicted
+
+    def _line_alike(self, leaf: int, num_wanted: int, busy: BusyCounts) -> int:
+        """Where the line of chunks begins that end in ``leaf`` and are the same as this in all respects."""
+        line = slice(self._tree.line_before(leaf, num_wanted), leaf)
+        differs = (self._last_uses[line] != self._last_uses[leaf]) | (self._classes[line] != self._classes[leaf])
+        differs |= busy[line] > 0
+        return leaf - int(differs[::-1].argmax()) if differs.any() else line.start
 
     def _lowest(self, now: int, busy: BusyCounts, passed: list[tuple[float, int, int]]) -> tuple[int, float] | None:
         """The leaf at the head of the queue and its worth, or ``None``. Mutates the queue; busy leaves go to ``passed``."""

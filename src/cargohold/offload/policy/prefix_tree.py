@@ -34,6 +34,22 @@ class PrefixTree:
         if parent != NO_SLOT:
             self._children_view[parent] += 1
 
+    def follows_its_neighbour(self, slot: int) -> bool:
+        """Whether the chunk before this one is in the slot before: mostly so, as chunks stored together lie together."""
+        return 0 < slot == self._parent_view[slot] + 1
+
+    def line_before(self, leaf: int, num_chunks: int) -> int:
+        """Where the line of chunks begins that end in ``leaf``, each in the slot after its parent and that parent's only child.
+
+        Args:
+            leaf: a chunk without children.
+            num_chunks: how many are enough.
+        """
+        first = max(0, leaf + 1 - num_chunks)
+        breaks = self._parents[first + 1 : leaf + 1] != np.arange(first, leaf, dtype=np.int32)
+        breaks |= self.num_children[first:leaf] != 1
+        return leaf - int(breaks[::-1].argmax()) if breaks.any() else first
+
     def cut_leaf(self, slot: int) -> int:
         """Remove a chunk without children; its parent if that has become a leaf by it, else ``NO_SLOT``."""
         parent = self._parent_view[slot]
@@ -42,6 +58,12 @@ class PrefixTree:
             return NO_SLOT
         self._children_view[parent] -= 1
         return NO_SLOT if self._children_view[parent] else parent
+
+    def cut_line(self, first: int, leaf: int) -> int:
+        """Remove the chunks of a line; the parent of its first, if that has become a leaf by it, else ``NO_SLOT``."""
+        self._parents[first + 1 : leaf + 1] = NO_SLOT
+        self.num_children[first:leaf] = 0
+        return self.cut_leaf(first)
 
     def cut(self, slots: Slots) -> None:
         """Remove any chunks. Children that stay have no parent from now on. Walks everything if there are some."""

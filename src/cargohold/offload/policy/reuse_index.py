@@ -8,8 +8,9 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cargohold.offload.policy.absent_chunks import AbsentChunks, Tags, Times, Uses, tags_of
+from cargohold.offload.policy.absent_chunks import AbsentChunks, Tags, Times, Uses
 from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.policy.key_hash import KeyHash
 from cargohold.offload.policy.leaf_queue import NEVER, LeafQueue
 from cargohold.offload.policy.prefix_tree import PrefixTree
 from cargohold.offload.policy.reuse_model import ReuseModel
@@ -67,6 +68,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._uses: Uses = np.full(capacity, 0, dtype=np.uint8)
         self._classes: Classes = np.full(capacity, 0, dtype=np.uint8)
         self._tags: Tags = np.full(capacity, 0, dtype=np.uint32)
+        self._tag_of = KeyHash(seed=0)
         self._tree = PrefixTree(capacity)
         self._model = ReuseModel(_NUM_LEVELS * _PER_LEVEL, _DETAILS, capacity)
         self._leaves = LeafQueue(self._last_uses, self._classes, self._tree, self._model.index)
@@ -89,7 +91,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
         if self._model.fit(self._now):
             self._leaves.use_index(self._model.index)
         newcomers = self._newcomers = self._meet(offer.keys, offer.parent)
-        worth = self._model.index[newcomers.classes[-num_slots:], 0].tolist()
+        worth = self._model.index[newcomers.classes[-num_slots:], 0]
         victims, last_uses, is_refused = self._leaves.take(worth, self._now, busy)
         self._absent.remember(self._tags[victims], self._uses[victims], last_uses)
         return Room(victims, is_refused)
@@ -126,7 +128,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
 
     def _meet(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
         """What is known of chunks on offer. Changes nothing."""
-        tags = tags_of(keys)
+        tags = self._tag_of(keys)
         uses, ages = self._absent.recall(tags, self._now)
         uses = _one_more(uses)
         classes: Classes = np.full(len(keys), self._detail_behind(parent), dtype=np.uint8)
