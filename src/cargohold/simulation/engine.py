@@ -168,6 +168,12 @@ class SimulatedEngine:
             self.clock.advance(STEP_S)
         return step, output
 
+    def cached_prefixes(self) -> set[tuple[bytes, int | None]]:
+        """Hash and group of every prefix that the device pool can find."""
+        pool = self.scheduler.kv.pool
+        blocks = [pool.get_block(block_id) for block_id in range(1, pool.num_blocks)]
+        return {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
+
     def run(self, max_steps: int = 10_000) -> None:
         """Step until nothing is pending. Raises ``AssertionError`` if that takes more than ``max_steps``."""
         for _ in range(max_steps):

@@ -45,9 +45,7 @@ class EventOracle(Oracle):
         """Compare with the device pool, and with the tiers unless one was turned off, now or before."""
         for event in self._engine.scheduler.take_events():
             self._follow(event)
-        pool = self._engine.scheduler.kv.pool
-        blocks = [pool.get_block(block_id) for block_id in range(1, pool.num_blocks)]
-        cached = {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
+        cached = self._engine.cached_prefixes()
         self.require(self._index[MEDIUM_DEVICE].keys() == cached, "the events of the device pool do not add up to it")
         if self.knows_tiers:
             self._compare_tiers()
