@@ -28,11 +28,18 @@ os.environ |= {
 
 @pytest.fixture(scope="session")
 def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Path of a tiny random model by kind; see ``tests.vllm.models``."""
-    from tests.vllm.models import save_model  # noqa: PLC0415  # imports torch
+    """Path of a tiny random model by kind, see ``tests.vllm.models``; skips where this version of vLLM cannot offload it."""
+    from cargohold.integrations.vllm import compat  # noqa: PLC0415  # this file is read where there is no vLLM too
+    from tests.vllm.models import PLAIN, save_model  # noqa: PLC0415  # imports torch
 
     directory = tmp_path_factory.mktemp("vllm-models")
-    return lambda kind: save_model(kind, directory)
+
+    def path(kind: str) -> str:
+        if compat.TransferResults is None and kind not in PLAIN:
+            pytest.skip(f"vLLM {compat.VLLM_VERSION} cannot be told that a load of {kind} failed; 0.30 and later can")
+        return save_model(kind, directory)
+
+    return path
 
 
 @pytest.fixture

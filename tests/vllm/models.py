@@ -36,8 +36,12 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+PLAIN = ("llama", "llama-retrained")
+"""One KV-cache group of full attention: what every version of vLLM lets us offload."""
+
 CONFIGS: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
+    "llama-retrained": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
     "mistral-window": lambda: MistralConfig(**_COMMON, num_hidden_layers=3, sliding_window=WINDOW),
     "gemma3": lambda: Gemma3TextConfig(
         **_COMMON,

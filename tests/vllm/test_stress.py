@@ -1,6 +1,7 @@
 """Random traffic on a tiny device pool, against the same requests without a connector; also with faults in every transfer.
 
-Fresh seeds are drawn for each run and named in the test's id; CARGOHOLD_VLLM_SEED repeats one.
+Fresh seeds are drawn for each run and named in the test's id; CARGOHOLD_VLLM_SEED repeats one, CARGOHOLD_VLLM_ROUNDS says how
+many tests draw some, for longer runs by hand.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 }
 FIXED = (1, 2, 3, 4)
 FRESH = int(os.environ.get("CARGOHOLD_VLLM_SEED") or random.SystemRandom().randrange(10**9))
+ROUNDS = int(os.environ.get("CARGOHOLD_VLLM_ROUNDS") or 1)
+SEEDS = {"fixed": FIXED} | {f"fresh-{seed}": (seed, seed + 1) for seed in range(FRESH, FRESH + 2 * ROUNDS, 2)}
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def serve(engine: Engine, workload: list[Arrival]) -> dict[int, Answer]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seeds", [FIXED, (FRESH, FRESH + 1)], ids=["fixed", f"fresh-{FRESH}"])
+@pytest.mark.parametrize("seeds", SEEDS.values(), ids=SEEDS.keys())
 def test_tokens_never_depend_on_offloading(
     kind: str,
     seeds: tuple[int, ...],

@@ -1,0 +1,64 @@
+"""A program: vLLM with two workers that are Ray actors, asked twice; prints as JSON what came of it.
+
+vLLM's CPU platform refuses Ray, for it does not say which of Ray's resources a worker takes. The platform here says so; vLLM
+finds it as a plugin, for which ``write_plugin`` makes a package. It holds for a whole process, hence a program of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from vllm.platforms.cpu import CpuPlatform
+
+
+class RayCpuPlatform(CpuPlatform):  # type: ignore[misc]  # vLLM ships no types
+    """A worker takes one of what Ray is told are GPUs; that there is none disturbs nobody."""
+
+    ray_device_key = "GPU"
+
+
+def platform() -> str:
+    """Entry point of the group ``vllm.platform_plugins``."""
+    return f"{__name__}.{RayCpuPlatform.__name__}"
+
+
+def write_plugin(directory: Path) -> None:
+    """Make the platform known to every Python that has ``directory`` in its path."""
+    package = directory / "ray_on_cpu-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: ray-on-cpu\nVersion: 0\n")
+    (package / "entry_points.txt").write_text("[vllm.platform_plugins]\nray_on_cpu = tests.vllm.over_ray:platform\n")
+
+
+def main(model: str) -> None:
+    """Serve, forget, serve again."""
+    # Every process of vLLM reads this file for the platform alone.
+    import ray  # noqa: PLC0415
+
+    from tests.vllm.common import EAGER, forget, make_prompts  # noqa: PLC0415
+    from tests.vllm.engine import Engine  # noqa: PLC0415
+
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    engine = Engine(model, EAGER, tensor_parallel_size=2, distributed_executor_backend="ray")
+    prompts = make_prompts(2, 330)
+    first = [engine.ask([prompt], 6)[0] for prompt in prompts]
+    forget(engine)
+    second = [engine.ask([prompt], 6)[0] for prompt in prompts]
+    engine.check_settled()
+    assert engine.side.guard.broken is None, engine.side.guard.broken
+    result = {
+        "actors": len(engine.llm.llm_engine.engine_core.engine_core.model_executor.ray_worker_handles),
+        "world_size": engine.side.layout.world_size,
+        "first": [answer.tokens for answer in first],
+        "second": [answer.tokens for answer in second],
+        "restored": [answer.restored for answer in second],
+    }
+    engine.close()
+    ray.shutdown()
+    print(json.dumps(result))  # noqa: T201  # what its caller reads
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
