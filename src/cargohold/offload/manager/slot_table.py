@@ -54,7 +54,9 @@ class SlotTable:
 
     def slots_in(self, *states: int) -> Slots:
         """Slots in one of these states. Walks all."""
-        return np.flatnonzero(np.isin(self._states[:-1], states))
+        is_wanted = np.zeros(len(STATE_NAMES), dtype=np.bool_)
+        is_wanted[list(states)] = True
+        return is_wanted[self._states[:-1]].nonzero()[0]
 
     def reserve(self, num_slots: int) -> Slots:
         """Take free slots for a writer, in ascending order: neighbours are copied together."""

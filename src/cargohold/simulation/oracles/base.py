@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 
 
@@ -36,6 +38,10 @@ class Oracle:
         """All work is done."""
 
     def require(self, holds: bool, message: str) -> None:
-        """Raise ``OracleError`` unless ``holds``."""
+        """Raise ``OracleError`` unless ``holds``. In checks after every step, ``fail`` saves making messages for nobody."""
         if not holds:
-            raise OracleError(self.name, message)
+            self.fail(message)
+
+    def fail(self, message: str) -> NoReturn:
+        """Raise ``OracleError``."""
+        raise OracleError(self.name, message)

@@ -48,10 +48,8 @@ class RequestOracle(Oracle):
         if update.new_token_ids:
             first = request.num_output_tokens - len(update.new_token_ids)
             wanted = expected.tokens[first : request.num_output_tokens]
-            self.require(
-                list(update.new_token_ids) == wanted,
-                f"request {request.request_id} got {list(update.new_token_ids)} where it gets {wanted} alone",
-            )
+            if list(update.new_token_ids) != wanted:
+                self.fail(f"request {request.request_id} got {list(update.new_token_ids)} where it gets {wanted} alone")
         elif request.is_finished:
             self._check_end(request, expected)
 

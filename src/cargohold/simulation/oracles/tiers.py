@@ -59,26 +59,20 @@ class TierOracle(Oracle):
 
     def _check_counts(self, side: OffloadingScheduler) -> None:
         manager, jobs = side.manager, side.jobs
-        num_pins = sum([len(load.handle.keys) for load in jobs.loads()]) if jobs.num_loads else 0
-        num_writing = sum([len(store.handle.keys) for store in jobs.stores()])
-        if isinstance(manager, TieringManager):
-            # What is on its way from and to lower tiers is pinned and reserved, too; the manager's own check counts that.
-            self.require(manager.num_pins >= num_pins, f"{manager.num_pins} chunks pinned, {num_pins} being loaded")
-        else:
-            self.require(manager.num_pins == num_pins, f"{manager.num_pins} chunks pinned, {num_pins} being loaded")
-            self.require(
-                manager.num_writing == num_writing,
-                f"{manager.num_writing} slots reserved, {num_writing} being written",
-            )
-        used = manager.num_ready + manager.num_writing + manager.num_leaving
-        self.require(
-            0 <= used <= manager.capacity and used + manager.num_free == manager.capacity,
-            f"{used} slots used and {manager.num_free} free of {manager.capacity}",
-        )
-        limit = side.max_store_blocks
-        self.require(
-            jobs.num_store_blocks <= limit, f"stores in flight hold {jobs.num_store_blocks} blocks; {limit} are allowed"
-        )
+        num_pins, num_writing = manager.num_pins, manager.num_writing
+        num_loading = sum([len(load.handle.keys) for load in jobs.loads()]) if jobs.num_loads else 0
+        num_storing = sum([len(store.handle.keys) for store in jobs.stores()])
+        # What is on its way from and to lower tiers is pinned and reserved, too; the manager's own check counts that.
+        is_alone = not isinstance(manager, TieringManager)
+        if num_pins < num_loading or (is_alone and num_pins > num_loading):
+            self.fail(f"{num_pins} chunks pinned, {num_loading} being loaded")
+        if is_alone and num_writing != num_storing:
+            self.fail(f"{num_writing} slots reserved, {num_storing} being written")
+        used, num_free = manager.num_ready + num_writing + manager.num_leaving, manager.num_free
+        if used < 0 or num_free < 0 or used + num_free != manager.capacity:
+            self.fail(f"{used} slots used and {num_free} free of {manager.capacity}")
+        if jobs.num_store_blocks > side.max_store_blocks:
+            self.fail(f"stores in flight hold {jobs.num_store_blocks} blocks; {side.max_store_blocks} are allowed")
 
     def _check_loads(self, side: OffloadingScheduler) -> None:
         loading = Counter(key for load in side.jobs.loads() for key in load.handle.keys)
@@ -101,9 +95,11 @@ class LimitOracle(Oracle):
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Batches are no larger than allowed, and nobody is in one twice."""
         scheduled, config = step.scheduled, self._engine.config
-        if scheduled:
-            self.require(len(scheduled) <= config.max_num_seqs, f"{len(scheduled)} requests run at a time")
-            num_tokens = step.num_tokens
-            self.require(num_tokens <= config.max_num_batched_tokens, f"{num_tokens} tokens in one step")
-            ids = {share.request_id for share in scheduled}
-            self.require(len(ids) == len(scheduled), "a request is in a step twice")
+        if not scheduled:
+            return
+        if len(scheduled) > config.max_num_seqs:
+            self.fail(f"{len(scheduled)} requests run at a time")
+        if step.num_tokens > config.max_num_batched_tokens:
+            self.fail(f"{step.num_tokens} tokens in one step")
+        if len({share.request_id for share in scheduled}) < len(scheduled):
+            self.fail("a request is in a step twice")
