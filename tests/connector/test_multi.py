@@ -321,6 +321,9 @@ def test_reports_events_stats_and_answers_are_merged() -> None:
     pair = Pair()
     pair.left.stats, pair.right.stats = {"loads": 1}, {"loads": 2}
     assert pair.multi.get_stats() == {"left.loads": 1, "right.loads": 2}
+    pair.multi.children[1].name = "left"
+    assert pair.multi.get_stats() == {"left.loads": 3}, "counters of one name are summed, as on the workers"
+    pair.multi.children[1].name = "right"
     pair.left.events = [BlockRemoved((b"l",), 0, "left")]
     pair.right.events = [BlockRemoved((b"r",), 0, "right")]
     assert [event.medium for event in pair.multi.take_events()] == ["left", "right"]

@@ -29,6 +29,7 @@ from cargohold.protocol import (
     Stats,
     StepView,
     TransferOutcome,
+    add_stats,
 )
 
 
@@ -204,8 +205,11 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return all(answers)
 
     def get_stats(self) -> Stats:
-        """All children's counters, under the child's name."""
-        return {f"{child.name}.{name}": value for child in self._children for name, value in child.get_stats().items()}
+        """All children's counters, under the child's name; those of equal names are summed."""
+        stats: Stats = {}
+        for child in self._children:
+            stats = add_stats(stats, {f"{child.name}.{name}": value for name, value in child.get_stats().items()})
+        return stats
 
     def get_finished_count(self) -> int | None:
         """What the children agree on. Raises ``ConfigError`` if they do not."""
