@@ -13,6 +13,7 @@ from cargohold.errors import ConfigError
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm import compat, probe
+from cargohold.integrations.vllm.connector import CargoholdConnector
 from tests.vllm.common import EAGER, ask_twice, make_prompts, restored, tokens
 
 STATELESS = {"mamba_cache_mode": "none", "enable_prefix_caching": False}
@@ -73,6 +74,25 @@ def test_a_version_that_lacks_something_is_served_without(
         "offloading is off, requests are served without it: its block pool has no teleport",
     ]
     assert restored(ask_twice(engine, make_prompts(2, 200))) == 0
+
+
+def test_a_version_with_other_hooks_is_served_without_or_refused(
+    vllm_model: Callable[[str], str],
+    start: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def register_kv_caches(self: object, kv_caches: object, streams: object = None) -> None: ...
+
+    monkeypatch.setattr(compat.KVConnectorBase_V1, "register_kv_caches", register_kv_caches)
+    monkeypatch.setattr(CargoholdConnector, "__abstractmethods__", frozenset({"teleport"}))
+    engine = start(vllm_model("llama"), EAGER)
+    reasons = "vLLM's hook register_kv_caches has a parameter streams at place 2; vLLM demands a hook teleport"
+    said = [record.message for record in caplog.records if record.name.startswith("cargohold")]
+    assert said == [f"offloading is off, requests are served without it: {reasons}"]
+    assert restored(ask_twice(engine, make_prompts(2, 200))) == 0
+    with pytest.raises(ConfigError, match=f"nothing can be offloaded: {reasons}"):
+        start(vllm_model("llama"), {**EAGER, "if_unsupported": "refuse"})
 
 
 def test_a_request_that_lacks_something_turns_the_connector_off(

@@ -44,6 +44,8 @@ KVConnectorPromMetrics = _need(_METRICS, "KVConnectorPromMetrics")
 BlockStored = _need(_EVENTS, "BlockStored")
 BlockRemoved = _need(_EVENTS, "BlockRemoved")
 AllBlocksCleared = _need(_EVENTS, "AllBlocksCleared")
+SchedulerOutput = _need("vllm.v1.core.sched.output", "SchedulerOutput")
+KVConnectorOutput = _need("vllm.v1.outputs", "KVConnectorOutput")
 
 TransferResults: Any = _find(_BASE, "KVConnectorTransferResults")
 """Since 0.30: with it, failed loads are reported by request. Before, by block, which vLLM cannot place with several groups."""
@@ -63,10 +65,12 @@ __all__ = [
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
+    "KVConnectorOutput",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
+    "SchedulerOutput",
     "SupportsHMA",
     "TransferResults",
     "convert_block_hash",

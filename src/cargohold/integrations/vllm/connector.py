@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from cargohold.connector.factory import connector_factory
 from cargohold.errors import ConfigError
@@ -18,6 +18,7 @@ from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats, for_
 from cargohold.integrations.vllm.report import start_report
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.settings import REFUSE, Settings
+from cargohold.integrations.vllm.signatures import waived_demands
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
 
@@ -43,6 +44,12 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         role: which of the two sides.
         kv_cache_config: what vLLM made of the model's layers.
     """
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        """Made where vLLM demands hooks that are not here, too: it is told then why nothing is offloaded."""
+        with waived_demands(cls):
+            connector: Self = super().__new__(cls)
+            return connector
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -249,12 +256,12 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _translate(self) -> Translation:
-        missing = probe.missing_from_vllm() + probe.missing_from_config(self._vllm_config, _NEEDS)
-        if missing:
-            return Translation((), tuple(missing))
         warning = probe.version_warning()
         if warning is not None and self._is_scheduler:
             logger.warning("%s", warning)
+        missing = probe.missing_from_vllm(CargoholdConnector) + probe.missing_from_config(self._vllm_config, _NEEDS)
+        if missing:
+            return Translation((), tuple(missing))
         return translate(self._vllm_config, self._kv_cache_config, reports_requests=compat.TransferResults is not None)
 
     def _layout(self, hash_block_tokens: int) -> KVCacheLayout:

@@ -64,8 +64,12 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
         obstacles.append(
             "recurrent state is kept at block boundaries only with prefix caching: --enable-prefix-caching"
         )
-    if len(groups) > 1 and not reports_requests:
-        obstacles.append("with several KV-cache groups this vLLM cannot be told that a load failed; 0.30 and later can")
+    if not reports_requests and any(group.kind is not AttentionKind.FULL or group.index > 0 for group in groups):
+        # It would go on from the first block that failed; of a window, what that block needs to see was not loaded either.
+        obstacles.append(
+            "with windows, recurrent state or several KV-cache groups this vLLM cannot be told that a load failed; "
+            "0.30 and later can"
+        )
     return Translation(() if obstacles else tuple(groups), tuple(obstacles))
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final
+
+logger = logging.getLogger("vllm.cargohold")  # vLLM shows what is below its own name alone
 
 NAME: Final = "CargoholdConnector"
 MODULE: Final = "cargohold.integrations.vllm.connector"
 
 
 def register() -> None:
-    """Register the connector. vLLM calls this in each of its processes, and may call it several times."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM is there now
+    """Register the connector. vLLM calls this in each of its processes, and may call it several times.
 
+    Every vLLM of this environment does so, those included that want no connector: so whatever it is like, they live on.
+    """
     try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM is there now
+
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     except ValueError:
         return  # an earlier call did
+    except (ImportError, AttributeError, TypeError) as error:
+        logger.error("this vLLM takes no connectors by name, so it does not know %s: %s", NAME, error)  # noqa: TRY400  # one line

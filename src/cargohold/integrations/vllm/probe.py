@@ -1,7 +1,8 @@
 """Which versions of vLLM this adapter was tested with, and what it needs of vLLM's objects beyond their documented interface.
 
 vLLM calls its connector interface experimental, and the block pool is not part of it. So what is used of it is written down
-here and looked for at start: a version that has moved on is told in one line, before the first request.
+here and looked for at start, and hooks are compared with what our class answers: a version that has moved on is told in one
+line, before the first request.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm.signatures import changed_hooks, refused_call
 
 OLDEST: Final = (0, 28)
 NEWEST: Final = (0, 32)
 
-_POOL = ("blocks", "free_block_queue", "free_blocks", "hash_block_size", "touch")
-_QUEUE = ("fake_free_list_head", "fake_free_list_tail", "prepend_n")
+_POOL = ("blocks", "free_block_queue", "hash_block_size")
+_POOL_CALLS = {"touch": 1, "free_blocks": 1}
+_QUEUE = ("fake_free_list_head", "fake_free_list_tail")
+_QUEUE_CALLS = {"prepend_n": 1}
 _BLOCK = ("block_hash", "block_id", "is_null", "next_free_block", "ref_cnt")
 _REQUEST = (
     "all_token_ids",
@@ -29,6 +33,21 @@ _REQUEST = (
     "status",
 )
 
+_STEP = ("finished_req_ids", "num_scheduled_tokens", "preempted_req_ids")
+_OUTPUT = ("kv_connector_worker_meta",)
+
+_LATER_HOOKS = ("get_external_cache_hit_sources", "get_transfer_results", "has_pending_block_frees")
+_BINDING_HOOKS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
+"""Hooks that not every tested version has; of the binding ones it takes one."""
+
+_EVENTS = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "group_idx",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}  # fmt: skip
+
 
 def version_warning() -> str | None:
     """A sentence about a version outside the tested range; ``None`` inside it."""
@@ -39,17 +58,34 @@ def version_warning() -> str | None:
     return f"vLLM {compat.VLLM_VERSION} is outside the range that was tested, {tested}"
 
 
-def missing_from_vllm() -> list[str]:
-    """What cannot be imported from this version, as sentences."""
-    return list(compat.MISSING)
+def missing_from_vllm(connector: type) -> list[str]:
+    """What this version lacks or calls otherwise, as sentences, as far as can be told without any of its objects."""
+    if compat.MISSING:
+        return list(compat.MISSING)  # what is not there would be found changed too
+    missing = changed_hooks(connector, later=(*_LATER_HOOKS, *_BINDING_HOOKS))
+    if not any(hasattr(compat.KVConnectorBase_V1, name) for name in _BINDING_HOOKS):
+        missing.append(f"vLLM has none of the hooks {', '.join(_BINDING_HOOKS)}")
+    for name, keywords in _EVENTS.items():
+        missing += refused_call(f"vLLM's {name}", getattr(compat, name), keywords=keywords)
+    if compat.TransferResults is not None:
+        missing += refused_call("vLLM's KVConnectorTransferResults", compat.TransferResults, 3)
+    for part, names in ((compat.SchedulerOutput, _STEP), (compat.KVConnectorOutput, _OUTPUT)):
+        fields = part.__dataclass_fields__
+        missing += [f"vLLM's {part.__name__} has no {name}" for name in names if name not in fields]
+    return missing
 
 
 def missing_from_pool(pool: Any) -> list[str]:
     """What this block pool lacks, as sentences."""
-    missing = _missing("its block pool", pool, _POOL)
+    missing = [*_missing("its block pool", pool, _POOL), *_changed_calls("its block pool", pool, _POOL_CALLS)]
     if missing:
         return missing
-    return [*_missing("its free queue", pool.free_block_queue, _QUEUE), *_missing("a block", pool.blocks[0], _BLOCK)]
+    queue = pool.free_block_queue
+    return [
+        *_missing("its free queue", queue, _QUEUE),
+        *_changed_calls("its free queue", queue, _QUEUE_CALLS),
+        *_missing("a block", pool.blocks[0], _BLOCK),
+    ]
 
 
 def missing_from_request(request: Any) -> list[str]:
@@ -68,3 +104,13 @@ def missing_from_config(vllm_config: Any, needs: Mapping[str, Iterable[str]]) ->
 
 def _missing(what: str, subject: Any, names: Iterable[str]) -> list[str]:
     return [f"{what} has no {name}" for name in names if not hasattr(subject, name)]
+
+
+def _changed_calls(what: str, subject: Any, calls: Mapping[str, int]) -> list[str]:
+    """What ``subject`` cannot be asked with so many arguments."""
+    missing = _missing(what, subject, calls)
+    return missing or [
+        sentence
+        for name, num_args in calls.items()
+        for sentence in refused_call(f"{what}'s {name}", getattr(subject, name), num_args)
+    ]
