@@ -19,7 +19,7 @@ from tests.offload.tier.common import codec, disk_tier, key, load, payload
 
 NUM_KEYS = 40
 SMALL = 3000
-MAX_BYTES = 256 * 1024
+MAX_BYTES = 320 * 1024
 
 
 def step(random: Random, tier: DiskTier, model: dict[int, bytes]) -> None:

@@ -52,6 +52,10 @@ class ChunkCodec:
         header = Header(self._digest, key, parent or b"", len(payload), payload_checksum(body), stored_ns, nonce, tag)
         return header.pack(), body
 
+    def now_ns(self) -> int:
+        """The time of day, in nanoseconds since 1970: what headers call the time of storing."""
+        return self._time_ns()
+
     def header_of(self, data: bytes | memoryview, key: OffloadKey, num_bytes: int) -> Header | None:
         """The header in ``data``, if it is that of this chunk, of this namespace and of this length."""
         header = unpack_header(data)

@@ -4,6 +4,7 @@
 
     segment-00000.data      slot 0 | slot 1 | ...          payloads, each padded to whole pages
     segment-00000.headers   header 0 | header 1 | ...      256 bytes each; zeros where nothing is stored
+    segment-00000.uses      use 0 | use 1 | ...            8 bytes each: when the slot was last used
 
 Headers lie together so that a start reads them at the speed of the disk. A chunk is written in three steps: its old header is
 wiped, the payload is written, the header is written. Whatever interrupts that leaves no header, or, after a loss of power, one
@@ -22,6 +23,7 @@ from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.staging import PAGE_BYTES, address_of, bounce_buffer, copy_bytes, padded
 
 _NO_HEADER: Final = bytes(HEADER_BYTES)
+USE_BYTES: Final = 8
 _PRIVATE: Final = 0o600
 
 
@@ -59,13 +61,23 @@ class Geometry:
         return self.slot_bytes * self.slots_per_segment
 
     @property
+    def header_bytes(self) -> int:
+        """Of a segment's headers."""
+        return padded(HEADER_BYTES * self.slots_per_segment)
+
+    @property
+    def use_bytes(self) -> int:
+        """Of what a segment says of uses."""
+        return padded(USE_BYTES * self.slots_per_segment)
+
+    @property
     def segment_bytes(self) -> int:
-        """Of a segment's two files."""
-        return self.data_bytes + padded(HEADER_BYTES * self.slots_per_segment)
+        """Of a segment's files."""
+        return self.data_bytes + self.header_bytes + self.use_bytes
 
 
 class Segment:
-    """One pair of files. Raises ``OSError``.
+    """The files of one segment. Raises ``OSError``.
 
     Args:
         path: of the files, without what tells them apart.
@@ -78,6 +90,7 @@ class Segment:
         self._data_path, self._headers_path = segment_files(path)
         self._headers = Descriptor(self._headers_path, os.O_RDWR | os.O_CREAT)
         self._data = Descriptor(self._data_path, os.O_RDWR | os.O_CREAT)
+        self._uses = Descriptor(uses_file(path), os.O_RDWR | os.O_CREAT)
         self._is_direct = direct_io and self._reopen_direct()
 
     @property
@@ -86,13 +99,14 @@ class Segment:
         return self._geometry.slot_bytes
 
     def is_whole(self) -> bool:
-        """Whether both files have their full size."""
+        """Whether payloads and headers have their full size."""
         sizes = (os.fstat(self._headers.number).st_size, os.fstat(self._data.number).st_size)
-        return sizes == (padded(HEADER_BYTES * self._geometry.slots_per_segment), self._geometry.data_bytes)
+        return sizes == (self._geometry.header_bytes, self._geometry.data_bytes)
 
     def allocate(self) -> None:
         """Take all the space on the disk that the files will ever need."""
-        os.posix_fallocate(self._headers.number, 0, padded(HEADER_BYTES * self._geometry.slots_per_segment))
+        os.posix_fallocate(self._headers.number, 0, self._geometry.header_bytes)
+        os.posix_fallocate(self._uses.number, 0, self._geometry.use_bytes)
         os.posix_fallocate(self._data.number, 0, self._geometry.data_bytes)
 
     def is_deleted(self) -> bool:
@@ -113,6 +127,15 @@ class Segment:
     def write_header(self, slot: int, header: bytes = _NO_HEADER) -> None:
         """Write or wipe a slot's header."""
         _require(os.pwrite(self._headers.number, header, slot * HEADER_BYTES) == HEADER_BYTES)
+
+    def read_uses(self) -> bytes:
+        """When each slot was last used: what was written, as far as it is there."""
+        return os.pread(self._uses.number, USE_BYTES * self._geometry.slots_per_segment, 0)
+
+    def write_uses(self, uses: bytes) -> None:
+        """Write when each slot was last used."""
+        assert len(uses) <= self._geometry.use_bytes
+        _require(os.pwrite(self._uses.number, uses, 0) == len(uses))
 
     def read_payload(self, slot: int, into: memoryview) -> None:
         """Read the start of a slot."""
@@ -150,6 +173,11 @@ class Segment:
 def segment_files(path: Path) -> tuple[Path, Path]:
     """Payloads and headers of a segment."""
     return path.with_suffix(".data"), path.with_suffix(".headers")
+
+
+def uses_file(path: Path) -> Path:
+    """When a segment's slots were last used. Nothing is lost if it is not there, or says nonsense."""
+    return path.with_suffix(".uses")
 
 
 def _aligned_part(view: memoryview) -> int:

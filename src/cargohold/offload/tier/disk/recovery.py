@@ -1,34 +1,66 @@
-"""Finds the chunks again that earlier processes stored, from the headers of all slots."""
+"""Finds the chunks again that earlier processes stored, from the headers of all slots, and what is known of their uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import Final
 
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.disk.slot_index import SlotIndex
+from cargohold.offload.tier.disk.uses import Uses
 from cargohold.offload.tier.header import HEADER_BYTES, MAGIC, Header, unpack_header
 
+_MOST_USES: Final = 1024
 
-def restore_index(index: SlotIndex, tables: Iterable[bytes], codec: ChunkCodec) -> list[int]:
+
+def restore_index(index: SlotIndex, tables: Iterable[bytes], uses: Uses, codec: ChunkCodec) -> list[int]:
     """Fill an index of free slots with the chunks whose headers are good.
 
-    Chunks that were stored one after the other along a prefix are restored as such, the oldest first, so the policy
-    finds them in the order in which it would have seen them.
+    The policy hears of what happened in the order in which it did, as far as that is known: when each chunk was stored, those
+    that were stored one after the other along a prefix together, and when it was last used.
 
     Args:
         index: has as many slots as there are headers, all free; mutated.
         tables: headers of consecutive slots.
-        codec: tells which are of this namespace.
+        uses: when each slot was last used. A time that cannot be is passed over.
+        codec: tells which are of this namespace, and what time it is.
 
     Returns:
         Slots whose header must be wiped: damaged, of another namespace, or of a chunk that is stored twice.
     """
     good, bad = _sort_out(tables, codec)
     index.forget_free(slot for _, slot in good)
+    later = _used_later(good, uses, codec.now_ns())
+    use = next(later, None)
     for run in _runs(good):
+        while use is not None and use[0] < run[0][0].stored_ns:
+            index.touch(use[1])
+            use = next(later, None)
         index.restore([header.key for header, _ in run], [slot for _, slot in run], run[0][0].parent)
+    for _, keys in () if use is None else chain([use], later):
+        index.touch(keys)
     return bad
+
+
+def _used_later(found: Sequence[tuple[Header, int]], uses: Uses, now_ns: int) -> Iterator[tuple[int, list[bytes]]]:
+    """When chunks were used after they were stored, the oldest first; those used last come first in each list.
+
+    Chunks used at the same time are in the order in which they were stored. Where there were very many uses, neighbours are
+    told of as one: each costs the policy about as much, however few its chunks.
+    """
+    used = [
+        (when, header.key)
+        for (header, _), when in zip(found, uses[[slot for _, slot in found]].tolist(), strict=True)
+        if header.stored_ns < when <= now_ns
+    ]
+    used.sort(key=itemgetter(0))
+    groups = [(when, [key for _, key in together]) for when, together in groupby(used, key=itemgetter(0))]
+    size = -(-len(groups) // _MOST_USES) or 1
+    for first in range(0, len(groups), size):
+        part = groups[first : first + size]
+        yield part[-1][0], [key for _, keys in reversed(part) for key in keys]
 
 
 def _sort_out(tables: Iterable[bytes], codec: ChunkCodec) -> tuple[list[tuple[Header, int]], list[int]]:

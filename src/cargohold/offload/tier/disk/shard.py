@@ -6,14 +6,14 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from cargohold.errors import ConfigError
 from cargohold.offload.tier.config import DiskTierConfig
-from cargohold.offload.tier.disk.files import Geometry, Segment, segment_files
+from cargohold.offload.tier.disk.files import Geometry, Segment, segment_files, uses_file
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock
 from cargohold.offload.tier.disk.root import make_private, make_room, read_description, write_description
 from cargohold.offload.tier.namespace import Namespace
@@ -100,6 +100,11 @@ class Shard:
         """The headers of each segment's slots. Raises ``OSError``."""
         for segment in self._segments:
             yield segment.read_headers()
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The segments that there are."""
+        return self._segments
 
     def is_deleted(self) -> bool:
         """Whether somebody has deleted the directory, or files in it."""
@@ -196,7 +201,7 @@ class Shard:
             segment = Segment(path, self.geometry, direct_io=self._direct_io)
             segment.allocate()
         except OSError as error:
-            for file in segment_files(path):
+            for file in (*segment_files(path), uses_file(path)):
                 file.unlink(missing_ok=True)
             if error.errno not in _NO_SPACE:
                 raise

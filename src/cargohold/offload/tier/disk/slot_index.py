@@ -133,11 +133,12 @@ class SlotIndex:
         """Whether a pinned slot still stands for its chunk."""
         return self._slot_of.get(key) == slot
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """A request uses these chunks, in prefix order."""
+    def touch(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """A request uses these chunks, in prefix order; the slots of those that are there."""
         slots = [self._slot_of[key] for key in keys if self.contains(key)]
         if slots:
             self._policy.touch(np.array(slots, dtype=np.intp), is_whole=False)
+        return slots
 
     def check(self) -> None:
         """Verify that no slot is lost. Raises ``AssertionError``."""

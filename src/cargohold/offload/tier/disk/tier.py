@@ -19,6 +19,7 @@ from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk.recovery import restore_index
 from cargohold.offload.tier.disk.shard import Budget, Shard
 from cargohold.offload.tier.disk.slot_index import SlotIndex
+from cargohold.offload.tier.disk.uses import LastUses
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class _State:
 
     shard: Shard
     index: SlotIndex
+    uses: LastUses
 
 
 class DiskTier(Tier):
@@ -106,9 +108,12 @@ class DiskTier(Tier):
         return LoadOutcome.LOADED if is_good else LoadOutcome.CORRUPT
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Tell the policy."""
+        """Tell the policy, and remember it for the next start."""
         with self._lock:
-            self._state.index.touch(keys)
+            state = self._state
+            slots = state.index.touch(keys)
+        if state.uses.note(slots, self._codec.now_ns()):
+            self._save(state)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget chunks here and on the disk."""
@@ -124,6 +129,7 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         """Let others use the directory."""
+        self._save(self._state)
         self._state.shard.close()
 
     def check(self) -> None:
@@ -138,10 +144,18 @@ class DiskTier(Tier):
         index = SlotIndex(shard.capacity, make_policy(self._config.policy, shard.capacity))
         with self._errors():
             index.add_slots(shard.num_slots)
-            for slot in restore_index(index, shard.header_tables(), self._codec):
+            uses = LastUses(shard)
+            for slot in restore_index(index, shard.header_tables(), uses.snapshot(), self._codec):
                 shard.wipe_header(slot)
         logger.info("disk tier in %s: %d chunks are there", shard.path, index.num_ready)
-        return _State(shard, index)
+        return _State(shard, index, uses)
+
+    def _save(self, state: _State) -> None:
+        """Write down what was used last. That it fails harms nobody."""
+        try:
+            state.uses.save()
+        except OSError as error:
+            logger.warning("disk tier in %s: what was used last was not saved: %s", state.shard.path, error.strerror)
 
     def _living_state(self) -> _State:
         """The state, or an empty new one if somebody has deleted the directory."""
