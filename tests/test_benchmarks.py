@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks import bookkeeping, policies
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import bookkeeping, policies, vllm_contenders
+from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
 def test_bookkeeping() -> None:
@@ -20,3 +28,69 @@ def test_policies() -> None:
     (row,) = result["rows"]
     assert row["hits"]["fifo"] < row["hits"]["lru"] <= row["hits"]["optimum"] <= row["without_eviction"]
     assert result["worst_against_lru_in_points"] > -1
+
+
+@pytest.mark.parametrize("contender", vllm_contenders.contenders(2**30, 128), ids=lambda contender: str(contender.name))
+def test_contenders_inside_vllm_keep_host_memory_within_the_same_bound(contender: vllm_contenders.Contender) -> None:
+    extra = contender.transfer_config.get("kv_connector_extra_config", {})
+    gib = extra.get("lmcache.mp.autostart.server_args", "").partition("--l1-size-gb ")[2].partition(" ")[0]
+    bound = extra.get("host_bytes", extra.get("cpu_bytes_to_use", float(gib or 0) * 2**30))
+    assert bound == (2**30 if contender.transfer_config else 0)
+
+
+def test_a_contender_without_its_environment_says_what_makes_it() -> None:
+    absent = vllm_contenders.Contender("absent", python=vllm_contenders.ROOT / ".venv-absent" / "bin" / "python")
+    assert absent.obstacle == "there is no .venv-absent; make bench-vllm makes it"
+    assert vllm_contenders.Contender("present", python=Path(sys.executable)).obstacle is None
+
+
+def test_without_vllm_the_comparison_is_skipped_and_its_results_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = vllm_contenders.Contender("no connector", python=vllm_contenders.ROOT / ".venv-absent" / "bin" / "python")
+    monkeypatch.setattr("benchmarks.vllm.contenders", lambda *_: [absent])
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "vllm"])
+    assert command.main() == 0
+    assert "skipped: there is no .venv-absent; make bench-vllm makes it" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_ends_is_shown_with_its_log(tmp_path: Path) -> None:
+    # This environment has no vLLM: what the child says about that must not be lost.
+    contender = vllm_contenders.Contender("no vLLM", python=Path(sys.executable))
+    with (
+        vllm_contenders.running(contender, {"model": "none"}, tmp_path / "log") as engine,
+        pytest.raises(vllm_contenders.EngineError, match="No module named 'vllm'"),
+    ):
+        engine.await_start()
+
+
+def test_the_small_pool_holds_some_conversations_and_the_large_one_all() -> None:
+    workload = Workload()
+    per_conversation = -(-workload.longest // workload.block_tokens)
+    small, large = (workload.pool_blocks(is_large=is_large) for is_large in (False, True))
+    assert workload.in_pool * per_conversation < small < (workload.in_pool + 1) * per_conversation
+    assert large > workload.conversations * per_conversation
+    # What a prompt of 1,398 tokens shares with the one before it, 1,350 tokens long, in whole blocks.
+    assert workload.cacheable(1398, 128) == 1280
+
+
+def test_prompts_share_nothing_unless_they_are_the_same() -> None:
+    assert random_tokens("a", 100) == random_tokens("a", 120)[:100]
+    assert random_tokens("a", 100)[:4] != random_tokens("b", 100)[:4]
+
+
+def test_everybody_is_first_in_turn() -> None:
+    turns = [rotated(["a", "b", "c"], by) for by in range(4)]
+    assert turns == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+
+
+def test_ratios_are_of_what_was_measured_side_by_side() -> None:
+    # While the machine was ten times slower, both were: the ratio stays what it was.
+    own, other = [1.1, 11.0, 1.2, 1.3], [1.0, 10.0, 1.0, 1.0]
+    assert ratio(own, other) == {"median": 1.15, "from": 1.1, "to": 1.225}
+    rows = compare({"own": own, "other": other}, "other", "ms", "over_other")
+    assert rows[0] == {"contender": "own", "ms": 1250.0, "over_other": ratio(own, other)}
+    assert rows[1]["over_other"] == {"median": 1.0, "from": 1.0, "to": 1.0}
+    assert json.dumps(rows)

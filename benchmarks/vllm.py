@@ -1,0 +1,211 @@
+"""Long contexts that come back to vLLM: without a connector, with a pool that holds all, with ours, vLLM's own and LMCache."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import NotInstalledError
+from benchmarks.vllm_contenders import (
+    CARGOHOLD,
+    DEVICE_HIT,
+    LMCACHE,
+    NO_CONNECTOR,
+    VLLM,
+    Answer,
+    Contender,
+    Engine,
+    contenders,
+    running,
+)
+from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
+from cargohold.engine.model.source import locate_model
+
+MODEL = "smollm2"
+HOST_BYTES = 2**30
+SETTLE_S = 1.2
+"""Between two contenders' turns: what one still copies must not slow the next one, and vLLM's workers spin for a second."""
+
+QUICK = Workload(
+    conversations=4, in_pool=1, context_tokens=420, question_tokens=24, answer_tokens=8, revisits=1, bursts=1
+)
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    workload = QUICK if quick else Workload()
+    all_of_them = contenders(HOST_BYTES, workload.block_tokens)
+    if quick:
+        all_of_them.pop()  # a second LMCache
+    taking_part = [contender for contender in all_of_them if contender.obstacle is None]
+    skipped = {contender.name: contender.obstacle for contender in all_of_them if contender.obstacle is not None}
+    if NO_CONNECTOR in skipped:
+        raise NotInstalledError(skipped[NO_CONNECTOR])
+    for name, reason in skipped.items():
+        _progress(f"without {name}: {reason}")
+    with tempfile.TemporaryDirectory(prefix="cargohold-") as directory, ExitStack() as stack:
+        stack.enter_context(_ended_by_sigterm())
+        _progress(f"starting vLLM {len(taking_part)} times")
+        engines = {
+            contender.name: stack.enter_context(
+                running(contender, _options(contender, workload), Path(directory, f"{at}.log"))
+            )
+            for at, contender in enumerate(taking_part)
+        }
+        versions: dict[str, str] = {}
+        for engine in engines.values():
+            versions |= engine.await_start()
+        comparison = Comparison(workload, engines, {contender.name: contender for contender in taking_part})
+        return {
+            "workload": _describe(workload),
+            "versions": versions,
+            "skipped": skipped,
+            **comparison.run(),
+        }
+
+
+class Comparison:
+    """Everybody gets the same requests, turn about.
+
+    Args:
+        workload: how many.
+        engines: the running contenders, by name.
+        contenders: the same, described.
+    """
+
+    def __init__(self, workload: Workload, engines: Mapping[str, Engine], contenders: Mapping[str, Contender]) -> None:
+        self._workload = workload
+        self._engines = engines
+        self._contenders = contenders
+        self._turn = 0
+
+    def run(self) -> dict[str, Any]:
+        """Everything: first what never comes back, then conversations."""
+        self._ask_all([random_tokens("warm up", self._workload.context_tokens)])
+        without_reuse = self._measure_bursts()
+        visits = self._measure_visits()
+        ttft = {name: [answer.ttft_s for answer in of] for name, of in visits.items()}
+        rows = compare(ttft, DEVICE_HIT, "ttft_ms", "over_device_hit")
+        for row in rows:
+            of = visits[row["contender"]]
+            row["cached_tokens"] = sum(answer.cached_tokens for answer in of) // len(of)
+            row["identical"] = sum(a.tokens == b.tokens for a, b in zip(of, visits[DEVICE_HIT], strict=True))
+        return {
+            "revisits": {
+                "requests": len(visits[DEVICE_HIT]),
+                "different_answers": len({answer.tokens for answer in visits[DEVICE_HIT]}),
+                "rows": rows,
+            },
+            "without_reuse": compare(without_reuse, NO_CONNECTOR, "request_ms", "over_no_connector"),
+            "aims": self._aims(ttft, without_reuse),
+        }
+
+    def _measure_bursts(self) -> dict[str, list[float]]:
+        """Seconds per request, of prompts that share nothing, one right after the other."""
+        times: dict[str, list[float]] = {name: [] for name in self._engines}
+        for burst in range(self._workload.bursts):
+            _progress(f"without reuse, {burst + 1} of {self._workload.bursts}")
+            prompts = [
+                random_tokens(f"burst {burst} {at}", self._workload.context_tokens)
+                for at in range(self._workload.burst_prompts)
+            ]
+            for name, answers in self._ask_all(prompts).items():
+                assert not any(answer.cached_tokens for answer in answers), f"{name} had seen a new prompt before"
+                times[name].append(sum(answer.total_s for answer in answers) / len(answers))
+        return times
+
+    def _measure_visits(self) -> dict[str, list[Answer]]:
+        """Answers to all visits but the first ones."""
+        workload = self._workload
+        visits: dict[str, list[Answer]] = {name: [] for name in self._engines}
+        texts = [random_tokens(f"context {at}", workload.context_tokens) for at in range(workload.conversations)]
+        for turn in range(workload.revisits + 1):
+            _progress(f"conversations, turn {turn + 1} of {workload.revisits + 1}")
+            for at, text in enumerate(texts):
+                answers = {name: one for name, (one,) in self._ask_all([text]).items()}
+                if turn > 0:
+                    self._check(answers, len(text))
+                    for name, answer in answers.items():
+                        visits[name].append(answer)
+                # The same history for all, so that all get the same prompts whatever they answered.
+                text += [
+                    *answers[DEVICE_HIT].tokens,
+                    *random_tokens(f"question {at} {turn}", workload.question_tokens),
+                ]
+        return visits
+
+    def _check(self, answers: Mapping[str, Answer], prompt_tokens: int) -> None:
+        """A row measures what its name says, or nothing."""
+        for name, answer in answers.items():
+            contender = self._contenders[name]
+            chunk_tokens = contender.chunk_tokens or self._workload.block_tokens
+            least = self._workload.cacheable(prompt_tokens, chunk_tokens) if contender.restores else 0
+            is_right = answer.cached_tokens >= least if contender.restores else answer.cached_tokens == 0
+            assert is_right, f"{name} found {answer.cached_tokens} of {prompt_tokens} tokens, and not {least}"
+
+    def _ask_all(self, prompts: list[list[int]]) -> dict[str, list[Answer]]:
+        """Turn about, and everybody first in turn; what disturbs one disturbs the others."""
+        answers = {}
+        for name in rotated(list(self._engines), self._turn):
+            time.sleep(SETTLE_S)
+            answers[name] = self._engines[name].ask(prompts, self._workload.answer_tokens)
+        self._turn += 1
+        return answers
+
+    def _aims(self, ttft: Mapping[str, list[float]], without_reuse: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+        """What is promised, and what was measured."""
+        aims = [
+            ("first token, over a device hit", 1.1, ratio(ttft[CARGOHOLD], ttft[DEVICE_HIT])),
+            ("first token, over vLLM's own", 1.0, ratio(ttft[CARGOHOLD], ttft[VLLM])),
+            (
+                "request without reuse, over no connector",
+                1.02,
+                ratio(without_reuse[CARGOHOLD], without_reuse[NO_CONNECTOR]),
+            ),
+        ]
+        if LMCACHE in ttft:
+            aims.append(("first token, over LMCache", round(1 / 1.3, 3), ratio(ttft[CARGOHOLD], ttft[LMCACHE])))
+        return [{"aim": aim, "at_most": bound, "measured": measured} for aim, bound, measured in aims]
+
+
+def _options(contender: Contender, workload: Workload) -> dict[str, Any]:
+    return {
+        "model": str(locate_model(MODEL)),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "block_size": workload.block_tokens,
+        "num_gpu_blocks_override": workload.pool_blocks(is_large=contender.has_large_pool),
+        "max_model_len": workload.longest,
+        "max_num_seqs": 4,
+    }
+
+
+def _describe(workload: Workload) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "dtype": "bfloat16",
+        "host_bytes": HOST_BYTES,
+        **{name: getattr(workload, name) for name in workload.__dataclass_fields__},
+        "device_blocks": workload.pool_blocks(is_large=False),
+        "device_blocks_large": workload.pool_blocks(is_large=True),
+    }
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Whoever is told to end must not leave engines behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _progress(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
