@@ -1,12 +1,51 @@
-"""``cargohold demo-vllm`` where it cannot run; ``make demo-vllm`` runs it where it can."""
+"""``cargohold demo-vllm`` where it cannot run, and how it ends; ``make demo-vllm`` runs it where it can."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.command import Command
+
+SERVER = """
+import os, signal, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if os.environ["SERVER"] != "loading" else 503)
+        self.end_headers()
+
+if os.environ["SERVER"] == "stubborn":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+server = HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
+Path(os.environ["NOTES"], "pids").write_text(f"{os.getpid()} {engine.pid}")
+server.serve_forever()
+"""
+"""Stands in for vLLM's server: its engine is a process that it does not end, and it answers nothing but how it is."""
+
+CLIENT = """
+import os, time
+from pathlib import Path
+
+class OpenAI:
+    def __init__(self, **_):
+        Path(os.environ["NOTES"], "asks").touch()
+        time.sleep(600)
+"""
+
+Start = Callable[[str], "subprocess.Popen[str]"]
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
@@ -16,3 +55,92 @@ def test_without_vllm_it_says_what_to_run(cargohold: Command) -> None:
     assert result.out == ""
     assert "'vllm'" in result.err
     assert "make demo-vllm installs it" in result.err
+
+
+@pytest.fixture
+def start(tmp_path: Path, chat_model: str) -> Iterator[Start]:
+    """Starts the demo on a server that is not vLLM's: well, loading for ever, or stubborn."""
+    fakes = {"vllm/entrypoints/openai/api_server.py": SERVER, "openai/__init__.py": CLIENT}
+    for name, text in fakes.items():
+        path = tmp_path / "packages" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    started: list[subprocess.Popen[str]] = []
+
+    def run(server: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "demo-vllm", "--model", chat_model],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(tmp_path / "packages"),
+                "SERVER": server,
+                "NOTES": str(tmp_path),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        started.append(process)
+        awaited = tmp_path / ("pids" if server == "loading" else "asks")
+        while not awaited.exists() or (awaited.name == "pids" and not awaited.read_text()):
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        return process
+
+    yield run
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    try:
+        assert not [pid for pid in pids if is_alive(pid)], "it left its server behind"
+    finally:
+        for pid in [*pids, *(process.pid for process in started)]:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        for process in started:
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, and not only its exit status for a parent that does not ask."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+PROGRAM = """
+import signal
+from cargohold.cli import main
+from cargohold.integrations.vllm import server
+
+server._STOP_TIMEOUT_S = 0.5  # for one that is stubborn
+# Jobs in the background ignore one, and those that outlive their terminal the other.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("server", "number"),
+    [
+        ("well", signal.SIGINT),
+        ("well", signal.SIGHUP),
+        ("loading", signal.SIGTERM),
+        ("stubborn", signal.SIGTERM),
+    ],
+)
+def test_whatever_ends_the_demo_ends_its_server(server: str, number: signal.Signals, start: Start) -> None:
+    process = start(server)
+    process.send_signal(number)
+    said, _ = process.communicate()
+    assert process.returncode == 128 + number, said
+    assert "Traceback" not in said
+
+
+def test_impatience_leaves_nothing_behind_either(start: Start) -> None:
+    process = start("stubborn")
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)  # so that the second comes while the first is being served
+    process.communicate()
+    assert process.returncode == 130

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -63,19 +63,30 @@ def serving(
         command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     if transfer_config is not None:
         command += ["--kv-transfer-config", json.dumps(transfer_config)]
-    with log.open("w") as out:
+    with _signals_that_end(), log.open("w") as out:
         # A group of its own, so that its own processes end with it whatever happens.
         process = subprocess.Popen(  # noqa: S603  # our own interpreter, and no shell
             command, stdout=out, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
         )
-    # Whoever is told to end must not leave a server behind.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            _wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            _stop(process)
+
+
+@contextmanager
+def _signals_that_end() -> Iterator[None]:
+    """Whoever is told to end, or loses its terminal, leaves by an exception, so as to leave no server behind."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # nohup ignores one
+    for number in ours:
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     try:
-        _wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
-        yield f"http://127.0.0.1:{port}/v1"
+        yield
     finally:
-        _stop(process)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in ours.items():
+            signal.signal(number, handler)
 
 
 def _command(model: str) -> list[str]:
@@ -119,14 +130,20 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    for number, timeout_s in ((signal.SIGINT, _STOP_TIMEOUT_S), (signal.SIGKILL, _STOP_TIMEOUT_S)):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(timeout_s)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+    """Ask the server to end, then end it and all that it started, even if a signal cuts the waiting short."""
+    try:
+        _signal_group(process, signal.SIGINT)
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pass  # it had its time
+    finally:
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # all of them have ended
+        os.killpg(process.pid, number)
 
 
 def _tail(log: Path) -> str:
