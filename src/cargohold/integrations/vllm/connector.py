@@ -12,7 +12,13 @@ from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, ManagerTables, NotedTables
 from cargohold.integrations.vllm.events import translate_events
-from cargohold.integrations.vllm.layout import Translation, make_layout, smallest_block_tokens, translate
+from cargohold.integrations.vllm.layout import (
+    Translation,
+    bears_full_hits,
+    make_layout,
+    smallest_block_tokens,
+    translate,
+)
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats, for_vllm
 from cargohold.integrations.vllm.report import start_report
@@ -20,7 +26,7 @@ from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.settings import REFUSE, Settings
 from cargohold.integrations.vllm.signatures import waived_demands
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
-from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
+from cargohold.protocol import Clock, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -279,8 +285,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             max_step_tokens=int(self._vllm_config.scheduler_config.max_num_batched_tokens),
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
             emits_events=bool(events is not None and events.enable_kv_cache_events),
-            # vLLM computes the last token of a full hit again and writes its KV; a recurrent state would take it in twice.
-            full_hits=all(group.kind is not AttentionKind.RECURRENT for group in layout.groups),
+            full_hits=all(map(bears_full_hits, layout.groups)),
         )
         try:
             inner = self._factory().make_scheduler_side(environment)

@@ -104,6 +104,28 @@ def smallest_block_tokens(groups: Sequence[KVCacheGroup]) -> int:
     return math.gcd(*(group.block_tokens for group in groups))
 
 
+def bears_full_hits(group: KVCacheGroup) -> bool:
+    """Whether a request of which everything was loaded may compute its last token again, as vLLM then does.
+
+    vLLM gives blocks to a load of ``n`` tokens as the query behind them sees the past, at position ``n``. The query that it
+    then makes is at ``n - 1``, and may see a block more::
+
+        window of 5, blocks of 4      |........|........|        n = 8
+                                           <------->             what position 7 sees: token 3, of the first block
+                                               <------->         what position 8 sees: the first block is not needed
+
+    A recurrent state would take the last token in twice.
+    """
+    match group.kind:
+        case AttentionKind.FULL:
+            return True
+        case AttentionKind.SLIDING_WINDOW:
+            # A full hit ends with a block; so the windows differ by a block if the later one begins with a block.
+            return group.window_tokens is not None and (group.window_tokens - 1) % group.block_tokens != 0
+        case AttentionKind.CHUNKED_LOCAL | AttentionKind.RECURRENT:
+            return False
+
+
 def _served_model(vllm_config: Any) -> ServedModel:
     """Whose KV it is. How its bytes are arranged is up to attention backend and version, so they are part of its type."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
