@@ -1,0 +1,118 @@
+"""Which scenarios can be played with vLLM's scheduler, and what surrounds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Final, cast
+
+from cargohold.errors import ConfigError
+from cargohold.integrations.vllm.simulation.configuration import ASYNC, MAX_MODEL_LEN, num_blocks_needed
+from cargohold.integrations.vllm.simulation.connector import standing_on
+from cargohold.integrations.vllm.simulation.engine import VllmEngine
+from cargohold.integrations.vllm.simulation.oracles import BridgeOracle
+from cargohold.integrations.vllm.simulation.surroundings import quiet_vllm, whole_hashes
+from cargohold.protocol import AttentionKind
+from cargohold.simulation.campaign import Recipe
+from cargohold.simulation.connectors import CONNECTORS
+from cargohold.simulation.copies import CopiesInFlight
+from cargohold.simulation.engine import SimulatedEngine
+from cargohold.simulation.layouts import GroupPlan
+from cargohold.simulation.layouts import num_blocks_needed as num_own_blocks_needed
+from cargohold.simulation.oracles import Oracle
+from cargohold.simulation.run import Run, RunResult
+from cargohold.simulation.scenario import ANY, Scenario, draw_scenario
+from cargohold.simulation.timeline import NO_TIMELINE, Timeline
+from cargohold.simulation.traffic import Ask
+from cargohold.simulation.world import World
+
+APPLICABLE: Final = tuple(name for name, kind in CONNECTORS.items() if kind.with_context and kind.applies_locks)
+"""Connectors by name: inside vLLM there is always a view of the pool."""
+
+
+class VllmWorld(World):
+    """Makes engines around vLLM's scheduler, in the same world of links, tiers and faults."""
+
+    def new_engine(self) -> SimulatedEngine:
+        """An engine as after a start of its process. It is not a ``SimulatedEngine``, only the same to whoever looks."""
+        scenario = self._scenario
+        self._links, self._faulty, self._queues = [], [], []
+        self.copies = [CopiesInFlight(rank) for rank in range(scenario.shape.world_size)]
+        random = Random(f"{scenario.seed}/vllm")  # noqa: S311  # repeatable, on purpose
+        with standing_on(self._factory, self.clock):
+            engine = VllmEngine(scenario.shape, clock=self.clock, copies=self.copies, random=random)
+        engine.workers[0].runner.before_forward = self._advance_links
+        return cast("SimulatedEngine", engine)
+
+    def oracles(self, engine: SimulatedEngine) -> list[Oracle]:
+        """What must hold in vLLM."""
+        return [BridgeOracle(cast("VllmEngine", engine))]
+
+
+class VllmRun(Run):
+    """A run whose engines are vLLM's. Sees to what vLLM reads from its surroundings."""
+
+    def play(self) -> RunResult:
+        """Play to the end, or to the first failure."""
+        with quiet_vllm(), whole_hashes():
+            return super().play()
+
+
+class VllmRecipe(Recipe):
+    """The same scenarios, with vLLM's scheduler in the place of ours. Raises ``ConfigError`` for those that do not apply."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.connector in CONNECTORS and self.connector not in APPLICABLE:
+            expected = f"with vLLM, where connectors always see the pool, {ANY} or one of {', '.join(APPLICABLE)}"
+            raise ConfigError("connector", self.connector, expected)
+
+    def scenario(self, seed: int) -> Scenario:
+        """The scenario of a seed, fitted for vLLM."""
+        random = Random(f"{seed}/vllm scenario")  # noqa: S311  # repeatable, on purpose
+        connector = random.choice(APPLICABLE) if self.connector == ANY else self.connector
+        with quiet_vllm():
+            return fitted(draw_scenario(seed, self.workload, connector, self.faults), is_async=random.random() < 0.4)
+
+    def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
+        """A run of it."""
+        return VllmRun(scenario, timeline=timeline, world=VllmWorld(scenario))
+
+
+def fitted(scenario: Scenario, *, is_async: bool) -> Scenario:
+    """The scenario with an engine that vLLM can be.
+
+    * Recurrent state becomes full attention: what vLLM's workers keep of it in a block is not a prefix.
+    * Beside chunked local attention vLLM wants blocks of one size, and chunks of whole blocks.
+    * The pool has as many spare blocks as before, beyond those without which vLLM does not start.
+    """
+    asks = [action for action in scenario.actions if isinstance(action, Ask)]
+    longest = max((len(ask.prompt) + ask.max_tokens for ask in asks), default=1)
+    shape, options = scenario.shape, dict(scenario.shape.scheduler)
+    num_spare = shape.num_blocks - num_own_blocks_needed(shape.groups, longest, options["max_num_batched_tokens"])
+    options |= {
+        # vLLM wants room for a token of each.
+        "max_num_batched_tokens": max(options["max_num_batched_tokens"], options["max_num_seqs"]),
+        MAX_MODEL_LEN: longest + 1,
+        ASYNC: is_async,
+    }
+    shape = replace(shape, groups=_fitted_groups(shape.groups), scheduler=options)
+    shape = replace(shape, num_blocks=num_blocks_needed(shape) + num_spare)
+    plan = replace(scenario.connector, with_context=True, applies_locks=True)
+    return replace(scenario, shape=shape, connector=plan)
+
+
+def _fitted_groups(groups: tuple[GroupPlan, ...]) -> tuple[GroupPlan, ...]:
+    fitted = [
+        replace(plan, kind=AttentionKind.FULL) if plan.kind is AttentionKind.RECURRENT else plan for plan in groups
+    ]
+    if any(plan.kind is AttentionKind.CHUNKED_LOCAL for plan in groups):
+        block_tokens = groups[0].block_tokens
+        fitted = [replace(plan, block_tokens=block_tokens) for plan in fitted]
+        fitted = [
+            replace(plan, window_tokens=-(-plan.window_tokens // block_tokens) * block_tokens)
+            if plan.kind is AttentionKind.CHUNKED_LOCAL and plan.window_tokens is not None
+            else plan
+            for plan in fitted
+        ]
+    return tuple(fitted)

@@ -1,0 +1,37 @@
+"""What vLLM reads from its surroundings, and what it says to them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+_INT_HASHES: Final = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
+
+
+@contextmanager
+def whole_hashes() -> Iterator[None]:
+    """Events name blocks by their whole hashes, which can be looked up, and not by 64 bits of them."""
+    before = os.environ.get(_INT_HASHES)
+    os.environ[_INT_HASHES] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_INT_HASHES]
+        else:
+            os.environ[_INT_HASHES] = before
+
+
+@contextmanager
+def quiet_vllm() -> Iterator[None]:
+    """Keep what vLLM says about thousands of tiny engines off the screen."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
