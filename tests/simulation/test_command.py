@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from cargohold.cli import main
+from cargohold.cli import simulate as simulate_module
 from tests.simulation import careless
 
 
@@ -47,10 +48,23 @@ def test_a_seed_can_be_replayed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 @pytest.mark.parametrize(
     ("option", "wrong", "accepted"),
-    [("--faults", "rain", "torn"), ("--workload", "rain", "agents"), ("--connector", "rain", "MODULE:FACTORY")],
+    [
+        ("--faults", "rain", "torn"),
+        ("--workload", "rain", "agents"),
+        ("--connector", "rain", "MODULE:FACTORY"),
+        ("--engine", "rain", "vllm"),
+    ],
 )
 def test_what_is_not_known_is_refused_with_what_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, wrong: str, accepted: str
 ) -> None:
     assert simulate(monkeypatch, option, wrong) == 2
     assert accepted in capsys.readouterr().err
+
+
+def test_without_vllm_its_engine_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(simulate_module, "find_spec", lambda name: None)
+    assert simulate(monkeypatch, "--engine", "vllm") == 2
+    assert "cargohold[vllm] brings it" in capsys.readouterr().err

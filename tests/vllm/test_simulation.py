@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from zlib import crc32
 
 import pytest
 
+from cargohold.cli import main
 from cargohold.errors import ConfigError
 from cargohold.simulation.faults import Fault, parse_faults
 from cargohold.simulation.run import RunResult
@@ -60,3 +62,12 @@ def test_a_seed_is_the_same_run_every_time() -> None:
 def test_connectors_without_a_view_of_the_pool_are_refused_by_name(connector: str) -> None:
     with pytest.raises(ConfigError, match=connector):
         VllmRecipe("any", connector)
+
+
+def test_the_command_plays_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--engine", "vllm", "--replay", "3", "--workload", "multi-turn", "--connector", "eager"]
+    monkeypatch.setattr(sys, "argv", ["cargohold", "simulate", *options])
+    assert main() == 0
+    shown = capsys.readouterr().out
+    assert f"{ASYNC}=" in shown
+    assert "ended well" in shown

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from importlib.util import find_spec
 from time import monotonic
 from typing import Annotated
 
@@ -19,16 +20,18 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.options import takes_groups
+from cargohold.errors import ConfigError
 from cargohold.simulation.campaign import Recipe, SeedReport, Totals, play_seeds
 from cargohold.simulation.connectors import CONNECTORS
 from cargohold.simulation.faults import Fault, parse_faults
-from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import ANY, Scenario
 from cargohold.simulation.shrink import Shrinker
 from cargohold.simulation.timeline import RecentTimeline
 from cargohold.simulation.workloads import WORKLOADS
 
 DEFAULT_SEEDS = 500
+OWN = "cargohold"
+VLLM = "vllm"
 
 errors = Console(stderr=True)
 
@@ -44,10 +47,11 @@ class RecipeOptions:
     faults: Annotated[
         str, typer.Option(help=f"all, none, or some of: {', '.join(fault.value for fault in Fault)}.")
     ] = "all"
+    engine: Annotated[str, typer.Option(help=f"Whose scheduler to drive: {OWN}, or {VLLM} with our adapter.")] = OWN
 
     def recipe(self) -> Recipe:
         """Checked. Raises ``ConfigError``."""
-        return Recipe(self.workload, self.connector, parse_faults(self.faults))
+        return _recipe_class(self.engine)(self.workload, self.connector, parse_faults(self.faults))
 
     def __str__(self) -> str:
         """As on a command line, without what is as by default."""
@@ -117,7 +121,7 @@ def simulate(
             return
         typer.echo(f"\nseed {failed.seed} failed: {failed.failure}")
         seed = failed.seed
-    if not _replay(recipe.scenario(seed), show):
+    if not _replay(recipe, recipe.scenario(seed), show):
         typer.echo(f"\nto see it again: cargohold simulate --replay {seed}{what}")
         raise typer.Exit(EXIT_FAILED)
 
@@ -137,19 +141,32 @@ def _first_failure(reports: Iterable[SeedReport], totals: Totals, num_seeds: int
     return None
 
 
-def _replay(scenario: Scenario, show: ReplayOptions) -> bool:
+def _recipe_class(engine: str) -> type[Recipe]:
+    """What makes scenarios for an engine. Raises ``ConfigError`` if there is no such engine here."""
+    if engine == OWN:
+        return Recipe
+    if engine != VLLM:
+        raise ConfigError("engine", engine, f"{OWN} or {VLLM}")
+    if find_spec("vllm") is None:
+        raise ConfigError("engine", engine, "vLLM is not installed in this environment; cargohold[vllm] brings it")
+    from cargohold.integrations.vllm.simulation.recipe import VllmRecipe  # noqa: PLC0415  # takes seconds
+
+    return VllmRecipe
+
+
+def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions) -> bool:
     """Play a scenario with a timeline; whether it ended well."""
     timeline = RecentTimeline(show.lines)
-    result = Run(scenario, timeline=timeline).play()
+    result = recipe.run(scenario, timeline).play()
     if result.error is None:
         _show_run(scenario, timeline)
         typer.echo(f"\nended well after {result.num_steps} steps, {result.seconds:.2f} simulated seconds")
         typer.echo(_counts(result.tallies + Counter({fault.value: times for fault, times in result.struck.items()})))
         return True
     if show.shrink:
-        scenario = _shrunk(scenario)
+        scenario = _shrunk(recipe, scenario)
         timeline = RecentTimeline(show.lines)
-        result = Run(scenario, timeline=timeline).play()
+        result = recipe.run(scenario, timeline).play()
         typer.echo("\nthe shortest run found that fails:")
     _show_run(scenario, timeline)
     assert result.error is not None, "runs of the same scenario differ"
@@ -158,7 +175,7 @@ def _replay(scenario: Scenario, show: ReplayOptions) -> bool:
     return False
 
 
-def _shrunk(scenario: Scenario) -> Scenario:
+def _shrunk(recipe: Recipe, scenario: Scenario) -> Scenario:
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=errors, transient=True) as progress:
         task = progress.add_task("looking for a shorter run that fails", total=None)
 
@@ -167,7 +184,7 @@ def _shrunk(scenario: Scenario) -> Scenario:
             done = int(progress.tasks[task].completed)
             progress.update(task, description=f"looking for a shorter run that fails: {done} tried")
 
-        return Shrinker(on_run=show).shrink(scenario)
+        return Shrinker(recipe.fails, on_run=show).shrink(scenario)
 
 
 def _show_run(scenario: Scenario, timeline: RecentTimeline) -> None:

@@ -1,0 +1,147 @@
+"""Deliberately broken adapters: what the simulation of vLLM is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+import cargohold.integrations.vllm.connector as connector_module
+import cargohold.integrations.vllm.scheduler as scheduler_module
+from cargohold.integrations.vllm.blocks import PoolContext
+from cargohold.integrations.vllm.scheduler import SchedulerSide
+from cargohold.integrations.vllm.simulation.recipe import VllmRecipe
+from cargohold.integrations.vllm.worker import Ended, WorkerSide
+from cargohold.protocol import OutputAggregator
+from cargohold.simulation.campaign import play_seed
+from cargohold.simulation.faults import parse_faults
+
+Patch = pytest.MonkeyPatch
+MAX_SEEDS = 60
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One thing broken.
+
+    Attributes:
+        what: what is broken, for people.
+        apply: breaks it.
+        recipe: where somebody should notice.
+    """
+
+    what: str
+    apply: Callable[[Patch], None]
+    recipe: VllmRecipe
+
+
+MUTANTS: Final[list[Mutant]] = []
+
+
+def mutant(
+    connector: str = "eager", workload: str = "shared-prefix", faults: str = "none"
+) -> Callable[[Callable[[Patch], None]], None]:
+    def register(apply: Callable[[Patch], None]) -> None:
+        what = apply.__name__.replace("_", " ")
+        MUTANTS.append(Mutant(what, apply, VllmRecipe(workload, connector, parse_faults(faults))))
+
+    return register
+
+
+# --- scheduler side ---------------------------------------------------------------------------------------------------
+
+
+@mutant()
+def does_not_protect_blocks_that_are_being_stored(patch: Patch) -> None:
+    patch.setattr(PoolContext, "touch", lambda self, blocks: None)
+    patch.setattr(PoolContext, "free_blocks", lambda self, blocks, *, evict_first=False: None)
+
+
+@mutant()
+def never_gives_references_back(patch: Patch) -> None:
+    patch.setattr(PoolContext, "free_blocks", lambda self, blocks, *, evict_first=False: None)
+
+
+@mutant()
+def lets_the_engine_stop_while_stores_are_in_flight(patch: Patch) -> None:
+    patch.setattr(SchedulerSide, "has_pending_work", lambda self: bool(self._loading))
+
+
+@mutant(workload="aborts")
+def remembers_ended_requests(patch: Patch) -> None:
+    patch.setattr(SchedulerSide, "request_finished", lambda self, request, tables: (False, None))
+
+
+@mutant(workload="ranks")
+def believes_the_first_rank(patch: Patch) -> None:
+    def aggregator(world_size: int, expected: int | None, connector: str) -> OutputAggregator:
+        return OutputAggregator(world_size, 1, connector)
+
+    patch.setattr(scheduler_module, "OutputAggregator", aggregator)
+
+
+@mutant(faults="raises")
+def does_not_stop_workers_of_a_connector_turned_off(patch: Patch) -> None:
+    build = SchedulerSide.build_connector_meta
+    patch.setattr(SchedulerSide, "build_connector_meta", lambda self, output: replace(build(self, output), stop=False))
+
+
+@mutant(workload="full-hit", connector="multi")
+def has_full_hits_behind_every_window(patch: Patch) -> None:
+    patch.setattr(connector_module, "bears_full_hits", lambda group: True)
+
+
+# --- worker side ------------------------------------------------------------------------------------------------------
+
+
+def with_reports(patch: Patch, change: Callable[[WorkerSide, Ended], Ended]) -> None:
+    collect = WorkerSide.collect
+    patch.setattr(WorkerSide, "collect", lambda self, finished: change(self, collect(self, finished)))
+
+
+@mutant()
+def reports_loads_before_they_have_ended(patch: Patch) -> None:
+    def early(self: WorkerSide, ended: Ended) -> Ended:
+        received = ended.received | self._loading.keys()
+        self._loading.clear()
+        return replace(ended, received=received)
+
+    with_reports(patch, early)
+
+
+@mutant(faults="failed")
+def ignores_failed_loads(patch: Patch) -> None:
+    with_reports(patch, lambda self, ended: replace(ended, failed=frozenset()))
+
+
+@mutant()
+def stores_before_the_forward_pass(patch: Patch) -> None:
+    begin = WorkerSide.begin
+
+    def begin_and_save(self: WorkerSide, message: Any) -> None:
+        is_first = self._message is None
+        begin(self, message)
+        if is_first:
+            self.save()
+
+    patch.setattr(WorkerSide, "begin", begin_and_save)
+
+
+@mutant()
+def starts_no_loads(patch: Patch) -> None:
+    patch.setattr(WorkerSide, "start_load", lambda self: None)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+def test_every_mutant_is_caught(mutant: Mutant, monkeypatch: Patch) -> None:
+    mutant.apply(monkeypatch)
+    assert any(play_seed(mutant.recipe, seed).failure is not None for seed in range(MAX_SEEDS))
+
+
+def test_without_mutants_nothing_is_caught() -> None:
+    recipe = VllmRecipe("shared-prefix", "eager", frozenset())
+    assert [play_seed(recipe, seed).failure for seed in range(5)] == [None] * 5
