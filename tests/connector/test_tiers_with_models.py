@@ -248,9 +248,10 @@ def test_killed_in_the_middle_of_its_work(
             assert process.stdout.readline() == "served\n"
         process.kill()
     with LLM(model, **OPTIONS) as plain:
-        expected = tokens(ask(plain, prompts(16)))
+        newest_first = [*prompts(16)[6::-1], *prompts(16)[:6:-1]]
+        expected = tokens(ask(plain, newest_first))
     llm = make_llm(model, offload=offload(disk(tmp_path, max_bytes="2MiB")), **OPTIONS)
-    outputs = ask(llm, prompts(16))
+    outputs = ask(llm, newest_first)
     assert tokens(outputs) == expected
     assert sum(counts.get("disk", 0) for counts in restored(outputs)) > 100
     assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*") if file.is_file()) <= 2 * 1024**2

@@ -33,9 +33,9 @@ class SimulatedMedium:
         self.stalls = False
 
     def access(self, kind: JobKind, key: OffloadKey, buffer: memoryview | None) -> Answer:
-        """Probe, load or store one chunk."""
+        """Probe, touch, load or store one chunk."""
         chunk = self.chunks.get(key)
-        if kind is JobKind.PROBE:
+        if kind in {JobKind.PROBE, JobKind.TOUCH}:
             return chunk is not None
         assert buffer is not None
         if kind is JobKind.STORE:

@@ -147,7 +147,9 @@ def test_what_is_asked_for_or_loaded_counts_as_used() -> None:
         setup.run(JobKind.PROBE, [b"a", b"b"])
         assert used == [[b"a", b"b"]]
         setup.run(JobKind.LOAD, [b"a", b"b"], [bytearray(CHUNK), bytearray(CHUNK)])
-    assert used == [[b"a", b"b"]] * 2
+        assert used == [[b"a", b"b"]] * 2
+        assert setup.run(JobKind.TOUCH, [b"b", b"c"]).answers == (True, False)
+    assert used[2:] == [[b"b", b"c"]]
 
 
 def test_loads_go_before_stores() -> None:
@@ -282,6 +284,20 @@ def test_a_failing_medium_is_left_alone_and_found_again() -> None:
         assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
         assert setup.state() is TierState.ON
         assert setup.queue.health().last_failure == "cable unplugged"
+
+
+def test_a_touch_is_no_trial_and_proves_nothing() -> None:
+    def fault(operation: str) -> str | None:
+        return "gone" if operation == "store" else None
+
+    with queue_on(faulty(fault), QueueConfig(breaker=BreakerConfig(failures_to_open=3))) as setup:
+        for _ in range(3):
+            assert setup.run(JobKind.TOUCH, [b"a"]).status is JobStatus.DONE
+            assert setup.run(JobKind.STORE, [b"a"], [chunk(1)]).status is JobStatus.FAILED
+        assert setup.state() is TierState.RESTING, "three failures in a row, for touches do not count"
+        setup.clock.advance(1.0)
+        assert not setup.submit(JobKind.TOUCH, [b"a"])
+        assert setup.state() is TierState.TRYING
 
 
 def test_one_trial_at_a_time() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager import CannotStore, LoadHandle, StoreHandle, make_manager
-from cargohold.offload.tier import JobKind
+from cargohold.offload.tier import BreakerState, JobKind
 from cargohold.offload.tiering import (
     UNKNOWN,
     Admission,
@@ -502,6 +502,93 @@ def test_what_is_in_use_is_looked_after() -> None:
     assert world.step() == []
 
 
+def written(world: World, keys: list[bytes]) -> None:
+    """The tier has these chunks, and so has host memory."""
+    world.keep(keys)
+    (store,) = world.step()
+    world.end(store, [True] * len(keys))
+
+
+def test_a_tier_hears_of_the_use_of_what_host_memory_gives_back() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:4])
+    world.manager.touch(KEYS[:3])
+    assert world.step() == [], "it had them a moment ago"
+    world.clock.advance(11)
+    world.manager.touch(KEYS[:5])
+    (touch,) = world.step()
+    assert (touch.kind, touch.keys) == (JobKind.TOUCH, tuple(KEYS[:4])), "what both have, in prefix order"
+    world.manager.touch(KEYS[:4])
+    assert world.step() == [], "it is being told"
+    assert world.lower.is_idle, "nobody waits for that"
+    world.end(touch, [True] * 4)
+    world.manager.touch(KEYS[:4])
+    assert world.step() == [], "it was told"
+    world.clock.advance(11)
+    world.manager.touch(KEYS[:2])
+    (touch,) = world.step()
+    assert touch.keys == tuple(KEYS[:2])
+
+
+def test_a_tier_hears_of_the_start_of_a_prefix_whenever_it_hears_of_its_end() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:2])
+    world.clock.advance(8)
+    world.manager.touch(KEYS[:2])
+    world.keep(KEYS[2:4], KEYS[1])
+    (store,) = world.step()
+    world.end(store, [True] * 2)
+    world.clock.advance(4)
+    world.manager.touch(KEYS[:4])
+    (touch,) = world.step()
+    assert touch.keys == tuple(KEYS[:4])
+
+
+def test_what_a_touch_finds_gone_is_written_again_in_its_time_and_not_at_once() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:2])
+    world.lower.tiers[0].take_events()
+    world.clock.advance(11)
+    world.manager.touch(KEYS[:2])
+    (touch,) = world.step()
+    world.end(touch, [True, False])
+    (removed,) = world.lower.tiers[0].take_events()
+    assert tuple(removed.keys) == (KEYS[1],), "who listens hears of it"
+    world.manager.touch(KEYS[:2])
+    assert [command.kind for command in world.step()] == [JobKind.TOUCH], "a full disk is not written to all the time"
+    world.clock.advance(590)
+    world.manager.touch(KEYS[:2])
+    (probe,) = (command for command in world.step() if command.kind is JobKind.PROBE)
+    world.end(probe, [False])
+    (store,) = world.step()
+    assert (store.kind, store.keys) == (JobKind.STORE, (KEYS[1],))
+
+
+def breaker_state(world: World) -> BreakerState:
+    return world.lower.tiers[0].breaker.state
+
+
+def test_a_touch_neither_tries_nor_blames_a_tier() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:4])
+    for at in range(4):
+        world.clock.advance(11)
+        world.manager.touch(KEYS[at : at + 1])
+        (touch,) = world.step()
+        world.end(touch, [False], TransferOutcome.ABANDONED)
+    assert breaker_state(world) is BreakerState.CLOSED
+    for at in range(3):
+        world.lower.probe([KEYS[5 + at]])
+        (probe,) = world.step()
+        world.end(probe, [False], TransferOutcome.FAILED)
+    assert breaker_state(world) is BreakerState.OPEN
+    world.clock.advance(11)
+    world.manager.touch(KEYS[:4])
+    assert world.step() == []
+    assert breaker_state(world) is BreakerState.HALF_OPEN, "another job may try"
+    assert world.lower.tiers[0].breaker.admit()
+
+
 def test_while_one_job_finds_out_whether_a_tier_is_back_nobody_else_waits_for_it() -> None:
     world = World()
     for at in range(3):
@@ -533,7 +620,7 @@ def test_what_was_written_is_not_written_again_with_every_use() -> None:
     for _ in range(3):
         world.manager.touch(KEYS[:4])
         for command in world.step():
-            assert command.kind is JobKind.PROBE or world.clock() == 0
+            assert command.kind is not JobKind.STORE or world.clock() == 0
             world.end(command, [True] * 4)
         world.clock.advance(60)
     assert world.lower.tiers[0].stats["stored_chunks"] == 4

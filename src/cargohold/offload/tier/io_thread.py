@@ -87,7 +87,7 @@ class IoThread:
 
     def _carry_out(self, piece: Piece) -> list[Answer]:
         match piece.kind:
-            case JobKind.PROBE:
+            case JobKind.PROBE | JobKind.TOUCH:
                 is_there = self._tier.probe(piece.keys)
                 self._tier.touch(piece.keys)  # who asks for chunks uses them, wherever they then come from
                 return list(is_there)

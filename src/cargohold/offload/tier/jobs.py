@@ -18,6 +18,8 @@ class JobKind(Enum):
     LOAD = "load"
     STORE = "store"
     REMOVE = "remove"
+    TOUCH = "touch"
+    """A request used these chunks, which it had from elsewhere. Also says which of them are there."""
 
 
 class JobStatus(Enum):
@@ -34,12 +36,12 @@ class JobStatus(Enum):
 
 
 Answer: TypeAlias = bool | LoadOutcome | StoreOutcome
-"""For one chunk: of a probe, whether it is there; of a removal, ``True``; of loads and stores, what became of it."""
+"""For one chunk: of a probe or touch, whether it is there; of a removal, ``True``; of loads and stores, what became of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierJob:
-    """Chunks to probe, load, store or remove.
+    """Chunks to probe, load, store, remove or touch.
 
     Attributes:
         job_id: unique among the jobs of a queue, never used again.
@@ -79,7 +81,7 @@ class TierResult:
 
     @property
     def succeeded(self) -> list[bool]:
-        """Per chunk: a probe found it, a load filled its buffer, a store left it in the tier, a removal was carried out."""
+        """Per chunk: a probe or touch found it, a load filled its buffer, a store left it there, a removal was carried out."""
         return [answer in _GOOD for answer in self.answers]
 
 

@@ -20,8 +20,8 @@ from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult
 from cargohold.protocol import Clock
 
-URGENT = frozenset({JobKind.PROBE, JobKind.LOAD})
-"""What somebody waits for."""
+URGENT = frozenset({JobKind.PROBE, JobKind.LOAD, JobKind.TOUCH})
+"""What somebody waits for, and what takes no time."""
 _ONE_BY_ONE = frozenset({JobKind.LOAD, JobKind.STORE})
 
 

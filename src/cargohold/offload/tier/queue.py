@@ -4,8 +4,8 @@ A tier blocks, for as long as its medium likes: a network file system may hang f
 
 * Threads work on *staging* memory of their own and touch a job's buffers only for one short copy, and only while the job is
   live. A thread that hangs can therefore be left alone: its job ends in time, and the job's buffers are free.
-* Jobs end at their deadline, whatever the threads do. Probes and loads go before stores and removals. What finds the queue
-  full is refused at once.
+* Jobs end at their deadline, whatever the threads do. Probes, touches and loads go before stores and removals. What finds the
+  queue full is refused at once.
 * A circuit breaker stops asking a medium that keeps failing; then one job at a time finds out whether it is back.
 * A thread that died is replaced, a few times; then the tier is off, loudly.
 """
@@ -20,7 +20,7 @@ from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.breaker import BreakerState, CircuitBreaker
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
 from cargohold.offload.tier.io_thread import IoThread
-from cargohold.offload.tier.jobs import Answer, JobStatus, TierJob, TierResult
+from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult
 from cargohold.offload.tier.ledger import URGENT, JobLedger, LiveJob, Piece
 from cargohold.protocol import Clock
 
@@ -61,7 +61,7 @@ class TierQueue:
     def submit(self, job: TierJob) -> bool:
         """Queue a job. Returns at once: false if it is not taken, because the queue is full or the tier rests or is off."""
         with self._changed:
-            if self._is_off or self._is_full(job) or not self._breaker.admit():
+            if self._is_off or self._is_full(job) or not self._may_pass(job):
                 self._totals.num_refused += 1
                 return False
             self._ledger.add(job)
@@ -149,7 +149,8 @@ class TierQueue:
         with self._changed:
             self._totals.count(piece, answers, duration_s)
             if self._ledger.answer(piece, answers):
-                self._breaker.note_success()
+                if piece.kind is not JobKind.TOUCH:
+                    self._breaker.note_success()
                 self._changed.notify_all()
 
     def fail(self, piece: Piece, reason: str) -> None:
@@ -158,6 +159,12 @@ class TierQueue:
             self._fail(piece.live, JobStatus.FAILED, reason)
 
     # --- under the lock -----------------------------------------------------------------------------------------------
+
+    def _may_pass(self, job: TierJob) -> bool:
+        """Whether the breaker lets a job through. A touch may not even reach the medium: it is no trial, and proves nothing."""
+        if job.kind is JobKind.TOUCH:
+            return self._breaker.state is BreakerState.CLOSED
+        return self._breaker.admit()
 
     def _is_full(self, job: TierJob) -> bool:
         is_urgent = job.kind in URGENT

@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 from cargohold.blocks import READY
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
+from cargohold.offload.tier.breaker import BreakerState
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig
 from cargohold.offload.tiering.lower_tier import LowerTier
@@ -49,9 +50,9 @@ class Dispatch:
         self._epoch = b""
 
     def requested(self, new_id: Callable[[], int], turn_away: Callable[[TierTask], None]) -> Iterator[TierCommand]:
-        """Probes and loads; those that were cancelled, or whose tier is left alone, are turned away."""
+        """Probes, touches and loads; those that were cancelled, or whose tier is left alone, are turned away."""
         for task in self._tasks.take_wanted():
-            if not task.is_cancelled and self._tiers[task.tier].breaker.admit():
+            if not task.is_cancelled and self._may_go(task):
                 yield self._command(new_id(), task, self._config.restore_timeout_s)
             else:
                 turn_away(task)
@@ -72,6 +73,11 @@ class Dispatch:
     def rename(self) -> None:
         """From now on chunks have other names in the tiers: what is there is not found any more, by us or by others."""
         self._epoch = self._new_epoch()
+
+    def _may_go(self, task: TierTask) -> bool:
+        breaker = self._tiers[task.tier].breaker
+        # A touch is no trial of a tier that failed.
+        return breaker.state is BreakerState.CLOSED if task.kind is JobKind.TOUCH else breaker.admit()
 
     def _is_writable(self, tier: LowerTier, key: OffloadKey) -> bool:
         return tier.is_wanted(key) and self._host.lookup([key])[0] == READY

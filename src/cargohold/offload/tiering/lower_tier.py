@@ -39,6 +39,7 @@ class LowerTier:
     Attributes:
         stats: counters since they were last taken.
         probing: chunks it was asked for and has not answered.
+        touching: chunks of whose use it is being told.
         num_writing: chunks that are being written to it.
     """
 
@@ -49,6 +50,7 @@ class LowerTier:
         self.pace = Pace(clock, REMEASURE_S)
         self.backlog = Backlog(host_capacity)
         self.probing: set[OffloadKey] = set()
+        self.touching: set[OffloadKey] = set()
         self.num_writing = 0
         self.stats: Counter[str] = Counter()
         self._max_writing = max(1, min(options.max_inflight_chunks, host_capacity // 4))
@@ -114,6 +116,18 @@ class LowerTier:
             self._announce([key for key, is_there in zip(keys, are_there, strict=True) if is_there], ChunksStored)
             self._announce([key for key, is_there in zip(keys, are_there, strict=True) if not is_there], ChunksRemoved)
 
+    def note_touched(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
+        """It was told of the use of these chunks, and has said which it has.
+
+        Those that are gone stay what they were, to be looked for and written again in their time: at once would wear a disk that
+        is smaller than what is in use.
+        """
+        there = [key for key, is_there in zip(keys, are_there, strict=True) if is_there]
+        self.presence.note(there, [True] * len(there))
+        if self._announced is not None:
+            found = set(there)
+            self._announce([key for key in keys if key not in found], ChunksRemoved)
+
     def take_events(self) -> list[ManagerEvent]:
         """What became known of the tier's contents since the last call, in order."""
         events, self._events = self._events, []
@@ -127,10 +141,12 @@ class LowerTier:
         self._writing.update(keys)
         self.num_writing = len(self._writing)
 
-    def end_writing(self, keys: Iterable[OffloadKey]) -> None:
-        """They are not being written any more."""
+    def end_writing(self, keys: Iterable[OffloadKey], succeeded: Sequence[bool]) -> None:
+        """They are not being written any more; which of them were."""
         self._writing.difference_update(keys)
         self.num_writing = len(self._writing)
+        self.stats["stored_chunks"] += sum(succeeded)
+        self.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
 
     def blame(self, reason: str) -> None:
         """A job failed, or did not end in time."""

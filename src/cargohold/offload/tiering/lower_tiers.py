@@ -21,7 +21,6 @@ from collections.abc import Set as AbstractSet
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
-from cargohold.offload.tier.config import WriteMode
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
 from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
@@ -30,19 +29,18 @@ from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.promotions import Promotions
 from cargohold.offload.tiering.task import TierTask
 from cargohold.offload.tiering.tasks import TaskTable
+from cargohold.offload.tiering.upkeep import Upkeep
 from cargohold.protocol import Clock, TransferOutcome
 
 UNKNOWN = 3
 """Nobody has asked the tiers yet: ``LowerTiers.probe`` does. A state beside ``ABSENT``, ``READY`` and ``NOT_YET``."""
 SETTLE_S = 5.0
 """How long an idle engine steps on to have written down what was stored last. What is left then waits for the next steps."""
-
-
 PROGRESS_S = 3.0
 """It does not step on when no job has ended for this time, nor again until one has."""
 
-LOOK_AFTER_S = 600.0
-"""Chunks in use are looked for in each tier as often as that, and written again where they are gone."""
+_HARMLESS = frozenset({JobKind.PROBE, JobKind.TOUCH})
+"""What moves no chunk, and needs not be waited for."""
 
 
 class LowerTiers:
@@ -72,6 +70,7 @@ class LowerTiers:
         self._tasks = TaskTable(clock)
         self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
         self._promotions = Promotions(host, self._tasks, clock, config.restore_timeout_s)
+        self._upkeep = Upkeep(self.tiers, self._tasks)
         self._alarms: list[float] = []
         self._num_changes = 0
         # Until when to step on, and when a job has ended or the first of several was handed out.
@@ -91,7 +90,7 @@ class LowerTiers:
     @property
     def is_idle(self) -> bool:
         """Whether no chunk is on its way or held for somebody. Questions may be open."""
-        return not self._promotions and all(task.kind is JobKind.PROBE for task in self._tasks)
+        return not self._promotions and all(task.kind in _HARMLESS for task in self._tasks)
 
     @property
     def is_settling(self) -> bool:
@@ -175,7 +174,7 @@ class LowerTiers:
             tier.note_used(keys, states)
         if any(tier.backlog for tier in self.tiers):
             self._expect_writes()
-        self._look_after([key for key, state in zip(keys, states, strict=True) if state == READY], keys)
+        self._upkeep.note_used([key for key, state in zip(keys, states, strict=True) if state == READY], keys)
 
     def reset(self) -> None:
         """Forget everything; only while idle. What tiers hold is not found any more: chunks have other names from now on."""
@@ -229,6 +228,7 @@ class LowerTiers:
         for at, tier in enumerate(self.tiers):
             own = [task for task in tasks if task.tier == at]
             assert tier.probing == {k for t in own if t.kind is JobKind.PROBE for k in t.keys}, "asked by nobody"
+            assert tier.touching == {k for t in own if t.kind is JobKind.TOUCH for k in t.keys}, "touched by nobody"
             assert tier.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
             assert len(tier.backlog) <= self._host.capacity, "the backlog is longer than it may be"
         self._promotions.check()
@@ -248,17 +248,6 @@ class LowerTiers:
                 tier.note_stored(key, parents[key])
         self._expect_writes()
 
-    def _look_after(self, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
-        """Ask now and then whether tiers still have what host memory keeps giving back: they see no use of it, and evict it."""
-        for at, tier in enumerate(self.tiers):
-            if tier.options.write_mode is WriteMode.BACK or not tier.is_usable:
-                continue
-            asked = [key for key in tier.presence.not_heard_of(kept, LOOK_AFTER_S) if not tier.is_asked_for(key)]
-            if asked:
-                parents = dict(zip(keys, (None, *keys), strict=False))
-                tier.probing.update(asked)
-                self._tasks.want(TierTask(JobKind.PROBE, at, asked, rewrites={key: parents[key] for key in asked}))
-
     def _expect_writes(self) -> None:
         self._settles_at = self._clock() + SETTLE_S
 
@@ -269,17 +258,15 @@ class LowerTiers:
     def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Draw the consequences of a job's end."""
         task.has_ended = True
-        self._num_changes += 1
+        self._num_changes += task.kind is not JobKind.TOUCH  # which makes no look-up end otherwise
         tier, succeeded = self.tiers[task.tier], task.succeeded(self.config.num_workers)
         match task.kind:
             case JobKind.PROBE:
-                tier.probing.difference_update(task.keys)
-                if task.is_cancelled:
-                    return
-                tier.note_presence(task.keys, succeeded)  # who does not answer does not have it
-                if outcome is TransferOutcome.DONE and task.rewrites:
-                    gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
-                    self._note_new([tier], gone, task.rewrites)
+                self._end_probe(task, tier, succeeded, outcome)
+            case JobKind.TOUCH:
+                tier.touching.difference_update(task.keys)
+                if outcome is TransferOutcome.DONE and not task.is_cancelled:
+                    tier.note_touched(task.keys, succeeded)
             case JobKind.LOAD:
                 self._promotions.end_load(task, succeeded)
                 self._note_loaded(task, succeeded)
@@ -290,13 +277,20 @@ class LowerTiers:
             case JobKind.STORE:
                 assert task.pins is not None
                 task.pins.release()
-                tier.end_writing(task.keys)
-                tier.stats["stored_chunks"] += sum(succeeded)
-                tier.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
+                tier.end_writing(task.keys, succeeded)
                 if outcome is TransferOutcome.DONE:
                     tier.note_presence(task.keys, succeeded)
             case JobKind.REMOVE:
                 raise AssertionError("nobody removes")
+
+    def _end_probe(self, task: TierTask, tier: LowerTier, succeeded: Sequence[bool], outcome: TransferOutcome) -> None:
+        tier.probing.difference_update(task.keys)
+        if task.is_cancelled:
+            return
+        tier.note_presence(task.keys, succeeded)  # who does not answer does not have it
+        if outcome is TransferOutcome.DONE and task.rewrites:
+            gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
+            self._note_new([tier], gone, task.rewrites)
 
     def _note_loaded(self, task: TierTask, succeeded: Sequence[bool]) -> None:
         tier, promotion = self.tiers[task.tier], task.promotion
@@ -316,8 +310,8 @@ class LowerTiers:
     def _judge(self, task: TierTask, outcome: TransferOutcome) -> None:
         """What a job's end says of the tier's health."""
         tier = self.tiers[task.tier]
-        if task.is_late:
-            return  # it was blamed for that
+        if task.is_late or task.kind is JobKind.TOUCH:
+            return  # it was blamed for that; a touch proves nothing
         if outcome is TransferOutcome.DONE:
             tier.breaker.note_success()
         elif task.is_cancelled:
