@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,22 @@ def test_it_shows_that_answers_are_the_same_and_come_sooner(cargohold: Command, 
     rows = [line.split() for line in result.out.splitlines() if line.startswith(("harbour", "bakery"))]
     assert [(row[1], row[-1]) for row in rows] == [("1", "yes"), ("1", "yes"), ("2", "yes"), ("2", "yes")]
     assert [row[3] == "0" for row in rows] == [True, True, False, False], "restored on the second visit only"
+
+
+def test_the_second_run_finds_on_the_disk_what_the_first_has_left(
+    cargohold: Command, chat_model: str, tmp_path: Path
+) -> None:
+    first, second = (
+        demo(cargohold, chat_model, "--num-device-blocks", "300", "--disk-dir", str(tmp_path)) for _ in range(2)
+    )
+    for result in (first, second):
+        assert result.status == 0, result.err
+        assert json.loads(result.out.splitlines()[-1])["identical"] is True
+    sources = [
+        [line.split()[4] for line in result.out.splitlines() if line.startswith("harbour")]
+        for result in (first, second)
+    ]
+    assert sources[0][0] != "disk" and sources[1][0] == "disk", "a first visit that is none"
 
 
 def test_it_fails_if_an_answer_differs(cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

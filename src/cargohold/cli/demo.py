@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -22,6 +22,9 @@ from cargohold.engine.model.source import SMOLLM2
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.llm import LLM
+from cargohold.offload.tier import DiskTierConfig
+
+_DISK_BYTES: Final = "4GiB"
 
 
 @app.command()
@@ -33,12 +36,19 @@ def demo(
         int, typer.Option("--num-device-blocks", help="Device pool: too small for two conversations.")
     ] = 192,
     host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
+    disk_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--disk-dir", help=f"Keep KV in this directory too, {_DISK_BYTES} at most: the next run finds it."
+        ),
+    ] = None,
     tensor_parallel_size: Annotated[
         int, typer.Option("--tensor-parallel-size", min=1, help="Split the model over so many worker processes.")
     ] = 1,
 ) -> None:
     """Show what offloading does for conversations that come back: same answers, first token much sooner."""
-    offload = OffloadConfig(host_bytes=host_bytes)  # what it refuses is refused before minutes are spent
+    tiers = () if disk_dir is None else (DiskTierConfig(directory=disk_dir, max_bytes=_DISK_BYTES),)
+    offload = OffloadConfig(host_bytes=host_bytes, tiers=tiers)  # what it refuses is refused before minutes are spent
     conversations = load_conversations(turns)
     out = Console()
     out.print(

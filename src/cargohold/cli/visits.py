@@ -127,13 +127,19 @@ def table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
             a.conversation,
             str(a.turn + 1),
             f"{a.metrics.prompt_tokens:,}",
-            f"{sum(b.metrics.restored_tokens.values()):,}",
+            _restored(b.metrics),
             f"{a.metrics.ttft_s:.2f} s",
             f"{b.metrics.ttft_s:.2f} s",
             "yes" if same else "NO",
             style=None if same else "red",
         )
     return rows
+
+
+def _restored(metrics: RequestMetrics) -> str:
+    """How many tokens, and from where if not all are from the tier that is always there."""
+    below = [tier for tier in ("disk", "shared") if metrics.restored_tokens.get(tier)]
+    return " ".join([f"{sum(metrics.restored_tokens.values()):,}", *below])
 
 
 def progress() -> Progress:

@@ -119,8 +119,8 @@ class LowerTier:
     def note_touched(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """It was told of the use of these chunks, and has said which it has.
 
-        Those that are gone stay what they were, to be looked for and written again in their time: at once would wear a disk that
-        is smaller than what is in use.
+        Those that are gone stay what they were, to be looked for and written again in their time: at once would wear a disk
+        that is smaller than what is in use.
         """
         there = [key for key, is_there in zip(keys, are_there, strict=True) if is_there]
         self.presence.note(there, [True] * len(there))
