@@ -34,8 +34,8 @@ class Workload:
     question_tokens: int = 32
     answer_tokens: int = 16
     revisits: int = 3
-    bursts: int = 8
-    burst_prompts: int = 3
+    bursts: int = 12
+    burst_prompts: int = 2
 
     @property
     def longest(self) -> int:
