@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.offload.manager import CannotStore, LoadHandle, StoreHandle, make_manager
+from cargohold.offload.manager import CannotStore, ChunksStored, LoadHandle, StoreHandle, make_manager
 from cargohold.offload.tier import BreakerState, JobKind
 from cargohold.offload.tiering import (
     UNKNOWN,
@@ -333,11 +333,43 @@ def test_events_tell_what_is_known_of_a_tier() -> None:
     world.end(load, [True, False])
     assert isinstance(promotion, Promotion)
     promotion.release()
-    known: set[bytes] = set()
+    assert follow(world, set()) == {KEYS[0], KEYS[2], KEYS[3]}
+
+
+def follow(world: World, known: set[bytes]) -> set[bytes]:
+    """An index that was built from events, with what became of it since."""
     for event in world.lower.tiers[0].take_events():
-        change = known.update if type(event).__name__ == "ChunksStored" else known.difference_update
-        change(event.keys)
-    assert known == {KEYS[0], KEYS[2], KEYS[3]}
+        known = known.union(event.keys) if isinstance(event, ChunksStored) else known.difference(event.keys)
+    return known
+
+
+def test_what_a_tier_holds_that_is_left_alone_is_announced_as_gone_and_again_when_it_is_found() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:4])
+    known = follow(world, set())
+    assert known == set(KEYS[:4])
+    for at in range(3):
+        assert known == set(KEYS[:4]), "a failure is not the end"
+        world.lower.probe([KEYS[5 + at]])
+        (probe,) = world.step()
+        world.end(probe, [False], TransferOutcome.FAILED)
+        known = follow(world, known)
+    assert known == set(), "nobody can load anything from it"
+    for cooldown in (11, 120):  # it stays away
+        world.clock.advance(cooldown)
+        world.lower.probe(KEYS[:2])
+        (probe,) = world.step()
+        world.end(probe, [False] * 2, TransferOutcome.ABANDONED)
+        known = follow(world, known)
+        assert known == set()
+    world.clock.advance(120)
+    world.lower.probe(KEYS[:2])
+    (probe,) = world.step()
+    world.end(probe, [True, False])
+    world.manager.touch(KEYS[:4])
+    (touch,) = (command for command in world.step() if command.kind is JobKind.TOUCH)
+    world.end(touch, [key in {KEYS[0], KEYS[3]} for key in touch.keys])
+    assert follow(world, known) == {KEYS[0], KEYS[3]}, "of what is asked for, what is there"
 
 
 class Traffic:

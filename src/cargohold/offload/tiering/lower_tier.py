@@ -112,9 +112,7 @@ class LowerTier:
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """The tier has said whether it has these chunks."""
         self.presence.note(keys, are_there)
-        if self._announced is not None:
-            self._announce([key for key, is_there in zip(keys, are_there, strict=True) if is_there], ChunksStored)
-            self._announce([key for key, is_there in zip(keys, are_there, strict=True) if not is_there], ChunksRemoved)
+        self._announce_presence(keys, are_there)
 
     def note_touched(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """It was told of the use of these chunks, and has said which it has.
@@ -124,9 +122,7 @@ class LowerTier:
         """
         there = [key for key, is_there in zip(keys, are_there, strict=True) if is_there]
         self.presence.note(there, [True] * len(there))
-        if self._announced is not None:
-            found = set(there)
-            self._announce([key for key in keys if key not in found], ChunksRemoved)
+        self._announce_presence(keys, are_there)
 
     def take_events(self) -> list[ManagerEvent]:
         """What became known of the tier's contents since the last call, in order."""
@@ -153,14 +149,25 @@ class LowerTier:
         self.stats["failures"] += 1
         if self.breaker.note_failure():
             logger.warning("tier %s is left alone for a while: %s", self.name, reason)
+            # Nobody can load it now. What is still there when the tier is back is announced again when it is found.
+            self._withdraw()
 
     def clear(self) -> None:
         """Host memory was emptied, and what the tier holds must not be found any more."""
         self.presence.clear()
         self.backlog.clear()
         self._seen.clear()
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Nothing of what was announced can be found any more."""
         if self._announced:
             self._announce(list(self._announced), ChunksRemoved)
+
+    def _announce_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
+        if self._announced is not None:
+            self._announce([key for key, is_there in zip(keys, are_there, strict=True) if is_there], ChunksStored)
+            self._announce([key for key, is_there in zip(keys, are_there, strict=True) if not is_there], ChunksRemoved)
 
     def _announce(self, keys: Sequence[OffloadKey], kind: type[ChunksStored | ChunksRemoved]) -> None:
         assert self._announced is not None
