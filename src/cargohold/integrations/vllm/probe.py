@@ -16,6 +16,8 @@ from cargohold.integrations.vllm.signatures import changed_hooks, refused_call
 
 OLDEST: Final = (0, 28)
 NEWEST: Final = (0, 32)
+SCHEDULER_ONLY: Final = ((0, 33),)
+"""Versions of which the scheduler's side alone was tested, for want of a build for CPUs."""
 
 _POOL = ("blocks", "free_block_queue", "hash_block_size")
 _POOL_CALLS = {"touch": 1, "free_blocks": 1}
@@ -50,12 +52,20 @@ _EVENTS = {
 
 
 def version_warning() -> str | None:
-    """A sentence about a version outside the tested range; ``None`` inside it."""
-    match = re.match(r"(\d+)\.(\d+)", compat.VLLM_VERSION)
-    if match is not None and OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
+    """A sentence about a version that was not tested, or not wholly; ``None`` for those that were."""
+    version = vllm_version()
+    if version is not None and OLDEST <= version <= NEWEST:
         return None
+    if version in SCHEDULER_ONLY:
+        return f"of vLLM {compat.VLLM_VERSION} only the scheduler's side was tested"
     tested = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
     return f"vLLM {compat.VLLM_VERSION} is outside the range that was tested, {tested}"
+
+
+def vllm_version() -> tuple[int, int] | None:
+    """The first two numbers of vLLM's version; ``None`` if it has none."""
+    match = re.match(r"(\d+)\.(\d+)", compat.VLLM_VERSION)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def missing_from_vllm(connector: type) -> list[str]:
