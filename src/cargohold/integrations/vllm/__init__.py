@@ -16,6 +16,7 @@ entry point in ``plugin``.
     layout      vLLM's KV-cache configuration as our layout, or why it cannot be served
     regions     the paged KV's tensors as plain bytes
     blocks      vLLM's block pool as a scheduler context
+    room        whether there is room for another load
     step        vLLM's scheduler output as a step
     messages    what travels between scheduler and workers
     scheduler   scheduler side

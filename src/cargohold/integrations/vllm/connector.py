@@ -22,6 +22,7 @@ from cargohold.integrations.vllm.layout import (
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats, for_vllm
 from cargohold.integrations.vllm.report import start_report
+from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.settings import REFUSE, Settings
 from cargohold.integrations.vllm.signatures import waived_demands
@@ -292,7 +293,12 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         timeout_s = self._settings.adapter.load_timeout_s
-        self._scheduler = SchedulerSide(inner, layout, pool, tables, clock=environment.clock, load_timeout_s=timeout_s)
+        # Before 0.32 vLLM does not say; two steps in flight are the most there are without pipeline parallelism.
+        in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
+        room = LoadRoom(pool, layout.groups, tables, int(in_flight))
+        self._scheduler = SchedulerSide(
+            inner, layout, pool, tables, room, clock=environment.clock, load_timeout_s=timeout_s
+        )
         for line in start_report(layout, self._settings.offload):
             logger.info("%s", line)
 

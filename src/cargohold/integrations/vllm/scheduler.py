@@ -11,6 +11,7 @@ from cargohold.errors import ContractError, RequestError
 from cargohold.integrations.vllm import probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
+from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.integrations.vllm.step import Step
 from cargohold.protocol import (
     NULL_BLOCK_ID,
@@ -38,6 +39,7 @@ class SchedulerSide:
         layout: the paged KV.
         pool: vLLM's block pool.
         tables: the requests' block tables.
+        room: says whether there is room for a load.
         clock: monotonic time in seconds.
         load_timeout_s: a connector that keeps a request waiting for longer is turned off.
     """
@@ -48,6 +50,7 @@ class SchedulerSide:
         layout: KVCacheLayout,
         pool: Any,
         tables: BlockTables,
+        room: LoadRoom,
         *,
         clock: Callable[[], float],
         load_timeout_s: float,
@@ -55,6 +58,7 @@ class SchedulerSide:
         self.guard = ConnectorGuard(inner, layout.num_blocks)
         self.layout = layout
         self._tables = tables
+        self._room = room
         self._clock = clock
         self._timeout_s = load_timeout_s
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
@@ -63,6 +67,8 @@ class SchedulerSide:
         # Loads in flight, and requests told to ask again, with the time since when; the oldest first.
         self._loading: dict[str, float] = {}
         self._deferred: dict[str, float] = {}
+        # Requests that were given blocks for a load and have not run since.
+        self._parked: dict[str, Any] = {}
         # Requests whose load failed: asking again might fail again, for ever.
         self._failed: set[str] = set()
         # Tokens on the device when the connector was last asked, for those it has something for.
@@ -102,6 +108,7 @@ class SchedulerSide:
         if isinstance(self._tables, NotedTables):
             self._tables.forget(request_id)
         self._failed.discard(request_id)
+        self._parked.pop(request_id, None)
         self._deferred.pop(request_id, None)
         self._num_computed.pop(request_id, None)
         self._admitted.discard(request_id)
@@ -133,6 +140,8 @@ class SchedulerSide:
         if num_tokens and not is_async:
             self.guard.break_off("wants to load within a step, which the adapter for vLLM does not carry")
             return 0, False
+        if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._parked.values()):
+            return None, False  # as long as vLLM keeps the others waiting, however long that is
         return num_tokens, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -150,6 +159,7 @@ class SchedulerSide:
             self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
         if num_external_tokens:
             self._loading[request_id] = self._clock()
+            self._parked[request_id] = request
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
         self.guard.update_state_after_alloc(request, tables, num_external_tokens)
 
@@ -157,6 +167,9 @@ class SchedulerSide:
         """This step's message to the workers."""
         self._check_deadlines()
         self._apply_report()
+        if self._parked:
+            for request_id in output.num_scheduled_tokens:
+                self._parked.pop(request_id, None)
         inner = self.guard.build_connector_meta(Step(output, self._requests, self.layout, self._tables))
         new_loads, self._new_loads = self._new_loads, {}
         new_sends, self._new_sends = tuple(self._new_sends), []
@@ -169,6 +182,8 @@ class SchedulerSide:
         ranks = range(self.layout.world_size)
         for rank, report in sorted(message.reports.items()):
             self._failed |= report.failed_loads & self._requests.keys()
+            for request_id in report.failed_loads:
+                self._parked.pop(request_id, None)  # gives its blocks back before it asks for others
             if report.error is not None:
                 self.guard.break_off(report.error)
             if report.stopped:

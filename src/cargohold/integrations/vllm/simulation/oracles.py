@@ -39,6 +39,7 @@ class BridgeOracle(Oracle):
             "the adapter waits for loads": side._loading,
             "the adapter waits for look-ups": side._deferred,
             "the adapter remembers failed loads": side._failed,
+            "the adapter remembers loads": side._parked,
             "the adapter remembers hits": side._num_computed,
             "the adapter remembers admissions": side._admitted,
         }

@@ -1,0 +1,74 @@
+"""Room for loads: no two loaded requests may wait for each other's blocks for ever.
+
+A request whose load has been given blocks keeps them until it has run; vLLM preempts only what runs. So it admits another load
+only if what the earlier ones still need stays free. Where a group forgets the past, it counts too little: from the most
+blocks that a request holds at a time it takes away the length of its table, forgotten blocks included::
+
+    window of 16, blocks of 4, load of 64 tokens, 128 in all      at most 8 blocks at a time, 4 of them held
+    table   |  |  |  |  |  |  |  |  |  |  |  |  |##|##|##|##|     16 long: 8 - 16 < 0, so nothing is reserved
+
+Two such requests can then fill the pool, and neither of them has room for its next tokens. Here blocks are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cargohold.integrations.vllm.blocks import BlockTables
+from cargohold.protocol import AttentionKind, KVCacheGroup
+
+_FORGETTING = (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
+
+
+class LoadRoom:
+    """Whether the pool has room for another load.
+
+    Args:
+        pool: vLLM's block pool.
+        groups: the KV-cache groups.
+        tables: the requests' block tables.
+        max_in_flight_tokens: tokens that vLLM schedules at most before it frees what they make superfluous.
+    """
+
+    def __init__(
+        self, pool: Any, groups: Sequence[KVCacheGroup], tables: BlockTables, max_in_flight_tokens: int
+    ) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._tables = tables
+        self._max_in_flight_tokens = max_in_flight_tokens
+        self._counts_too_little = any(group.kind in _FORGETTING for group in groups)
+
+    def admits(self, num_tokens: int, parked: Iterable[Any]) -> bool:
+        """Whether a load can have its blocks without any of ``parked`` being short of them.
+
+        Args:
+            num_tokens: tokens that will be on the device after the load.
+            parked: requests that were given blocks for a load, and have not run since.
+        """
+        if not self._counts_too_little:
+            return True
+        needed = [self._num_needed(request) for request in parked]
+        if not needed:
+            return True
+        taken = sum(
+            -(-num_tokens // group.block_tokens) - group.num_skipped_tokens(num_tokens) // group.block_tokens
+            for group in self._groups
+        )
+        return taken + sum(needed) <= int(self._pool.get_num_free_blocks())
+
+    def _num_needed(self, request: Any) -> int:
+        """Blocks that a parked request will want beyond those it holds."""
+        tables = self._tables.blocks(request.request_id)
+        return sum(
+            max(self._max_held(group, request.num_tokens) - sum(not block.is_null for block in table), 0)
+            for group, table in zip(self._groups, tables, strict=True)
+        )
+
+    def _max_held(self, group: KVCacheGroup, num_tokens: int) -> int:
+        """Blocks that a request holds at most at a time until its prompt is computed."""
+        all_blocks = -(-num_tokens // group.block_tokens)
+        if group.window_tokens is None:
+            return all_blocks
+        return min(all_blocks, -(-(group.window_tokens + self._max_in_flight_tokens) // group.block_tokens) + 1)
