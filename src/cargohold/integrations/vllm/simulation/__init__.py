@@ -9,6 +9,9 @@ go wrong are the simulation's. ``cargohold simulate --engine vllm`` plays it.
     published      KV events as vLLM publishes them
     runner         the fingerprint model in vLLM's order of things
     worker         one rank: a fingerprint model and the adapter's worker side
+    requests       requests as vLLM has them, and as far as their clients know
+    reports        what workers report, as vLLM carries it and as the simulation reads it
+    repeatable     vLLM's schedulers, the same in every process
     views          vLLM's scheduler and pool, as the oracles look at an engine
     engine         all of it, stepped as vLLM's engine core does
     oracles        what must hold in vLLM and in the adapter
