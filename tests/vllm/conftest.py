@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,10 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+# Drawn here, before there are several processes for tests, which must all have the same.
+os.environ.setdefault("CARGOHOLD_VLLM_SEED", str(random.SystemRandom().randrange(10**9)))
 
 
 @pytest.fixture(scope="session")

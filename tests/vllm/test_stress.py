@@ -1,7 +1,7 @@
 """Random traffic on a tiny device pool, against the same requests without a connector; also with faults in every transfer.
 
-Fresh seeds are drawn for each run and named in the test's id; CARGOHOLD_VLLM_SEED repeats one, CARGOHOLD_VLLM_ROUNDS says how
-many tests draw some, for longer runs by hand.
+Fresh seeds are drawn by ``conftest`` and named in the tests' ids; CARGOHOLD_VLLM_SEED repeats one, CARGOHOLD_VLLM_ROUNDS says
+how many tests draw some, for longer runs by hand.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONNECTORS: dict[str, dict[str, Any]] = {
     "composed": COMPOSED,
 }
 FIXED = (1, 2, 3, 4)
-FRESH = int(os.environ.get("CARGOHOLD_VLLM_SEED") or random.SystemRandom().randrange(10**9))
+FRESH = int(os.environ["CARGOHOLD_VLLM_SEED"])
 ROUNDS = int(os.environ.get("CARGOHOLD_VLLM_ROUNDS") or 1)
 SEEDS = {"fixed": FIXED} | {f"fresh-{seed}": (seed, seed + 1) for seed in range(FRESH, FRESH + 2 * ROUNDS, 2)}
 
