@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -145,3 +146,8 @@ def test_every_mutant_is_caught(mutant: Mutant, monkeypatch: Patch) -> None:
 def test_without_mutants_nothing_is_caught() -> None:
     recipe = VllmRecipe("shared-prefix", "eager", frozenset())
     assert [play_seed(recipe, seed).failure for seed in range(5)] == [None] * 5
+
+
+def test_every_mutant_is_named_in_the_document() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "simulation.md").read_text(encoding="utf-8").split())
+    assert [mutant.what for mutant in MUTANTS if mutant.what not in text] == []
