@@ -300,6 +300,28 @@ def test_a_touch_is_no_trial_and_proves_nothing() -> None:
         assert setup.state() is TierState.TRYING
 
 
+def test_a_probe_answered_from_an_index_is_no_trial_either() -> None:
+    trouble = ["gone"]
+
+    def fault(operation: str) -> str | None:
+        return trouble[0] if trouble and operation == "load" else None
+
+    tier = faulty(fault)
+    tier.has_index = True
+    with queue_on(tier, QueueConfig(breaker=BreakerConfig(failures_to_open=2))) as setup:
+        for _ in range(2):
+            assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
+            assert setup.run(JobKind.LOAD, [b"a"], [chunk(1)]).status is JobStatus.FAILED
+        assert setup.state() is TierState.RESTING, "two failures in a row, for probes do not count"
+        assert not setup.submit(JobKind.PROBE, [b"a"])
+        setup.clock.advance(1.0)
+        assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE, "or no load would ever be tried"
+        assert setup.state() is TierState.TRYING
+        trouble.clear()
+        assert setup.run(JobKind.LOAD, [b"a"], [chunk(1)]).status is JobStatus.DONE
+        assert setup.state() is TierState.ON
+
+
 def test_one_trial_at_a_time() -> None:
     gate = Gate("probe")
     trouble: list[str | None] = ["gone"]

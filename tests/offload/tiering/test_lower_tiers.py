@@ -44,6 +44,7 @@ class World:
         max_inflight_chunks: int = 64,
         max_daily_chunks: int | None = None,
         admission: Admission = Admission.ALL,
+        has_index: bool = True,
     ) -> None:
         self.clock = VirtualClock()
         self.host = make_manager("lru", capacity)
@@ -55,6 +56,7 @@ class World:
                     admission=admission,
                     max_inflight_chunks=max_inflight_chunks,
                     max_daily_chunks=max_daily_chunks,
+                    has_index=has_index,
                 )
                 for at in range(num_tiers)
             ],
@@ -366,10 +368,14 @@ def test_what_a_tier_holds_that_is_left_alone_is_announced_as_gone_and_again_whe
     world.lower.probe(KEYS[:2])
     (probe,) = world.step()
     world.end(probe, [True, False])
+    assert breaker_state(world) is BreakerState.HALF_OPEN, "it may have answered from memory"
+    written(world, KEYS[8:9])
+    assert breaker_state(world) is BreakerState.CLOSED
+    known.add(KEYS[8])
     world.manager.touch(KEYS[:4])
     (touch,) = (command for command in world.step() if command.kind is JobKind.TOUCH)
     world.end(touch, [key in {KEYS[0], KEYS[3]} for key in touch.keys])
-    assert follow(world, known) == {KEYS[0], KEYS[3]}, "of what is asked for, what is there"
+    assert follow(world, known) == {KEYS[0], KEYS[3], KEYS[8]}, "of what is asked for, what is there"
 
 
 class Traffic:
@@ -622,7 +628,7 @@ def test_a_touch_neither_tries_nor_blames_a_tier() -> None:
 
 
 def test_while_one_job_finds_out_whether_a_tier_is_back_nobody_else_waits_for_it() -> None:
-    world = World()
+    world = World(has_index=False)
     for at in range(3):
         world.lower.probe([KEYS[at]])
         (probe,) = world.step()
@@ -636,6 +642,30 @@ def test_while_one_job_finds_out_whether_a_tier_is_back_nobody_else_waits_for_it
     assert list(world.lower.lookup(KEYS[6:8])) == [ABSENT, ABSENT]
     world.end(probe, [True])
     assert list(world.lower.lookup(KEYS[5:7])) == [READY, UNKNOWN], "what was not asked is not known"
+
+
+def test_a_tier_that_answers_from_memory_is_tried_by_loads() -> None:
+    """Else a dead disk would be taken for alive with every probe, and cost a deadline of loads each time."""
+    world = World()
+    for at in range(3):
+        world.lower.probe([KEYS[at]])
+        (probe,) = world.step()
+        world.end(probe, [False], TransferOutcome.FAILED)
+    cooldown = 1.0
+    for key in KEYS[4:7]:
+        world.clock.advance(cooldown - 0.1)
+        assert breaker_state(world) is BreakerState.OPEN, "one load was enough, and the pauses get longer"
+        world.clock.advance(0.1)
+        world.lower.probe([key])
+        (probe,) = world.step()
+        world.end(probe, [True])
+        assert breaker_state(world) is BreakerState.HALF_OPEN
+        promotion = world.lower.promote([Chain(0, [key], None)], ())
+        assert not isinstance(promotion, CannotStore)
+        (load,) = world.step()
+        world.end(load, [False], TransferOutcome.FAILED)
+        promotion.release()
+        cooldown *= 2
 
 
 def test_what_was_known_may_grow_old_between_two_questions() -> None:

@@ -70,6 +70,6 @@ def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
         admission=Admission(tier.admission),
         write_mode=WriteMode(tier.write),
         max_daily_chunks=None if daily_bytes is None else daily_bytes // chunk_bytes,
-        tracks_use=isinstance(tier, DiskTierConfig),
+        has_index=isinstance(tier, DiskTierConfig),
         max_inflight_chunks=max(1, MAX_INFLIGHT_BYTES // chunk_bytes),
     )

@@ -63,10 +63,12 @@ class Tier(ABC):
     Attributes:
         name: what users call it: ``disk``, ``shared``.
         chunk_bytes: bytes of the largest chunk.
+        has_index: whether it knows by itself what it holds. Then an answer to a probe says nothing of the medium.
     """
 
     name: str
     chunk_bytes: int
+    has_index: bool = False
 
     @abstractmethod
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:

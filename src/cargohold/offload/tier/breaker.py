@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cargohold.errors import ConfigError
+from cargohold.offload.tier.jobs import JobKind
 from cargohold.protocol import Clock
 
 
@@ -76,6 +77,14 @@ class CircuitBreaker:
         """Whether a job would be let through."""
         state = self.state
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._has_trial)
+
+    def may_ask(self, kind: JobKind) -> bool:
+        """Whether a job that does not reach the medium is let through. None of the ``note_*`` methods must follow for it.
+
+        While a trial is awaited, a tier is asked what it has, or no load would ever be the trial; there is no use in telling
+        it what was used.
+        """
+        return self.state is BreakerState.CLOSED or (kind is JobKind.PROBE and self.would_admit())
 
     def admit(self) -> bool:
         """Let a job through if the state allows; exactly one of the ``note_*`` methods must follow for it."""

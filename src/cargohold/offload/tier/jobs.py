@@ -22,6 +22,16 @@ class JobKind(Enum):
     """A request used these chunks, which it had from elsewhere. Also says which of them are there."""
 
 
+def reaches_medium(kind: JobKind, *, has_index: bool) -> bool:
+    """Whether carrying out such a job shows that the medium lives; if not, it is no trial of one that failed.
+
+    Args:
+        kind: what the job does.
+        has_index: whether the tier knows by itself what it holds.
+    """
+    return kind is not JobKind.TOUCH and not (has_index and kind is JobKind.PROBE)
+
+
 class JobStatus(Enum):
     """How a job ended."""
 

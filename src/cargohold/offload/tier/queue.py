@@ -20,7 +20,7 @@ from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.breaker import BreakerState, CircuitBreaker
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
 from cargohold.offload.tier.io_thread import IoThread
-from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult
+from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult, reaches_medium
 from cargohold.offload.tier.ledger import URGENT, JobLedger, LiveJob, Piece
 from cargohold.protocol import Clock
 
@@ -81,7 +81,8 @@ class TierQueue:
         """End a job, if it has not ended yet; nobody waits for it any more."""
         with self._changed:
             live = self._ledger.find(job_id)
-            if live is not None and self._ledger.end(live, JobStatus.CANCELLED):
+            is_ended = live is not None and self._ledger.end(live, JobStatus.CANCELLED)
+            if live is not None and is_ended and self._reaches_medium(live.job.kind):
                 self._breaker.note_cancelled()
 
     @property
@@ -149,7 +150,7 @@ class TierQueue:
         with self._changed:
             self._totals.count(piece, answers, duration_s)
             if self._ledger.answer(piece, answers):
-                if piece.kind is not JobKind.TOUCH:
+                if self._reaches_medium(piece.kind):
                     self._breaker.note_success()
                 self._changed.notify_all()
 
@@ -161,10 +162,11 @@ class TierQueue:
     # --- under the lock -----------------------------------------------------------------------------------------------
 
     def _may_pass(self, job: TierJob) -> bool:
-        """Whether the breaker lets a job through. A touch may not even reach the medium: it is no trial, and proves nothing."""
-        if job.kind is JobKind.TOUCH:
-            return self._breaker.state is BreakerState.CLOSED
-        return self._breaker.admit()
+        """Whether the breaker lets a job through."""
+        return self._breaker.admit() if self._reaches_medium(job.kind) else self._breaker.may_ask(job.kind)
+
+    def _reaches_medium(self, kind: JobKind) -> bool:
+        return reaches_medium(kind, has_index=self.tier.has_index)
 
     def _is_full(self, job: TierJob) -> bool:
         is_urgent = job.kind in URGENT

@@ -26,6 +26,7 @@ class WrappedTier(Tier):
         self.inner = inner
         self.name = inner.name
         self.chunk_bytes = inner.chunk_bytes
+        self.has_index = inner.has_index
 
     def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
         """Carry out a call.

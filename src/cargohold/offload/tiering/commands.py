@@ -18,7 +18,8 @@ class TierOptions:
         admission: which chunks are written to it.
         write_mode: when.
         max_daily_chunks: how many are written in a day at most; ``None`` for no limit.
-        tracks_use: whether it wants to hear of the use of chunks that host memory gives back: its own policy then keeps them.
+        has_index: whether it knows by itself what it holds: being asked says nothing of its medium, and being told of the use
+            of chunks that host memory gives back makes its policy keep them.
         max_inflight_chunks: chunks that are being written at the same time; each keeps its slot in host memory meanwhile.
     """
 
@@ -26,7 +27,7 @@ class TierOptions:
     admission: Admission = Admission.ALL
     write_mode: WriteMode = WriteMode.THROUGH
     max_daily_chunks: int | None = None
-    tracks_use: bool = True
+    has_index: bool = True
     max_inflight_chunks: int = 64
 
 

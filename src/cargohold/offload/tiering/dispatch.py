@@ -9,7 +9,6 @@ from hashlib import blake2b
 
 from cargohold.blocks import READY
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
-from cargohold.offload.tier.breaker import BreakerState
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig
 from cargohold.offload.tiering.lower_tier import LowerTier
@@ -75,9 +74,8 @@ class Dispatch:
         self._epoch = self._new_epoch()
 
     def _may_go(self, task: TierTask) -> bool:
-        breaker = self._tiers[task.tier].breaker
-        # A touch is no trial of a tier that failed.
-        return breaker.state is BreakerState.CLOSED if task.kind is JobKind.TOUCH else breaker.admit()
+        tier = self._tiers[task.tier]
+        return tier.breaker.admit() if tier.is_tried_by(task.kind) else tier.breaker.may_ask(task.kind)
 
     def _is_writable(self, tier: LowerTier, key: OffloadKey) -> bool:
         return tier.is_wanted(key) and self._host.lookup([key])[0] == READY

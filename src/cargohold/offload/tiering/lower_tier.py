@@ -10,6 +10,7 @@ from cargohold.blocks import READY
 from cargohold.offload.manager.base import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
 from cargohold.offload.tier.breaker import BreakerConfig, CircuitBreaker
 from cargohold.offload.tier.config import Admission, WriteMode
+from cargohold.offload.tier.jobs import JobKind, reaches_medium
 from cargohold.offload.tiering.allowance import Allowance
 from cargohold.offload.tiering.backlog import Backlog
 from cargohold.offload.tiering.commands import TieringConfig, TierOptions
@@ -74,6 +75,10 @@ class LowerTier:
     def is_usable(self) -> bool:
         """Whether it takes jobs: not while it is left alone because it kept failing, or one job is finding out."""
         return self.breaker.would_admit()
+
+    def is_tried_by(self, kind: JobKind) -> bool:
+        """Whether a job shows that the medium lives."""
+        return reaches_medium(kind, has_index=self.options.has_index)
 
     def is_wanted(self, key: OffloadKey) -> bool:
         """Whether a chunk would have to be written. Where it was, it is taken to be still: others look after that."""

@@ -311,11 +311,14 @@ class LowerTiers:
         """What a job's end says of the tier's health."""
         tier = self.tiers[task.tier]
         if task.is_late or task.kind is JobKind.TOUCH:
-            return  # it was blamed for that; a touch proves nothing
+            return  # it was blamed for that; a touch blames nobody
+        is_trial = tier.is_tried_by(task.kind)
         if outcome is TransferOutcome.DONE:
-            tier.breaker.note_success()
+            if is_trial:
+                tier.breaker.note_success()
         elif task.is_cancelled:
-            tier.breaker.note_cancelled()
+            if is_trial:
+                tier.breaker.note_cancelled()
         else:
             how = "failed" if outcome is TransferOutcome.FAILED else "was not carried out"
             tier.blame(f"a {task.kind.value} of {len(task.keys)} chunks {how}")

@@ -35,7 +35,7 @@ class Upkeep:
             if tier.is_usable:
                 if tier.options.write_mode is not WriteMode.BACK:
                     self._look_after(at, tier, kept, keys)
-                if tier.options.tracks_use:
+                if tier.options.has_index:
                     self._tell(at, tier, kept)
 
     def _look_after(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:

@@ -53,6 +53,8 @@ class DiskTier(Tier):
         ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
     """
 
+    has_index = True
+
     def __init__(self, config: DiskTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
         self.name = "disk"
         self.chunk_bytes = chunk_bytes
