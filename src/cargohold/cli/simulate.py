@@ -149,8 +149,12 @@ def _recipe_class(engine: str) -> type[Recipe]:
         raise ConfigError("engine", engine, f"{OWN} or {VLLM}")
     if find_spec("vllm") is None:
         raise ConfigError("engine", engine, "vLLM is not installed in this environment; cargohold[vllm] brings it")
-    from cargohold.integrations.vllm.simulation.recipe import VllmRecipe  # noqa: PLC0415  # takes seconds
-
+    try:
+        from cargohold.integrations.vllm.simulation.recipe import VllmRecipe  # noqa: PLC0415  # takes seconds
+    except ImportError as error:
+        raise ConfigError(
+            "engine", engine, f"this follows the inside of vLLM 0.32, and that is another: {error}"
+        ) from error
     return VllmRecipe
 
 
