@@ -75,6 +75,15 @@ def test_neighbours_become_one_region() -> None:
     assert len(regions_of(keys_and_values_first()[0], NUM_BLOCKS)) == 6
 
 
+def test_regions_come_in_the_order_of_layers_wherever_these_lie() -> None:
+    layers = [torch.zeros(NUM_BLOCKS, 8) for _ in range(4)]
+    for order in (layers, layers[::-1]):
+        regions = regions_of({f"layer{at}": layer for at, layer in enumerate(order)}, NUM_BLOCKS)
+        for at, (layer, region) in enumerate(zip(order, regions, strict=True)):
+            layer.fill_(at + 1)
+            assert region.view(torch.float32).eq(at + 1).all()
+
+
 def test_a_tensor_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="does not say where its 5 blocks are"):
         regions_of({"layer": torch.zeros(3, 7)}, NUM_BLOCKS)

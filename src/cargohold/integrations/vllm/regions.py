@@ -26,7 +26,8 @@ class Piece:
     """Where a contiguous part of every block lies.
 
     Attributes:
-        storage: address of the allocation.
+        storage: which allocation, counted in the order of layers. Addresses would say it too, but in another order after a
+            restart, when a tier's chunks are read again.
         block_stride: bytes from one block to the next.
         offset: byte in the allocation where block 0's part starts.
         width: its bytes.
@@ -44,7 +45,7 @@ class Piece:
 
 
 def regions_of(kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tensor]:
-    """Two-dimensional ``uint8`` views of shape ``(num_blocks, width)`` that together hold every block.
+    """Two-dimensional ``uint8`` views of shape ``(num_blocks, width)`` that together hold every block, in an order that lasts.
 
     Args:
         kv_caches: what vLLM registers: per layer a tensor, or several for layers with several states.
@@ -54,9 +55,11 @@ def regions_of(kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tens
         ValueError: a tensor has no dimension that counts blocks.
     """
     tensors = [tensor for kv_cache in kv_caches.values() for tensor in _tensors(kv_cache)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-    pieces = merge(itertools.chain.from_iterable(pieces_of(tensor, num_blocks) for tensor in tensors))
-    return [_view(storages[piece.storage], piece, num_blocks) for piece in pieces]
+    storages = {_address(tensor): tensor for tensor in tensors}
+    numbers = {address: number for number, address in enumerate(storages)}
+    pieces = [piece for tensor in tensors for piece in pieces_of(tensor, num_blocks, numbers[_address(tensor)])]
+    in_order = list(storages.values())
+    return [_view(in_order[piece.storage], piece, num_blocks) for piece in merge(pieces)]
 
 
 def merge(pieces: Iterable[Piece]) -> list[Piece]:
@@ -72,8 +75,8 @@ def merge(pieces: Iterable[Piece]) -> list[Piece]:
     return merged
 
 
-def pieces_of(tensor: torch.Tensor, num_blocks: int) -> list[Piece]:
-    """The contiguous parts of a block in one tensor."""
+def pieces_of(tensor: torch.Tensor, num_blocks: int, storage: int) -> list[Piece]:
+    """The contiguous parts of a block in one tensor, whose allocation has the number ``storage``."""
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
     at = _block_dimension(tensor.shape, num_blocks)
@@ -83,7 +86,6 @@ def pieces_of(tensor: torch.Tensor, num_blocks: int) -> list[Piece]:
     inner += [(tensor.shape[dim], strides[dim]) for dim in range(tensor.dim()) if dim != at]
     width, outer = _contiguous(inner, size)
     start = int(tensor.storage_offset()) * size
-    storage = tensor.untyped_storage().data_ptr()
     return [
         Piece(storage, strides[at] * ratio, start + sum(steps), width)
         for steps in itertools.product(*([step * stride for step in range(count)] for count, stride in outer))
@@ -109,6 +111,10 @@ def _block_dimension(shape: Sequence[int], num_blocks: int) -> int:
         if at < len(shape) and shape[at] >= num_blocks and shape[at] % num_blocks == 0:
             return at
     raise ValueError(f"a KV tensor of shape {tuple(shape)} does not say where its {num_blocks} blocks are")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def _tensors(kv_cache: Any) -> list[torch.Tensor]:
