@@ -358,6 +358,57 @@ def test_stores_in_flight_hold_no_more_of_the_pool_than_allowed() -> None:
     finish(engine, offloading)
 
 
+def keys_of(tokens: list[int], num_chunks: int, blocks_per_chunk: int = 1) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, tokens, 4, root_hash())
+    return [offload_key(block_hash, 0) for block_hash in hashes[blocks_per_chunk - 1 :: blocks_per_chunk]][:num_chunks]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_what_a_request_leaves_unstored_is_stored_after_its_end(blocks_per_chunk: int) -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1, blocks_per_chunk=blocks_per_chunk)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 1)
+    engine.step()
+    assert not engine.scheduler.num_unfinished
+    num_free = engine.scheduler.kv.pool.num_free_blocks
+    assert num_free == 59 - 6, "only what is being copied is held"
+    transfers.auto = True
+    finish(engine, offloading)
+    num_chunks = 12 // blocks_per_chunk
+    keys = keys_of(prompt(0, 49), num_chunks, blocks_per_chunk)
+    assert offloading.manager.lookup_run(keys) == bytes([READY]) * num_chunks
+    evict_everything(engine)
+    engine.add("again", prompt(0, 49), 3)
+    finish(engine, offloading)
+    assert engine.tokens("again") == alone(prompt(0, 49), 3)
+
+
+def test_a_chunk_may_be_stored_in_the_smallest_pool() -> None:
+    """Found by seed 14 of workload small, connector tiered."""
+    offloading = SimulatedOffloading(7, max_inflight_fraction=0.1, blocks_per_chunk=2)
+    engine = SimulatedEngine(simulated_layout(9), offloading)
+    engine.add("r", prompt(0, 17), 2)
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 2
+
+
+def test_what_a_request_leaves_unstored_is_forgotten_once_its_blocks_are_taken() -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 1)
+    engine.step()
+    evict_everything(engine)
+    transfers.auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 6, "what was being copied when the request ended"
+    assert offloading.manager.lookup_run(keys_of(prompt(0, 49), 12)) == bytes([READY]) * 6
+
+
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
 def test_one_engine_prefills_and_another_decodes(windows: tuple[int | None, ...]) -> None:
     offloading = SimulatedOffloading(200)

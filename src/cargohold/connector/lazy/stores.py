@@ -14,7 +14,7 @@ from cargohold.connector.offloading.stores import end_store, start_store
 from cargohold.errors import ContractError
 from cargohold.offload.keys import offload_key
 from cargohold.offload.manager.base import CannotStore, OffloadKey
-from cargohold.protocol import KVCacheBlockView, SchedulerContext, StepView, TransferOutcome
+from cargohold.protocol import BlockIds, KVCacheBlockView, SchedulerContext, StepView, TransferOutcome
 
 NO_REQUEST = ""
 """Owner of stores whose blocks belong to no request any more: the connector itself."""
@@ -54,6 +54,14 @@ class LazyStores:
         if outcome is TransferOutcome.DONE and not store.is_spoiled and self._scout is not None:
             for block in reversed(blocks):
                 self._scout.note_saved(block)
+
+    def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
+        """What it leaves is met on its way to eviction."""
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Nothing is evicted while nothing runs."""
+        return False
 
     def _store(self, by_key: Mapping[OffloadKey, KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
         handle = self._shared.manager.prepare_store(list(by_key))

@@ -139,6 +139,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._lingering.add(request.request_id)
         state = self._requests[request.request_id]
         state.end_recall()
+        self._stores.end_request(state, block_ids)
         if not state.params.do_remote_decode:
             return keeps_blocks, None
         return keeps_blocks, {"do_remote_prefill": True, "num_offloaded_tokens": state.num_offered_tokens()}
@@ -225,8 +226,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         return self._shared.holder.take_report()
 
     def has_pending_work(self) -> bool:
-        """While jobs are in flight, or blocks of ended requests are kept; a while for what lower tiers are to write."""
-        return bool(self._shared.jobs or self._lingering) or (self._lower is not None and self._lower.has_pending_work)
+        """While jobs are in flight, or blocks of ended requests are kept, or stored; a while for what lower tiers write."""
+        is_busy = bool(self._shared.jobs or self._lingering) or self._stores.has_pending_work
+        return is_busy or (self._lower is not None and self._lower.has_pending_work)
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 

@@ -43,8 +43,8 @@ class Shared:
 
     @property
     def max_store_blocks(self) -> int:
-        """Device blocks that stores in flight may hold at most."""
-        return max(1, int(self.layout.num_blocks * self.config.max_inflight_fraction))
+        """Device blocks that stores in flight may hold at most: in the smallest pool those of one chunk."""
+        return max(self.config.blocks_per_chunk, int(self.layout.num_blocks * self.config.max_inflight_fraction))
 
     def num_storable_blocks(self) -> int:
         """Device blocks that further stores may hold now."""

@@ -11,11 +11,12 @@ from typing import Protocol
 
 from cargohold.connector.offloading.chunks import ChunkBlocks, chunks_to_store
 from cargohold.connector.offloading.jobs import Store
+from cargohold.connector.offloading.leftovers import Leftovers
 from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.offload.manager.base import CannotStore, OffloadKey, StoreHandle
-from cargohold.protocol import ScheduledRequest, StepView, TransferOutcome
+from cargohold.protocol import BlockIds, ScheduledRequest, StepView, TransferOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,15 @@ class StorePlanner(Protocol):
         """A store has ended on all workers: release what it held; its chunks can be found if they were copied."""
         ...
 
+    def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
+        """A request ended, whose blocks may be free from now on."""
+        ...
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether stores are to be planned although no request runs."""
+        ...
+
 
 class EagerStores:
     """Stores chunks as they are computed.
@@ -43,9 +53,17 @@ class EagerStores:
     def __init__(self, shared: Shared, requests: Mapping[str, RequestState]) -> None:
         self._shared = shared
         self._requests = requests
+        self._leftovers = Leftovers()
+
+    @property
+    def has_pending_work(self) -> bool:
+        """While chunks of ended requests are to be offered."""
+        return len(self._leftovers) > 0
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
-        """Store the chunks that are complete after this step and were not offered yet."""
+        """Store the chunks that are complete after this step and were not offered yet; first those of ended requests."""
+        if self._leftovers:
+            yield from self._plan_leftovers()
         for share in step.scheduled:
             yield from self._plan_request(self._requests[share.request_id], share)
 
@@ -54,28 +72,54 @@ class EagerStores:
         end_store(self._shared, store, outcome)
         self._shared.holder.release(store.block_ids)
 
+    def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember chunks that could not be stored yet, if their blocks can be recognised when they can."""
+        context, num_tokens = self._shared.context, self._num_wanted_tokens(state)
+        if context is not None and any(block_ids) and state.has_unoffered_chunks(num_tokens):
+            self._leftovers.add(state, block_ids, num_tokens, context)
+
+    def _plan_leftovers(self) -> Iterator[StoreJob]:
+        assert self._shared.context is not None, "without it there are none"
+        for leftover in self._leftovers:
+            is_done = True
+            for group in range(len(leftover.state.keys)):
+                end = leftover.end_chunk(group, self._shared.config.blocks_per_chunk, self._shared.context)
+                yield from self._offer(leftover.state, group, leftover.tables[group], end)
+                is_done &= leftover.state.next_chunk[group] >= end
+            if is_done:
+                self._leftovers.remove(leftover)
+
     def _plan_request(self, state: RequestState, share: ScheduledRequest) -> Iterator[StoreJob]:
         num_tokens = self._num_storable_tokens(state, share)
         if not state.has_unoffered_chunks(num_tokens):
             return  # the common case while generating
         state.extend_keys()
         for group, keys in enumerate(state.keys):
-            first, end = state.next_chunk[group], min(num_tokens // keys.chunk_tokens, len(keys.keys))
-            num_allowed = self._shared.num_storable_blocks() // self._shared.config.blocks_per_chunk
-            if end - first > num_allowed:
-                # What does not fit now is offered again in the next step.
-                self._shared.stats["stores_deferred"] += 1
-                end = first + max(0, num_allowed)
-            if first < end:
-                job = self._plan_group(state, group, share.block_ids[group], first, end)
-                if job is not None:
-                    yield job
+            end = min(num_tokens // keys.chunk_tokens, len(keys.keys))
+            yield from self._offer(state, group, share.block_ids[group], end)
+
+    def _offer(self, state: RequestState, group: int, table: Sequence[int], end: int) -> Iterator[StoreJob]:
+        """Offer a group's chunks before ``end``, as far as stores may hold their blocks now."""
+        first = state.next_chunk[group]
+        num_allowed = self._shared.num_storable_blocks() // self._shared.config.blocks_per_chunk
+        if end - first > num_allowed:
+            # What does not fit now is offered again in the next step.
+            self._shared.stats["stores_deferred"] += 1
+            end = first + max(0, num_allowed)
+        if first < end:
+            job = self._plan_group(state, group, table, first, end)
+            if job is not None:
+                yield job
 
     def _num_storable_tokens(self, state: RequestState, share: ScheduledRequest) -> int:
         """Leading tokens that may be stored after this step: computed, known, and wanted."""
-        request = state.request
         # Under asynchronous scheduling the count runs ahead of the tokens that are known.
-        num_tokens = min(share.num_computed_tokens + share.num_scheduled_tokens, request.num_tokens)
+        return min(share.num_computed_tokens + share.num_scheduled_tokens, self._num_wanted_tokens(state))
+
+    def _num_wanted_tokens(self, state: RequestState) -> int:
+        """Leading tokens that may be stored: known, and wanted."""
+        request = state.request
+        num_tokens = request.num_tokens
         if not self._shared.config.store_generated:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         limit = state.params.max_store_tokens

@@ -1,0 +1,103 @@
+"""What ended requests leave unstored.
+
+While a request runs, what cannot be stored now is offered again in the next step. A request may end before: one with a long
+prompt and a short answer often does, as stores may hold only a part of the pool. Its blocks are free then, but until somebody
+takes them the device's prefix cache still knows what they hold. So nothing is held here; chunks are offered as long as their
+blocks are what they were.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.protocol import NULL_BLOCK_ID, BlockIds, SchedulerContext
+
+MAX_LEFTOVERS: Final = 256
+"""Ended requests remembered at most; of more, those that ended first are forgotten."""
+
+_Print: TypeAlias = tuple[bytes, int | None] | None
+
+
+@dataclass(slots=True)
+class Leftover:
+    """An ended request with chunks that were not offered for storing.
+
+    Attributes:
+        state: the request; ``next_chunk`` says what comes next.
+        tables: its block tables when it ended.
+        prints: per group, what each of its blocks held then, from the first chunk that was not offered on.
+        starts: per group, the number of the first block that ``prints`` is about.
+    """
+
+    state: RequestState
+    tables: tuple[tuple[int, ...], ...]
+    prints: tuple[list[_Print], ...]
+    starts: tuple[int, ...]
+
+    def end_chunk(self, group: int, blocks_per_chunk: int, context: SchedulerContext) -> int:
+        """Number of the chunk before which all that were not offered are still what they were."""
+        table, prints, start = self.tables[group], self.prints[group], self.starts[group]
+        number = self.state.next_chunk[group] * blocks_per_chunk
+        if number < start:
+            return self.state.next_chunk[group]  # to be offered again from before what is known
+        while number - start < len(prints):
+            held = prints[number - start]
+            if held is not None and _print_of(table[number], context) != held:
+                break
+            number += 1
+        return number // blocks_per_chunk
+
+
+class Leftovers:
+    """Ended requests whose chunks are still to be offered, the one that ended first in front."""
+
+    def __init__(self) -> None:
+        self._leftovers: deque[Leftover] = deque(maxlen=MAX_LEFTOVERS)
+
+    def __len__(self) -> int:
+        return len(self._leftovers)
+
+    def __iter__(self) -> Iterator[Leftover]:
+        return iter(tuple(self._leftovers))
+
+    def add(self, state: RequestState, tables: BlockIds, num_tokens: int, context: SchedulerContext) -> None:
+        """Remember a request that ended, if the device knows what chunks of its first ``num_tokens`` tokens hold."""
+        state.extend_keys()
+        starts, prints = [], []
+        for keys, first, table in zip(state.keys, state.next_chunk, tables, strict=True):
+            per_chunk = keys.chunk_tokens // keys.group.block_tokens
+            end = min(num_tokens // keys.chunk_tokens, len(keys.keys)) * per_chunk
+            starts.append(first * per_chunk)
+            prints.append(_prints(table[first * per_chunk : end], context))
+        if any(prints):
+            self._leftovers.append(
+                Leftover(state, tuple(tuple(table) for table in tables), tuple(prints), tuple(starts))
+            )
+
+    def remove(self, leftover: Leftover) -> None:
+        """Nothing of it is left to be offered."""
+        self._leftovers.remove(leftover)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._leftovers.clear()
+
+
+def _prints(block_ids: Sequence[int], context: SchedulerContext) -> list[_Print]:
+    """What blocks hold, up to the first whose contents the device does not know; ``None`` for null blocks."""
+    prints: list[_Print] = []
+    for block_id in block_ids:
+        held = _print_of(block_id, context)
+        if held is None and block_id != NULL_BLOCK_ID:
+            break
+        prints.append(held)
+    return prints
+
+
+def _print_of(block_id: int, context: SchedulerContext) -> _Print:
+    block = context.get_block(block_id)
+    return None if block.block_hash is None else (block.block_hash, block.group_id)
