@@ -209,9 +209,7 @@ def test_chunks_that_found_no_slot_for_a_moment_are_stored_later() -> None:
     assert manager.num_writing == 6, "four chunks of the first, and two of the four of the second"
     transfers.auto = True
     finish(engine, offloading)
-    hashes: list[bytes] = []
-    extend_hashes(hashes, prompt(2, 16), 4, root_hash())
-    assert manager.lookup_run([offload_key(block_hash, 0) for block_hash in hashes]) == bytes([READY]) * 4
+    assert manager.lookup_run(keys_of(prompt(2, 16), 4)) == bytes([READY]) * 4
 
 
 def test_chunks_are_visible_only_when_they_are_complete() -> None:

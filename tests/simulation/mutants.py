@@ -6,9 +6,9 @@ Each mutant breaks one thing, as a plausible mistake would, and names the traffi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -53,37 +53,10 @@ from cargohold.protocol import (
     TransferOutcome,
 )
 from cargohold.simulation.campaign import Recipe
-from cargohold.simulation.faults import parse_faults
-
-Patch = pytest.MonkeyPatch
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One thing broken.
-
-    Attributes:
-        what: what is broken, for people.
-        apply: breaks it.
-        recipe: where somebody should notice.
-    """
-
-    what: str
-    apply: Callable[[Patch], None]
-    recipe: Recipe
-
+from tests.simulation.mutation import Mutant, Patch, registrar
 
 MUTANTS: Final[list[Mutant]] = []
-
-
-def mutant(
-    connector: str = "eager", workload: str = "shared-prefix", faults: str = "none"
-) -> Callable[[Callable[[Patch], None]], None]:
-    def register(apply: Callable[[Patch], None]) -> None:
-        what = apply.__name__.replace("_", " ")
-        MUTANTS.append(Mutant(what, apply, Recipe(workload, connector, parse_faults(faults))))
-
-    return register
+mutant = registrar(MUTANTS, Recipe)
 
 
 # --- connectors -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from cargohold.simulation.engine import VOCAB_SIZE
 from cargohold.simulation.fingerprints import tokens_alone
 from cargohold.simulation.run import quiet_logging
 from tests.conformance.shelf import ShelfScheduler, ShelfWorker
-from tests.simulation.mutants import MUTANTS, Mutant
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.mutation import Mutant
 
 MAX_SEEDS = 200
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,38 +22,13 @@ from cargohold.integrations.vllm.simulation.recipe import VllmRecipe
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.protocol import OutputAggregator
 from cargohold.simulation.campaign import play_seed
-from cargohold.simulation.faults import parse_faults
+from tests.simulation.mutation import Mutant, Patch, registrar
 
-Patch = pytest.MonkeyPatch
 MAX_SEEDS = 60
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One thing broken.
-
-    Attributes:
-        what: what is broken, for people.
-        apply: breaks it.
-        recipe: where somebody should notice.
-    """
-
-    what: str
-    apply: Callable[[Patch], None]
-    recipe: VllmRecipe
-
-
 MUTANTS: Final[list[Mutant]] = []
-
-
-def mutant(
-    connector: str = "eager", workload: str = "shared-prefix", faults: str = "none"
-) -> Callable[[Callable[[Patch], None]], None]:
-    def register(apply: Callable[[Patch], None]) -> None:
-        what = apply.__name__.replace("_", " ")
-        MUTANTS.append(Mutant(what, apply, VllmRecipe(workload, connector, parse_faults(faults))))
-
-    return register
+mutant = registrar(MUTANTS, VllmRecipe)
 
 
 # --- scheduler side ---------------------------------------------------------------------------------------------------

@@ -292,9 +292,9 @@ class Run:
 
 
 @contextmanager
-def quiet_logging() -> Iterator[None]:
-    """Keep log lines about faults that we caused ourselves off the screen; they cost more than a step."""
-    logger = logging.getLogger("cargohold")
+def quiet_logging(package: str = "cargohold") -> Iterator[None]:
+    """Keep what a package logs about faults that we caused ourselves off the screen; it costs more than a step."""
+    logger = logging.getLogger(package)
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:

@@ -82,10 +82,6 @@ class Leftovers:
         """Nothing of it is left to be offered."""
         self._leftovers.remove(leftover)
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._leftovers.clear()
-
 
 def _prints(block_ids: Sequence[int], context: SchedulerContext) -> list[_Print]:
     """What blocks hold, up to the first whose contents the device does not know; ``None`` for null blocks."""

@@ -98,7 +98,7 @@ class KeyMap:
 
 
 class KeyFilter:
-    """Tells which of many keys are certainly absent, and misses one in twenty of them: a counting Bloom filter.
+    """Tells which of many keys are certainly absent, and leaves one in twenty of them open: a counting Bloom filter.
 
     B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with two places for each key, from
     one hash whose weights are a secret of the process.

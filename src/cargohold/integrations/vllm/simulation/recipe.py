@@ -11,7 +11,7 @@ from cargohold.integrations.vllm.simulation.configuration import ASYNC, MAX_MODE
 from cargohold.integrations.vllm.simulation.connector import standing_on
 from cargohold.integrations.vllm.simulation.engine import VllmEngine
 from cargohold.integrations.vllm.simulation.oracles import BridgeOracle
-from cargohold.integrations.vllm.simulation.surroundings import quiet_vllm, whole_hashes
+from cargohold.integrations.vllm.simulation.surroundings import whole_hashes
 from cargohold.protocol import AttentionKind
 from cargohold.simulation.campaign import Recipe
 from cargohold.simulation.connectors import CONNECTORS
@@ -20,7 +20,7 @@ from cargohold.simulation.engine import SimulatedEngine
 from cargohold.simulation.layouts import GroupPlan
 from cargohold.simulation.layouts import num_blocks_needed as num_own_blocks_needed
 from cargohold.simulation.oracles import Oracle
-from cargohold.simulation.run import Run, RunResult
+from cargohold.simulation.run import Run, RunResult, quiet_logging
 from cargohold.simulation.scenario import ANY, Scenario, draw_scenario
 from cargohold.simulation.timeline import NO_TIMELINE, Timeline
 from cargohold.simulation.traffic import Ask
@@ -54,7 +54,7 @@ class VllmRun(Run):
 
     def play(self) -> RunResult:
         """Play to the end, or to the first failure."""
-        with quiet_vllm(), whole_hashes():
+        with quiet_logging("vllm"), whole_hashes():
             return super().play()
 
 
@@ -71,7 +71,7 @@ class VllmRecipe(Recipe):
         """The scenario of a seed, fitted for vLLM."""
         random = Random(f"{seed}/vllm scenario")  # noqa: S311  # repeatable, on purpose
         connector = random.choice(APPLICABLE) if self.connector == ANY else self.connector
-        with quiet_vllm():
+        with quiet_logging("vllm"):
             return fitted(draw_scenario(seed, self.workload, connector, self.faults), is_async=random.random() < 0.4)
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:

@@ -1,8 +1,7 @@
-"""What vLLM reads from its surroundings, and what it says to them."""
+"""What vLLM reads from its surroundings."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,15 +22,3 @@ def whole_hashes() -> Iterator[None]:
             del os.environ[_INT_HASHES]
         else:
             os.environ[_INT_HASHES] = before
-
-
-@contextmanager
-def quiet_vllm() -> Iterator[None]:
-    """Keep what vLLM says about thousands of tiny engines off the screen."""
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
