@@ -59,6 +59,18 @@ def test_whatever_changes_the_bytes_changes_the_namespace(layout: KVCacheLayout)
     assert len(set(digests)) == len(digests)
 
 
+def test_files_of_one_name_in_several_directories_all_count(layout: KVCacheLayout) -> None:
+    """Found by reading: the one that came last hid the others, so weights were taken for what they were before training."""
+    directory = Path(model_of(layout).path)
+    (directory / "onward").mkdir()
+    (directory / "onward" / "one.safetensors").write_bytes(b"a copy of long ago")
+    before = namespace_of(layout, 0, 1).digest
+    (directory / "one.safetensors").write_bytes(b"first hale")
+    changed = namespace_of(layout, 0, 1).digest
+    (directory / "onward" / "one.safetensors").write_bytes(b"a copy of today")
+    assert len({before, changed, namespace_of(layout, 0, 1).digest}) == 3
+
+
 def test_without_weights_in_local_files_there_is_no_namespace(layout: KVCacheLayout, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path in (str(tmp_path / "empty"), "nobody/has-this", "not a hub id"):

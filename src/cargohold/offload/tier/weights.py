@@ -28,7 +28,7 @@ def digest_model(path: str) -> tuple[str, str]:
     if not files:
         raise ConfigError("tiers", path, "to know KV again, the model's weights must be in local files; none are here")
     config = place / CONFIG_FILE
-    return digest_weights(_contents(files)), config.read_text() if config.is_file() else ""
+    return digest_weights(_contents(files, place)), config.read_text() if config.is_file() else ""
 
 
 def _find(path: str) -> Path:
@@ -48,9 +48,10 @@ def _holds_weights(file: Path) -> bool:
     return file.suffix in WEIGHT_SUFFIXES and file.is_file() and file.stat().st_size > 0
 
 
-def _contents(files: list[Path]) -> Iterator[tuple[str, memoryview]]:
+def _contents(files: list[Path], place: Path) -> Iterator[tuple[str, memoryview]]:
+    """Each file's bytes, under its path inside ``place``: several directories may have files of the same name."""
     for file in files:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as contents:
             view = memoryview(contents)
-            yield file.name, view
+            yield file.name if file == place else file.relative_to(place).as_posix(), view
             view.release()
