@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from cargohold.offload.manager.base import OffloadKey
+
+MAX_LOOKS: Final = 4096
+"""Chunks looked at for one batch: after a tier has rested, all that waited may have left host memory meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ class Backlog:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._parents: dict[OffloadKey, OffloadKey | None] = {}
+        # Unlike a plain dictionary, it finds the first in no time when many before it have gone.
+        self._parents: OrderedDict[OffloadKey, OffloadKey | None] = OrderedDict()
         self.num_given_up = 0
 
     def __len__(self) -> int:
@@ -48,7 +54,7 @@ class Backlog:
         """A chunk is to be written, unless it already waits."""
         self._parents.setdefault(key, parent)
         if len(self._parents) > self._limit:
-            del self._parents[next(iter(self._parents))]
+            self._parents.popitem(last=False)
             self.num_given_up += 1
 
     def postpone(self, keys: Iterable[OffloadKey]) -> None:
@@ -68,10 +74,15 @@ class Backlog:
         Args:
             limit: at least 1.
             is_ready: whether a chunk is still in host memory.
+
+        Returns:
+            ``None`` also if none of the first ``MAX_LOOKS`` is in host memory; those are taken out all the same.
         """
         keys: list[OffloadKey] = []
         first_parent: OffloadKey | None = None
-        while self._parents and len(keys) < limit:
+        for _ in range(min(len(self._parents), MAX_LOOKS)):
+            if len(keys) == limit:
+                break
             key = next(iter(self._parents))
             parent = self._parents[key]
             if keys and parent != keys[-1]:

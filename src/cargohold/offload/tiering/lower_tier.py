@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import READY
@@ -60,7 +60,7 @@ class LowerTier:
         self._max_dirty = host_capacity * 3 // 4
         self._writing: set[OffloadKey] = set()
         # Chunks used once, for admission; oldest first.
-        self._seen: dict[OffloadKey, None] = {}
+        self._seen: OrderedDict[OffloadKey, None] = OrderedDict()
         self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
         # Chunks whose presence was announced, where anyone listens.
         self._announced: set[OffloadKey] | None = set() if config.record_events else None
@@ -187,5 +187,5 @@ class LowerTier:
             return True
         self._seen[key] = None
         if len(self._seen) > self._max_seen:
-            del self._seen[next(iter(self._seen))]
+            self._seen.popitem(last=False)
         return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.protocol import Clock
@@ -25,7 +25,7 @@ class Presence:
         self._limit = limit
         self._max_age_s = max_age_s
         self._clock = clock
-        self._answers: dict[OffloadKey, tuple[bool, float]] = {}
+        self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -60,8 +60,8 @@ class Presence:
         for key, is_there in zip(keys, are_there, strict=True):
             answers.pop(key, None)
             answers[key] = (is_there, now)
-        for key in list(islice(answers, max(0, len(answers) - self._limit))):
-            del answers[key]
+        while len(answers) > self._limit:
+            answers.popitem(last=False)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Nothing is known of these chunks any more."""
