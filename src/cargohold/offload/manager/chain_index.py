@@ -29,29 +29,54 @@ Keys = tuple[bytes, ...]
 _MAX_STRAND: Final = 256
 """Positions in a strand fit in a byte, and changing a strand's end copies no more than this."""
 
+_SLACK: Final = 8
+
 
 class Strand:
     """Chunks one behind the other in a prefix, either all being written or all ready.
 
     Attributes:
-        keys: theirs, in prefix order.
-        slots: where they are, parallel to ``keys``.
+        length: how many there are.
         parent: key of the chunk before the first, if known.
         is_ready: whether they can be loaded.
     """
 
-    __slots__ = ("is_ready", "keys", "parent", "slots")
+    __slots__ = ("_keys", "_slots", "is_ready", "length", "parent")
 
     def __init__(self, keys: Keys, slots: Slots, parent: bytes | None, *, is_ready: bool) -> None:
-        self.keys = keys
-        self.slots = slots
+        self.length = len(keys)
         self.parent = parent
         self.is_ready = is_ready
+        # Of chunks that are gone, there may be some behind the others.
+        self._keys = keys
+        self._slots = slots
+
+    @property
+    def slots(self) -> Slots:
+        """Where the chunks are, in prefix order."""
+        return self._slots[: self.length]
+
+    def key(self, at: int) -> bytes:
+        """Key of one chunk."""
+        return self._keys[at]
+
+    def keys(self, first: int, end: int) -> Keys:
+        """Keys of the chunks at ``[first, end)``, in prefix order."""
+        return self._keys[first : min(end, self.length)]
+
+    def extend(self, other: Strand) -> None:
+        """Take in the chunks of a strand that continues this one."""
+        self._keys = self.keys(0, self.length) + other.keys(0, other.length)
+        self._slots = np.concatenate((self.slots, other.slots))
+        self.length += other.length
 
     def shorten(self, length: int) -> None:
         """Keep the first ``length`` chunks."""
-        # A copy: a view would keep the memory of all that was cut off.
-        self.keys, self.slots = self.keys[:length], self.slots[:length].copy()
+        self.length = length
+        # A copy: a view would keep the memory of all that was cut off. Not for each bite, as prefixes are eaten from their
+        # ends, and copying keys counts a reference in each.
+        if len(self._keys) > 2 * length + _SLACK:
+            self._keys, self._slots = self._keys[:length], self.slots.copy()
 
 
 class Run:
@@ -134,7 +159,7 @@ class ChainIndex:
     def keys_at(self, slots: Slots) -> list[bytes]:
         """Keys of the chunks in slots that are in use."""
         positions = self._positions[slots].tolist()
-        return [strand.keys[at] for strand, at in zip(self._strands[slots].tolist(), positions, strict=True)]
+        return [strand.key(at) for strand, at in zip(self._strands[slots].tolist(), positions, strict=True)]
 
     def strands(self) -> Iterator[Strand]:
         """Every strand once. Walks everything."""
@@ -150,7 +175,7 @@ class ChainIndex:
             strand = Strand(keys[part], slots[part], parent, is_ready=False)
             self._place(strand, 0)
             strands.append(strand)
-            parent = strand.keys[-1]
+            parent = keys[part][-1]
         self._slots.add(keys, slots.tolist())
         return strands
 
@@ -166,10 +191,9 @@ class ChainIndex:
             return
         head: Strand = self._strands[before]
         length = int(self._positions[before]) + 1
-        if head.is_ready and length + len(strand.keys) <= _MAX_STRAND:
+        if head.is_ready and length + strand.length <= _MAX_STRAND:
             self._split(head, length)
-            head.keys += strand.keys
-            head.slots = np.concatenate((head.slots, strand.slots))
+            head.extend(strand)
             self._place(head, length)
 
     def remove(self, slots: Slots) -> list[bytes]:
@@ -178,14 +202,18 @@ class ChainIndex:
         Fast where slots of one strand come together, from its end on: the order in which prefixes are evicted.
         """
         self._last_run = _NO_RUN
-        removed: list[bytes] = []
-        cuts: dict[Strand, list[int]] = {}
+        removed = self.keys_at(slots)
         positions = self._positions[slots].tolist()
+        elsewhere: dict[Strand, list[int]] = {}
+        first = 0
         for strand, group in groupby(self._strands[slots].tolist()):
-            chosen = positions[len(removed) : len(removed) + len(list(group))]
-            removed += [strand.keys[at] for at in chosen]
-            cuts.setdefault(strand, []).extend(chosen)
-        for strand, chosen in cuts.items():
+            chosen = positions[first : (first := first + len(list(group)))]
+            rest = strand.length - len(chosen)
+            if min(chosen) == rest:
+                strand.shorten(rest)
+            else:
+                elsewhere.setdefault(strand, []).extend(chosen)
+        for strand, chosen in elsewhere.items():
             self._cut(strand, chosen)
         self._slots.remove(removed)
         self._strands[slots] = None
@@ -204,8 +232,9 @@ class ChainIndex:
             "keys and slots do not match"
         )
         for strand in self.strands():
-            assert 0 < len(strand.keys) == len(strand.slots) <= _MAX_STRAND, "a strand of impossible length"
-            for at, (key, slot) in enumerate(zip(strand.keys, strand.slots.tolist(), strict=True)):
+            keys = strand.keys(0, strand.length)
+            assert 0 < len(keys) == len(strand.slots) <= _MAX_STRAND, "a strand of impossible length"
+            for at, (key, slot) in enumerate(zip(keys, strand.slots.tolist(), strict=True)):
                 assert self._slots.get(key) == slot and used[slot] is strand and self._positions[slot] == at, (
                     f"slot {slot}"
                 )
@@ -223,7 +252,7 @@ class ChainIndex:
             if not strand.is_ready:
                 break
             first = int(self._positions[slot])
-            ours, theirs = strand.keys[first : first + len(keys) - at], keys[at : at + len(strand.keys) - first]
+            ours, theirs = strand.keys(first, first + len(keys) - at), keys[at : at + strand.length - first]
             length = _common_length(ours, theirs)
             pieces.append(strand.slots[first : first + length])
             at += length
@@ -248,8 +277,9 @@ class ChainIndex:
 
     def _split(self, strand: Strand, at: int) -> None:
         """Make the chunks of a strand from ``at`` on one of their own, if there are any."""
-        if at < len(strand.keys):
-            tail = Strand(strand.keys[at:], strand.slots[at:].copy(), strand.keys[at - 1], is_ready=strand.is_ready)
+        if at < strand.length:
+            keys, slots = strand.keys(at, strand.length), strand.slots[at:].copy()
+            tail = Strand(keys, slots, strand.key(at - 1), is_ready=strand.is_ready)
             strand.shorten(at)
             self._place(tail, 0)
 

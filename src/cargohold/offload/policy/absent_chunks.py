@@ -29,9 +29,13 @@ class AbsentChunks:
 
     Args:
         capacity: slots of the tier.
+
+    Attributes:
+        is_empty: whether nothing was ever remembered: until the tier is full for the first time.
     """
 
     def __init__(self, capacity: int) -> None:
+        self.is_empty = True
         bits = (max(_MIN_ENTRIES, capacity * _ENTRIES_PER_SLOT) - 1).bit_length()
         self._mask = np.uint32(min((1 << bits), NUM_TAGS) - 1)
         # One row each, for one cache miss: the tag, whose lowest bits the place tells, over the uses; and the time.
@@ -47,6 +51,7 @@ class AbsentChunks:
 
     def remember(self, tags: Tags, uses: Uses, times: Times) -> None:
         """Chunks leave the tier, or did not get in."""
+        self.is_empty = False
         entries = np.empty((len(tags), 2), dtype=np.uint32)
         entries[:, 0] = (tags & ~_USES) | uses
         entries[:, 1] = times % NUM_TAGS

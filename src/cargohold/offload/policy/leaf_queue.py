@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,20 @@ _MIN_USES_BETWEEN: Final = 64
 _STALE_PART: Final = 8
 _WINDOW: Final = 1 << 18
 _TOLERANCE: Final = 1e-6
+_HIGHER: Final = 1 + 2 * _TOLERANCE
+_PULLED: Final = 128
+_MAX_AGE_BITS: Final = 63
 
 _MIN_LINE: Final = 100
 """Where fewer chunks are wanted, it is quicker to look at one after the other."""
 
 NEVER: Final = -1
+
+Entry: TypeAlias = tuple[float, int, int]
+"""A queued leaf: its worth when it was queued, its last use, its slot. The smallest goes first."""
+
+_NOTHING: Final[Entry] = (-1.0, NEVER, NO_SLOT)
+_ALL: Final[Entry] = (float("inf"), NEVER, NO_SLOT)
 
 
 class Eviction(NamedTuple):
@@ -42,8 +52,10 @@ class LeafQueue:
     """Finds what to evict.
 
     Worth changes as chunks age, so there is no order to maintain. Now and then all leaves are looked at, an eighth of them
-    is queued by worth, and each is looked at again when its turn comes. Evicting a leaf may make one of its parent, which is
+    is sorted by worth, and each is looked at again when its turn comes. Evicting a leaf may make one of its parent, which is
     queued if it belongs there: cold prefixes are eaten from their ends. Of large tiers, a part is looked at each time.
+
+    What was sorted is pulled into a heap piece by piece: there it meets what was queued since.
 
     Args:
         last_uses: per slot, when its chunk was used last; ``NEVER`` where there is none, and for what ``take`` takes.
@@ -66,9 +78,12 @@ class LeafQueue:
     def use_index(self, index: Index) -> None:
         """Worth has changed. Mutates the queue."""
         self._index = index
-        self._rows: list[list[float]] = index.tolist()
-        # (worth when queued, last use, slot), the smallest first.
-        self._heap: list[tuple[float, int, int]] = []
+        # By class, then by the number of bits of an age: as quick as a look-up of one element can be.
+        self._worth_of = [[row[0], *row, *[row[-1]] * (_MAX_AGE_BITS - NUM_AGES)] for row in index.tolist()]
+        self._heap: list[Entry] = []
+        # Columns of entries, ascending; and how far they were pulled.
+        self._sorted: tuple[npt.NDArray[Any], ...] = ()
+        self._num_pulled, self._last_pulled = 0, _NOTHING
         self._highest = 0.0
         self._queued_at = -self._queue_age
 
@@ -84,50 +99,57 @@ class LeafQueue:
             self._queue_leaves(now, busy)
         victims: list[int] = []
         last_uses: list[int] = []
-        passed: list[tuple[float, int, int]] = []
+        passed: list[Entry] = []
         refused = False
-        lowest = worth.min()
-        while len(victims) < len(worth):
-            found = self._lowest(now, busy, passed)
-            if found is None:
+        offered: list[float] = worth.tolist()
+        while len(victims) < len(offered):
+            lowest = self._lowest(now, busy, passed)
+            if lowest is None:
                 break
-            if worth[len(victims)] < found[1]:
+            if offered[len(victims)] < lowest[0]:
                 refused = True
                 break
-            last_use = self._last_use_of[found[0]]
-            num_wanted = len(worth) - len(victims)
-            if found[1] > lowest and (is_worse := worth[len(victims) :] < found[1]).any():
-                num_wanted = int(is_worse.argmax())
-            chain = self._evict_upwards(found[0], num_wanted, now, busy)
-            victims += chain
-            last_uses += [last_use] * len(chain)
+            num_before = len(victims)
+            self._evict_upwards(lowest, offered, victims, now, busy)
+            last_uses += [lowest[1]] * (len(victims) - num_before)
         for entry in passed:
             heappush(self._heap, entry)
         return Eviction(np.array(victims, dtype=np.intp), np.array(last_uses, dtype=np.int64), refused)
 
-    def _evict_upwards(self, slot: int, num_wanted: int, now: int, busy: BusyCounts) -> list[int]:
+    def _evict_upwards(
+        self, leaf: Entry, offered: Sequence[float], victims: list[int], now: int, busy: BusyCounts
+    ) -> None:
         """Evict the leaf at the head of the queue, and what was in front of it as long as that is the same in all respects.
 
         A chunk that becomes a leaf by an eviction, and is of the same class and age, is as low as anything in the queue: a
         cold prefix goes in one piece. Mutates the queue and the tree.
+
+        Args:
+            leaf: with its worth now.
+            offered: worth of the chunks that want in; the next is worth it.
+            victims: slots given up so far, one for each that is in; appended to.
+            now: the time.
+            busy: which slots must stay.
         """
         heappop(self._heap)
-        last_use_of, class_of, cut_leaf = self._last_use_of, self._class_of, self._tree.cut_leaf
-        last_use, chunk_class, is_busy = last_use_of[slot], class_of[slot], busy.data
-        evicted: list[int] = []
-        if num_wanted >= _MIN_LINE and self._tree.follows_its_neighbour(slot):
+        worth, last_use, slot = leaf
+        last_use_of, class_of, cut_leaf, is_busy = self._last_use_of, self._class_of, self._tree.cut_leaf, busy.data
+        chunk_class, num_offered = class_of[slot], len(offered)
+        if num_offered - len(victims) >= _MIN_LINE and self._tree.follows_its_neighbour(slot):
+            is_worse = np.array(offered[len(victims) :]) < worth
+            num_wanted = int(is_worse.argmax()) if is_worse.any() else len(is_worse)
             first = self._line_alike(slot, num_wanted, busy)
-            evicted += range(slot, first - 1, -1)
+            victims += range(slot, first - 1, -1)
             self._last_uses[first : slot + 1] = NEVER
             slot = self._tree.cut_line(first, slot)
-        for _ in range(num_wanted - len(evicted)):
-            if slot == NO_SLOT or last_use_of[slot] != last_use or class_of[slot] != chunk_class or is_busy[slot]:
+        while slot != NO_SLOT and len(victims) < num_offered and offered[len(victims)] >= worth:
+            if last_use_of[slot] != last_use or class_of[slot] != chunk_class or is_busy[slot]:
                 break
             last_use_of[slot] = NEVER
-            evicted.append(slot)
+            victims.append(slot)
             slot = cut_leaf(slot)
-        self._queue_if_low(slot, now)
-        return evicted
+        if slot != NO_SLOT:
+            self._queue_if_low(slot, now)
 
     def _line_alike(self, leaf: int, num_wanted: int, busy: BusyCounts) -> int:
         """Where the line of chunks begins that end in ``leaf`` and are the same as this in all respects."""
@@ -136,31 +158,46 @@ class LeafQueue:
         differs |= busy[line] > 0
         return leaf - int(differs[::-1].argmax()) if differs.any() else line.start
 
-    def _lowest(self, now: int, busy: BusyCounts, passed: list[tuple[float, int, int]]) -> tuple[int, float] | None:
-        """The leaf at the head of the queue and its worth, or ``None``. Mutates the queue; busy leaves go to ``passed``."""
+    def _lowest(self, now: int, busy: BusyCounts, passed: list[Entry]) -> Entry | None:
+        """The leaf at the head of the queue, with its worth now. Mutates the queue; busy leaves go to ``passed``."""
         heap, is_busy = self._heap, busy.data
+        last_use_of, children_of = self._last_use_of, self._children_of
         for _ in range(2 + (len(self._last_uses) - 1) // _WINDOW):
-            while heap:
+            while self._has_next():
                 queued_worth, last_use, slot = heap[0]
-                if self._last_use_of[slot] != last_use or self._children_of[slot]:
+                if last_use_of[slot] != last_use or children_of[slot]:
                     heappop(heap)
                 elif is_busy[slot]:
                     passed.append(heappop(heap))
-                elif (worth := self._worth(slot, now)) > queued_worth * (1 + 2 * _TOLERANCE):
+                else:
+                    worth = self._worth_of[self._class_of[slot]][(now - last_use).bit_length()]
+                    if worth <= queued_worth * _HIGHER:
+                        return worth, last_use, slot
                     heappop(heap)
                     self._queue_if_low(slot, now)
-                else:
-                    return slot, worth
             self._queue_leaves(now, busy)
         return None
 
-    def _worth(self, slot: int, now: int) -> float:
-        age = now - self._last_use_of[slot]
-        return self._rows[self._class_of[slot]][min(max(age.bit_length() - 1, 0), NUM_AGES - 1)]
+    def _has_next(self) -> bool:
+        """Whether there is a leaf at the head of the heap, which is then the head of the queue. Mutates both."""
+        heap = self._heap
+        while not heap or heap[0] > self._last_pulled:
+            part = slice(self._num_pulled, self._num_pulled + _PULLED)
+            pulled = list(zip(*(column[part].tolist() for column in self._sorted), strict=True))
+            if not pulled:
+                self._last_pulled = _ALL
+                break
+            self._num_pulled += len(pulled)
+            self._last_pulled = pulled[-1]
+            heap += pulled
+            heapify(heap)
+        return bool(heap)
 
     def _queue_if_low(self, slot: int, now: int) -> None:
-        if slot != NO_SLOT and (worth := self._worth(slot, now)) <= self._highest:
-            heappush(self._heap, (worth, self._last_use_of[slot], slot))
+        last_use = self._last_use_of[slot]
+        worth = self._worth_of[self._class_of[slot]][(now - last_use).bit_length()]
+        if worth <= self._highest:
+            heappush(self._heap, (worth, last_use, slot))
 
     def _queue_leaves(self, now: int, busy: BusyCounts) -> None:
         """Look at all leaves, or at the next part of them, and queue the lowest that are not busy. Mutates the queue."""
@@ -182,7 +219,9 @@ class LeafQueue:
         else:
             self._highest = float("inf")
             chosen = np.arange(len(leaves))
-        self._heap[:] = sorted(
-            zip(worth[chosen].tolist(), last_uses[chosen].tolist(), leaves[chosen].tolist(), strict=True)
-        )
+        worth, last_uses, leaves = worth[chosen], last_uses[chosen], leaves[chosen]
+        order = np.lexsort((leaves, last_uses, worth))
+        self._sorted = worth[order], last_uses[order], leaves[order]
+        self._num_pulled, self._last_pulled = 0, _NOTHING
+        self._heap.clear()
         self._queued_at = now

@@ -129,12 +129,14 @@ class ReuseIndexPolicy(ReplacementPolicy):
     def _meet(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
         """What is known of chunks on offer. Changes nothing."""
         tags = self._tag_of(keys)
-        uses, ages = self._absent.recall(tags, self._now)
-        uses = _one_more(uses)
+        uses: Uses = np.full(len(keys), 1, dtype=np.uint8)
         classes: Classes = np.full(len(keys), self._detail_behind(parent), dtype=np.uint8)
-        is_known = uses > 1
-        if np.count_nonzero(is_known):
-            classes = np.where(is_known, _classes_of_known(uses, ages), classes)
+        if not self._absent.is_empty:
+            uses_before, ages = self._absent.recall(tags, self._now)
+            is_known = uses_before > 0
+            if np.count_nonzero(is_known):
+                uses = _one_more(uses_before)
+                classes = np.where(is_known, _classes_of_known(uses, ages), classes)
         classes[-1:] += np.uint8(_LAST)
         return _Newcomers(keys, tags, uses, classes)
 
