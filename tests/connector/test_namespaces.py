@@ -85,3 +85,24 @@ def test_an_engine_that_does_not_say_what_it_serves_is_refused_tiers(tmp_path: P
     with pytest.raises(ConfigError) as caught:
         factory.make_scheduler_side(SchedulerEnvironment(simulated_layout(10), VirtualClock()))
     assert caught.value.key == "tiers"
+
+
+def test_a_revision_on_the_hub_is_told_from_another(
+    layout: KVCacheLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: the digest was that of the default branch, whichever revision was served."""
+    place = tmp_path / "models--org--name"
+    for revision, commit, weights in (("main", "1" * 40, b"old"), ("dev", "2" * 40, b"new")):
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "refs" / revision).write_text(commit)
+        (place / "snapshots" / commit).mkdir(parents=True)
+        (place / "snapshots" / commit / "model.safetensors").write_bytes(weights)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def digest_of(revision: str | None) -> bytes:
+        model = ServedModel("name", "org/name", "float32", revision)
+        return namespace_of(replace(layout, model=model), 0, 1).digest
+
+    assert digest_of(None) == digest_of("main") != digest_of("dev")
+    (place / "refs" / "dev").write_text("1" * 40)
+    assert digest_of("dev") == digest_of("main"), "its contents count, not its name"

@@ -82,12 +82,14 @@ class ServedModel:
     Attributes:
         name: as the user wrote it; others may have the same.
         path: directory with its weights and configuration, or hub id.
-        dtype: type of weights and KV.
+        dtype: type of weights and KV, and whatever else than the files changes the KV's bytes.
+        revision: branch, tag or commit on the hub; ``None`` for the default one.
     """
 
     name: str
     path: str
     dtype: str
+    revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ def served_model(layout: KVCacheLayout) -> ServedModel:
 def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int) -> Namespace:
     """Everything that changes the bytes of one worker's chunks, and what their keys stand for. Reads the model's weights."""
     model = served_model(layout)
-    weights, config = digest_model(model.path)
+    weights, config = digest_model(model.path, model.revision)
     return Namespace(
         label=model.name,
         weights=weights,

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 _NEEDS = {
     "cache_config": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),
     "kv_transfer_config": ("kv_connector_extra_config", "kv_load_failure_policy"),
-    "model_config": ("dtype", "model", "served_model_name"),
+    "load_config": ("load_format",),
+    "model_config": ("dtype", "hf_overrides", "model", "quantization", "revision", "served_model_name"),
     "parallel_config": ("rank", "world_size"),
     "scheduler_config": ("max_num_batched_tokens",),
 }

@@ -26,6 +26,7 @@ _WINDOW_FIELDS = {
     AttentionKind.SLIDING_WINDOW: "sliding_window",
     AttentionKind.CHUNKED_LOCAL: "attention_chunk_size",
 }
+_CHANGES_OF_MODEL = ("hf_config_path", "hf_overrides", "quantization", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,17 @@ def bears_full_hits(group: KVCacheGroup) -> bool:
 def _served_model(vllm_config: Any) -> ServedModel:
     """Whose KV it is. How its bytes are arranged is up to attention backend and version, so they are part of its type."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    # What is laid over the files that the model's digest is made of.
+    changes = {name: getattr(model, name, None) for name in _CHANGES_OF_MODEL}
+    if vllm_config.load_config.load_format == "dummy":
+        changes["load_format"] = "dummy"  # the files are not read
+    changed = "".join(f", {name} {value}" for name, value in changes.items() if value)
     return ServedModel(
         name=str(model.served_model_name),
         path=str(model.model),
         dtype=f"{model.dtype}, cached as {cache.cache_dtype}, by vLLM {compat.VLLM_VERSION}, "
-        f"hashed with {cache.prefix_caching_hash_algo}",
+        f"hashed with {cache.prefix_caching_hash_algo}{changed}",
+        revision=None if model.revision is None else str(model.revision),
     )
 
 

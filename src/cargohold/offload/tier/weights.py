@@ -14,16 +14,17 @@ WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pt
 CONFIG_FILE: Final = "config.json"
 
 
-def digest_model(path: str) -> tuple[str, str]:
+def digest_model(path: str, revision: str | None = None) -> tuple[str, str]:
     """A digest of a model's weights, and its configuration as it is written. Reads every byte of them.
 
     Args:
         path: a directory, a file with weights, or the id of a model that the Hugging Face hub's local cache has.
+        revision: branch, tag or commit on the hub; ``None`` for the default one.
 
     Raises:
         ConfigError: there are no weights.
     """
-    place = _find(path)
+    place = _find(path, revision)
     files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if _holds_weights(file))
     if not files:
         raise ConfigError("tiers", path, "to know KV again, the model's weights must be in local files; none are here")
@@ -31,7 +32,7 @@ def digest_model(path: str) -> tuple[str, str]:
     return digest_weights(_contents(files, place)), config.read_text() if config.is_file() else ""
 
 
-def _find(path: str) -> Path:
+def _find(path: str, revision: str | None) -> Path:
     place = Path(path)
     if place.exists():
         return place
@@ -39,7 +40,7 @@ def _find(path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(path, local_files_only=True))
+        return Path(snapshot_download(path, revision=revision, local_files_only=True))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ConfigError("tiers", path, "to know KV again, the model's weights must be in local files") from error
 

@@ -1,0 +1,48 @@
+"""Whose KV it is: whatever of vLLM's options changes its bytes makes another model of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from cargohold.integrations.vllm.layout import make_layout
+from cargohold.protocol import AttentionKind, KVCacheGroup, ServedModel
+
+
+def served(load_format: str = "auto", **options: Any) -> ServedModel | None:
+    model: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "model": "org/name",
+        "served_model_name": "name",
+        "revision": None,
+        "quantization": None,
+        "quantization_config": None,
+        "hf_overrides": {},
+        "hf_config_path": None,
+    }
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**model | options),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        parallel_config=SimpleNamespace(world_size=1),
+        load_config=SimpleNamespace(load_format=load_format),
+        lora_config=None,
+    )
+    tensors = [SimpleNamespace(size=16 * 10)]
+    caches = SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors)
+    return make_layout([KVCacheGroup(0, AttentionKind.FULL, 16, ("0",))], config, caches, 16).model
+
+
+def test_options_that_change_kv_make_another_model() -> None:
+    """Found by reading: a restart with other rope parameters, or another revision, found the KV of before on the disk."""
+    models = [
+        served(),
+        served(revision="v2"),
+        served(quantization="fp8"),
+        served(quantization="fp8", quantization_config={"activation": "dynamic"}),
+        served(hf_overrides={"rope_parameters": {"rope_theta": 1e6}}),
+        served(hf_config_path="other/config"),
+        served(load_format="dummy"),
+    ]
+    assert None not in models
+    assert len(set(models)) == len(models)
+    assert served(load_format="safetensors") == served(), "the same weights, read in another way"
