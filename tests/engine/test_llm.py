@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +141,21 @@ def test_streams_may_be_read_in_turn(llama: MakeLLM) -> None:
     seen = [(next(streams[0]), next(streams[1])) for _ in range(6)]
     assert [last.token_ids for last in seen[-1]] == alone
     assert all(output.finished for output in seen[-1])
+
+
+@pytest.mark.parametrize("tokens_read", range(1, 6))
+def test_who_reads_a_stream_slowly_does_not_turn_offloading_off(
+    tokens_read: int, llama: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, away = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + away[0])
+    llm = llama(num_device_blocks=24, offload=OffloadConfig(host_bytes="8MiB"))
+    outputs = llm.stream(prompt(0, 42), SamplingParams(max_tokens=8))
+    for _ in range(tokens_read):
+        next(outputs)
+        away[0] += 1000
+    list(outputs)
+    assert llm.engine.scheduler.connector.broken is None
 
 
 def test_progress_counts_the_prompts_done(llama: MakeLLM) -> None:

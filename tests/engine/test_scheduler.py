@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.simulation import SimulatedEngine, WrongTokenError, simulated_layout
+from tests.engine.scripted import Script, scripted_connector
 
 LAYOUTS = {
     "full": (None,),
@@ -146,6 +147,18 @@ def test_an_abort_leaks_nothing(steps: int) -> None:
     engine.run()
     engine.scheduler.check_settled()
     assert engine.outputs["a"].request.finish_reason is FinishReason.ABORT
+
+
+def test_a_load_that_does_not_end_is_noticed_while_others_go_on() -> None:
+    script = Script()
+    script.offers["stuck"] = (8, True)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script), load_timeout_s=0.1)
+    engine.add("busy", prompt(0, 5), 100)
+    engine.add("stuck", prompt(1, 12), 3)
+    engine.run()
+    assert engine.scheduler.connector.broken is not None
+    assert "did not end the load of request stuck within 0.1 s" in engine.scheduler.connector.broken.rule
+    assert engine.tokens("stuck") == alone(prompt(1, 12), 3)
 
 
 def test_reset_is_refused_while_a_request_runs_and_forgets_everything_after() -> None:

@@ -109,10 +109,10 @@ class Engine:
                 prompt["cache_salt"] = salt
         return [_answer(output) for output in self.llm.generate(inputs, sampling, use_tqdm=False)]
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
-        """Let a request arrive; ``step`` serves it."""
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> None:
+        """Let a request arrive; ``step`` serves it. ``sampling`` are further fields of vLLM's SamplingParams."""
         self.llm.llm_engine.add_request(
-            request_id, {"prompt_token_ids": list(prompt)}, _sampling(max_tokens, {EXPLAIN: True})
+            request_id, {"prompt_token_ids": list(prompt)}, _sampling(max_tokens, {EXPLAIN: True}, **sampling)
         )
 
     def abort(self, request_id: str) -> None:
@@ -169,7 +169,7 @@ def _kept_frozen() -> AbstractContextManager[object]:
     return patch.object(gc, "unfreeze")
 
 
-def _sampling(max_tokens: int, kv_transfer_params: Mapping[str, Any]) -> Any:
+def _sampling(max_tokens: int, kv_transfer_params: Mapping[str, Any], **options: Any) -> Any:
     from vllm import SamplingParams  # noqa: PLC0415  # after the environment has been set
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415  # after the environment has been set
 
@@ -180,6 +180,7 @@ def _sampling(max_tokens: int, kv_transfer_params: Mapping[str, Any]) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={"kv_transfer_params": dict(kv_transfer_params)},
+        **options,
     )
 
 

@@ -42,6 +42,7 @@ from cargohold.protocol.messages import (
     add_stats,
 )
 from cargohold.protocol.null import NULL_CONNECTOR, NullConnectorScheduler, NullConnectorWorker
+from cargohold.protocol.patience import Patience
 from cargohold.protocol.request import RequestView, ScheduledRequest, StepView
 from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
@@ -77,6 +78,7 @@ __all__ = [
     "NullConnectorScheduler",
     "NullConnectorWorker",
     "OutputAggregator",
+    "Patience",
     "RequestView",
     "ScheduledRequest",
     "SchedulerContext",

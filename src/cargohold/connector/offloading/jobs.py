@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cargohold.offload.manager.base import LoadHandle, OffloadKey, StoreHandle
-from cargohold.protocol import Clock
+from cargohold.protocol import Clock, Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class JobTable:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._patience = Patience(clock)
         self._next_id = 0
         # When each job began; oldest first.
         self._since: dict[int, float] = {}
@@ -114,9 +115,10 @@ class JobTable:
         return None
 
     def find_lost(self, after_s: float) -> int | None:
-        """A job that has not ended ``after_s`` seconds after it began."""
+        """A job that has not ended ``after_s`` seconds after it began. Call it once in every step."""
         oldest = next(iter(self._since.items()), None)
-        return oldest[0] if oldest is not None and self._clock() - oldest[1] > after_s else None
+        overdue = oldest[0] if oldest is not None and self._clock() - oldest[1] > after_s else None
+        return overdue if self._patience.ends_with(overdue, after_s) else None
 
     def is_loading_any(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether one of these chunks is being loaded."""

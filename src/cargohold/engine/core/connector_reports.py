@@ -11,7 +11,7 @@ from cargohold.engine.core.request import FinishReason, Request
 from cargohold.engine.core.roster import Roster
 from cargohold.engine.core.step import StepOutput
 from cargohold.engine.core.transfers import EndedLoad
-from cargohold.protocol import Clock, ConnectorGuard, FinishedTransfers, KVConnectorSchedulerOutput
+from cargohold.protocol import Clock, ConnectorGuard, FinishedTransfers, KVConnectorSchedulerOutput, Patience
 
 EndRequest = Callable[[Request, FinishReason, str], None]
 
@@ -45,6 +45,7 @@ class ConnectorReports:
         self._end_request = end_request
         self._dropped = False
         self._last_progress = clock()
+        self._patience = Patience(clock)
 
     @property
     def must_drop_connector(self) -> bool:
@@ -59,10 +60,16 @@ class ConnectorReports:
         """Turn the connector off if a load does not end, or if its pending work keeps everybody waiting."""
         now, limit = self._clock(), self._config.load_timeout_s
         oldest = self._roster.transfers.oldest_load()
+        late = oldest[0].request_id if oldest is not None and now - oldest[1] > limit else None
         num_kept = len(self._roster.waiting) + len(self._roster.running)
-        if oldest is not None and now - oldest[1] > limit:
-            self._connector.break_off(f"did not end the load of request {oldest[0].request_id} within {limit:g} s")
-        elif num_kept and now - self._last_progress > limit:
+        keeps_waiting = num_kept > 0 and now - self._last_progress > limit
+        # Any progress is a new reason for patience with the second.
+        overdue = late if late is not None or not keeps_waiting else self._last_progress
+        if not self._patience.ends_with(overdue, limit):
+            return
+        if late is not None:
+            self._connector.break_off(f"did not end the load of request {late} within {limit:g} s")
+        else:
             self._connector.break_off(f"kept {num_kept} request(s) waiting for {limit:g} s")
 
     def absorb(self, output: StepOutput, plan: StepPlan) -> None:

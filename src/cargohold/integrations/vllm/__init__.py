@@ -17,6 +17,7 @@ entry point in ``plugin``.
     regions     the paged KV's tensors as plain bytes
     blocks      vLLM's block pool as a scheduler context
     room        whether there is room for another load
+    deferrals   how long requests wait for an answer
     step        vLLM's scheduler output as a step
     messages    what travels between scheduler and workers
     scheduler   scheduler side

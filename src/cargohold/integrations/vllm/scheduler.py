@@ -10,6 +10,7 @@ from typing import Any, Final
 from cargohold.errors import ContractError, RequestError
 from cargohold.integrations.vllm import probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
+from cargohold.integrations.vllm.deferrals import Deferrals
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.integrations.vllm.step import Step
@@ -22,6 +23,7 @@ from cargohold.protocol import (
     KVConnectorScheduler,
     KVEvent,
     OutputAggregator,
+    Patience,
     Stats,
 )
 
@@ -64,9 +66,10 @@ class SchedulerSide:
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         self._requests: dict[str, Any] = {}
-        # Loads in flight, and requests told to ask again, with the time since when; the oldest first.
+        # Loads in flight, with the time since when; the oldest first.
         self._loading: dict[str, float] = {}
-        self._deferred: dict[str, float] = {}
+        self._deferrals = Deferrals(clock)
+        self._patience = Patience(clock)
         # Requests that were given blocks for a load and have not run since.
         self._parked: dict[str, Any] = {}
         # Requests whose load failed: asking again might fail again, for ever.
@@ -109,7 +112,7 @@ class SchedulerSide:
             self._tables.forget(request_id)
         self._failed.discard(request_id)
         self._parked.pop(request_id, None)
-        self._deferred.pop(request_id, None)
+        self._deferrals.forget(request_id)
         self._num_computed.pop(request_id, None)
         self._admitted.discard(request_id)
         if self._requests.pop(request_id, None) is None:
@@ -130,12 +133,13 @@ class SchedulerSide:
         request_id = request.request_id
         if request_id not in self._requests or request_id in self._failed:
             return 0, False
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False  # it wants all its tokens computed; vLLM would not heed another answer
         num_tokens, is_async = self.guard.get_num_new_matched_tokens(request, num_computed_tokens)
         if num_tokens is None:
-            self._stats["deferred_lookups"] += request_id not in self._deferred
-            self._deferred.setdefault(request_id, self._clock())
+            self._stats["deferred_lookups"] += self._deferrals.note(request_id)
             return None, False
-        self._deferred.pop(request_id, None)
+        self._deferrals.forget(request_id)
         self._num_computed[request_id] = num_computed_tokens
         if num_tokens and not is_async:
             self.guard.break_off("wants to load within a step, which the adapter for vLLM does not carry")
@@ -257,10 +261,13 @@ class SchedulerSide:
         return sorted(waiting, key=lambda request: request.status.name != "PREEMPTED")
 
     def _check_deadlines(self) -> None:
-        for what, since in (("end the load of", self._loading), ("decide on", self._deferred)):
-            oldest = next(iter(since.items()), None)
-            if oldest is not None and self._clock() - oldest[1] > self._timeout_s:
-                self.guard.break_off(f"did not {what} request {oldest[0]} within {self._timeout_s:g} s")
+        oldest = next(iter(self._loading.items()), None)
+        late = oldest[0] if oldest is not None and self._clock() - oldest[1] > self._timeout_s else None
+        if self._patience.ends_with(late, self._timeout_s):
+            self.guard.break_off(f"did not end the load of request {late} within {self._timeout_s:g} s")
+        undecided = self._deferrals.end_step(self._timeout_s)
+        if undecided is not None:
+            self.guard.break_off(f"did not decide on request {undecided} within {self._timeout_s:g} s")
 
     def _apply_report(self) -> None:
         report = self.guard.report_to_scheduler()
@@ -274,7 +281,7 @@ class SchedulerSide:
         unlocks = self.guard.release().unlock_block_ids
         self._context.free_blocks([self._context.get_block(block_id) for block_id in unlocks])
         self._loading.clear()
-        self._deferred.clear()
+        self._deferrals.clear()
         self._is_released = True
 
 

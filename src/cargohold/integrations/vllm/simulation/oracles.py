@@ -37,7 +37,7 @@ class BridgeOracle(Oracle):
             "vLLM waits for more ranks whose loads failed": aggregator._failed_recving_pending,
             "the adapter knows requests": side._requests,
             "the adapter waits for loads": side._loading,
-            "the adapter waits for look-ups": side._deferred,
+            "the adapter waits for look-ups": side._deferrals,
             "the adapter remembers failed loads": side._failed,
             "the adapter remembers loads": side._parked,
             "the adapter remembers hits": side._num_computed,
