@@ -64,6 +64,7 @@ def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
 
 
 def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
+    limits = QueueConfig()  # those of the workers' queues: what they refuse looks like a failure of the medium
     daily_bytes = tier.num_daily_bytes if isinstance(tier, DiskTierConfig) else None
     return TierOptions(
         name=name,
@@ -71,5 +72,6 @@ def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
         write_mode=WriteMode(tier.write),
         max_daily_chunks=None if daily_bytes is None else daily_bytes // chunk_bytes,
         has_index=isinstance(tier, DiskTierConfig),
-        max_inflight_chunks=max(1, MAX_INFLIGHT_BYTES // chunk_bytes),
+        max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // chunk_bytes)),
+        max_asked_chunks=limits.max_urgent_chunks,
     )

@@ -21,6 +21,7 @@ class TierOptions:
         has_index: whether it knows by itself what it holds: being asked says nothing of its medium, and being told of the use
             of chunks that host memory gives back makes its policy keep them.
         max_inflight_chunks: chunks that are being written at the same time; each keeps its slot in host memory meanwhile.
+        max_asked_chunks: chunks that workers are asked for, told of the use of, or loading at the same time.
     """
 
     name: str
@@ -29,6 +30,7 @@ class TierOptions:
     max_daily_chunks: int | None = None
     has_index: bool = True
     max_inflight_chunks: int = 64
+    max_asked_chunks: int = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

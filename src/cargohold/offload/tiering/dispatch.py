@@ -49,9 +49,16 @@ class Dispatch:
         self._epoch = b""
 
     def requested(self, new_id: Callable[[], int], turn_away: Callable[[TierTask], None]) -> Iterator[TierCommand]:
-        """Probes, touches and loads; those that were cancelled, or whose tier is left alone, are turned away."""
+        """Probes, touches and loads; those that were cancelled, or whose tier is left alone, are turned away.
+
+        What a tier's workers have no room for keeps its turn: they would refuse it, as if their medium had failed.
+        """
+        full: set[int] = set()
         for task in self._tasks.take_wanted():
-            if not task.is_cancelled and self._may_go(task):
+            if not task.is_cancelled and (task.tier in full or self._is_too_much(task)):
+                full.add(task.tier)
+                self._tasks.want(task)
+            elif not task.is_cancelled and self._may_go(task):
                 yield self._command(new_id(), task, self._config.restore_timeout_s)
             else:
                 turn_away(task)
@@ -72,6 +79,10 @@ class Dispatch:
     def rename(self) -> None:
         """From now on chunks have other names in the tiers: what is there is not found any more, by us or by others."""
         self._epoch = self._new_epoch()
+
+    def _is_too_much(self, task: TierTask) -> bool:
+        num_asked = self._tasks.num_asked(task.tier)
+        return num_asked > 0 and num_asked + len(task.keys) > self._tiers[task.tier].options.max_asked_chunks
 
     def _may_go(self, task: TierTask) -> bool:
         tier = self._tiers[task.tier]

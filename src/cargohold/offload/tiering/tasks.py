@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
+from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.task import TierTask
 from cargohold.protocol import Clock
 
@@ -26,6 +27,8 @@ class TaskTable:
         self._wanted: deque[TierTask] = deque()
         self._in_flight: dict[int, TierTask] = {}
         self._cancelled: list[int] = []
+        # Chunks of jobs in flight that are no stores, per tier.
+        self._num_asked: Counter[int] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._wanted or self._in_flight)
@@ -47,6 +50,8 @@ class TaskTable:
         """It is handed out."""
         task.deadline = self._clock() + timeout_s
         self._in_flight[job_id] = task
+        if task.kind is not JobKind.STORE:
+            self._num_asked[task.tier] += len(task.keys)
 
     def get(self, job_id: int) -> TierTask | None:
         """A job in flight."""
@@ -54,7 +59,14 @@ class TaskTable:
 
     def end(self, job_id: int) -> TierTask | None:
         """All workers have reported it."""
-        return self._in_flight.pop(job_id, None)
+        task = self._in_flight.pop(job_id, None)
+        if task is not None and task.kind is not JobKind.STORE:
+            self._num_asked[task.tier] -= len(task.keys)
+        return task
+
+    def num_asked(self, tier: int) -> int:
+        """Chunks that are being asked for in a tier, loaded from it, or of whose use it is told."""
+        return self._num_asked[tier]
 
     def cancel(self, is_meant: Callable[[TierTask], bool]) -> None:
         """These are not needed any more. They end like all others, only sooner."""

@@ -1,0 +1,101 @@
+"""The scheduler side hands a worker's queue no more than it takes: what is refused would be held against the medium."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.offloading.make_tiers import make_lower_tiers
+from cargohold.connector.offloading.tier_worker import TierWorker
+from cargohold.offload.manager import CannotStore, make_manager
+from cargohold.offload.tier import BreakerState, DiskTierConfig, FaultyTier, MemoryTier, QueueConfig, TierQueue
+from cargohold.offload.tiering import LowerTiers, TieringManager
+from cargohold.protocol import SchedulerEnvironment, ServedModel
+from cargohold.simulation import VirtualClock, simulated_layout
+
+WAIT_S = 30.0  # a bound on hangs, not a measure
+NUM_SLOTS = 8192
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(36, "little")
+
+
+class Tiered:
+    """Host memory of many small chunks, and a disk that carries out nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        layout = replace(simulated_layout(10), model=ServedModel("name", "path", "float32"))
+        host = make_manager("lru", NUM_SLOTS)
+        disk = DiskTierConfig(directory=str(Path("unused")), max_bytes="1GiB")
+        environment = SchedulerEnvironment(layout, self.clock)
+        self.lower: LowerTiers = make_lower_tiers(OffloadConfig(host_bytes="1MiB", tiers=[disk]), environment, host)
+        self.manager = TieringManager(host, self.lower)
+        self.opened = threading.Event()
+        medium = FaultyTier(MemoryTier(8), self._wait)
+        self.queue = TierQueue(medium, self.clock, QueueConfig(num_threads=2))
+        self.worker = TierWorker([self.queue], np.zeros((NUM_SLOTS, 8), np.uint8), 1, self.clock)
+        self._ids = itertools.count(1)
+
+    def _wait(self, _: str) -> None:
+        assert self.opened.wait(WAIT_S)
+
+    def step(self) -> None:
+        """Hand out what is to be done, and take in what was done."""
+        for command in self.lower.take_commands(lambda: next(self._ids)):
+            self.worker.start(command)
+        for job_id, (outcome, answer) in self.worker.poll().items():
+            self.lower.note_answers(job_id, answer.succeeded, 1)
+            assert self.lower.end(job_id, outcome)
+
+    def finish(self) -> None:
+        self.opened.set()
+        for _ in range(1000):
+            self.step()
+            assert self.queue.drain(WAIT_S)
+
+
+@contextmanager
+def tiered() -> Iterator[Tiered]:
+    setup = Tiered()
+    try:
+        yield setup
+    finally:
+        setup.opened.set()
+        setup.queue.shutdown()
+
+
+def test_many_small_chunks_are_written_without_one_being_refused() -> None:
+    """Found by reading: a queue takes 1024, of which 256 MiB can be many more; after three refusals the disk was left alone."""
+    with tiered() as setup:
+        for first in range(0, 4096, 512):
+            keys = [key(first + at) for at in range(512)]
+            handle = setup.manager.prepare_store(keys, key(first - 1) if first else None)
+            assert not isinstance(handle, CannotStore)
+            handle.commit()
+        setup.step()
+        setup.finish()
+        assert setup.queue.health().num_refused == 0
+        assert setup.lower.tiers[0].breaker.state is BreakerState.CLOSED
+        assert setup.lower.take_stats()["disk_stored_chunks"] == 4096
+
+
+def test_many_waiting_prompts_are_asked_for_without_one_being_refused() -> None:
+    """Found by reading: with 70 long prompts waiting, the tier was left alone, and what it had was taken for absent."""
+    with tiered() as setup:
+        prompts = [[key(1000 * number + at) for at in range(1000)] for number in range(70)]
+        probes = [probe for prompt in prompts for probe in setup.lower.probe(prompt)]
+        assert len(probes) == 70
+        setup.step()
+        setup.finish()
+        assert all(probe.has_ended for probe in probes)
+        assert setup.queue.health().num_refused == 0
+        assert setup.lower.tiers[0].breaker.state is BreakerState.CLOSED
