@@ -175,6 +175,39 @@ def test_a_stalled_tier_delays_a_request_no_longer_than_allowed_and_the_next_one
     assert not engine.connector.has_pending_work(), "and not again"
 
 
+def on_storage(engine: SimulatedEngine, kind: type[BlockStored | BlockRemoved]) -> set[bytes]:
+    """Blocks in events of a kind since the last look, for lower tiers."""
+    events = [event for event in engine.scheduler.take_events() if isinstance(event, kind)]
+    return {name for event in events if event.medium == MEDIUM_STORAGE for name in event.block_hashes}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_tier_that_is_off_on_a_worker_is_planned_for_no_more(
+    world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, each request of a quiet engine asked it, waited a step, and was warned that it is left alone for a while."""
+    tiering = SimulatedTiering(60, world_size=world_size)
+    engine = make_engine(tiering, emit_events=True)
+    serve(engine, tiering, "first", prompt(0, 45))
+    announced = on_storage(engine, BlockStored)
+    asked: list[TierJob] = []
+    for queues in tiering.queues:
+        queues[0].on_job = asked.append
+    tiering.queues[-1][0].is_off = True
+    engine.add("second", prompt(1, 45), 3)
+    finish(engine, tiering)
+    asked.clear()
+    assert isinstance(engine.clock, VirtualClock)
+    for at in range(2, 6):
+        engine.clock.advance(120)
+        serve(engine, tiering, f"r{at}", prompt(at, 45))
+        assert "tier disk is off" in engine.outputs[f"r{at}"].cache_report.notes[0]
+    assert not asked and not tiering.lower.tiers[0].backlog
+    assert caplog.text.count("tier disk is off") == 1 and "left alone" not in caplog.text
+    assert on_storage(engine, BlockRemoved) == announced
+    assert engine.connector.get_stats()["disk_off"] == 1
+
+
 def test_an_aborted_request_gives_back_what_was_held_for_it() -> None:
     tiering = SimulatedTiering(60)
     serve(make_engine(tiering), tiering, "first", prompt(0, 45))

@@ -75,6 +75,7 @@ class LinkedQueue:
         is_gone: Callable[[], bool],
         slowness: Callable[[], float],
     ) -> None:
+        self.is_off = False
         self._medium = medium
         self._plan = plan
         self._source = source

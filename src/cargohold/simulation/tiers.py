@@ -67,6 +67,7 @@ class HeldQueue:
     Attributes:
         pending: jobs that have not ended.
         held: kinds of jobs that are carried out only when told to.
+        is_off: whether it refuses every job, for good.
         on_job: told of every job that is carried out.
     """
 
@@ -75,12 +76,15 @@ class HeldQueue:
         self.auto = auto
         self.pending: list[TierJob] = []
         self.held: frozenset[JobKind] = frozenset()
+        self.is_off = False
         self.on_job: Callable[[TierJob], None] = lambda _: None
         self._clock = clock
         self._results: list[TierResult] = []
 
     def submit(self, job: TierJob) -> bool:
         """Remember the job."""
+        if self.is_off:
+            return False
         self.pending.append(job)
         return True
 

@@ -62,6 +62,8 @@ class LowerSide:
         if isinstance(output.worker_meta, TierReport):
             for job_id, answer in output.worker_meta.answers.items():
                 self.tiers.note_answers(job_id, answer.succeeded, answer.num_workers)
+            for at in output.worker_meta.tiers_off:
+                self.tiers.turn_off(at)
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
         """All workers have ended a job; ``False`` if it is none of the lower tiers'."""

@@ -88,9 +88,11 @@ class TierReport:
 
     Attributes:
         answers: by job. Workers may report the same job in different steps.
+        tiers_off: tiers that a worker will not use any more; reported once by each.
     """
 
     answers: dict[int, TierAnswer] = field(default_factory=dict)
+    tiers_off: frozenset[int] = frozenset()
 
     def aggregate(self, other: TierReport) -> TierReport:
         """Both workers' reports."""
@@ -98,4 +100,4 @@ class TierReport:
         for job_id, theirs in other.answers.items():
             mine = merged.get(job_id)
             merged[job_id] = theirs if mine is None else mine.aggregate(theirs)
-        return TierReport(merged)
+        return TierReport(merged, self.tiers_off | other.tiers_off)

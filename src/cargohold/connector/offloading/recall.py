@@ -64,6 +64,11 @@ class Recalls:
         if recall is None:
             recall = state.recall = Recall(self._clock() + self._lower.config.restore_timeout_s)
             self._lower.wake_at(recall.deadline)
+            state.notes += [
+                f"tier {tier.name} is off, for a worker cannot use it any more"
+                for tier in self._lower.tiers
+                if tier.is_off
+            ]
         if recall.is_over:
             return False
         if self._clock() >= recall.deadline:

@@ -34,6 +34,11 @@ class JobQueue(Protocol):
         """End a job soon, if it has not ended."""
         ...
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it refuses every job from now on."""
+        ...
+
     def shutdown(self) -> None:
         """Stop."""
         ...
@@ -56,6 +61,7 @@ class TierWorker:
         self._refused: list[TierCommand] = []
         # Which queue has which job.
         self._queue_of: dict[int, JobQueue] = {}
+        self._reported_off: set[int] = set()
 
     def start(self, command: TierCommand) -> None:
         """Start a job."""
@@ -86,6 +92,12 @@ class TierWorker:
                 self._queue_of.pop(result.job.job_id, None)
                 ended[result.job.job_id] = (_OUTCOMES[result.status], TierAnswer(bytes(result.succeeded)))
         return ended
+
+    def take_off(self) -> frozenset[int]:
+        """Tiers that are off for good, each said once."""
+        news = frozenset(at for at, queue in enumerate(self._queues) if queue.is_off) - self._reported_off
+        self._reported_off |= news
+        return news
 
     def shutdown(self) -> None:
         """Stop all queues."""

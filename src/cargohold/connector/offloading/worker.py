@@ -111,9 +111,12 @@ class OffloadingWorker(KVConnectorWorker):
         return stats
 
     def build_connector_worker_meta(self) -> TierReport | None:
-        """How the chunks fared whose jobs in lower tiers ended."""
+        """How the chunks fared whose jobs in lower tiers ended, and which tiers are off from now on."""
+        if self._tiers is None:
+            return None
         answers, self._tier_answers = self._tier_answers, {}
-        return TierReport(answers) if answers else None
+        tiers_off = self._tiers.take_off()
+        return TierReport(answers, tiers_off) if answers or tiers_off else None
 
     def clear_connector_metadata(self) -> None:
         """Forget this step's jobs."""

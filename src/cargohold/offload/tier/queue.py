@@ -91,6 +91,11 @@ class TierQueue:
         with self._changed:
             return TierState.OFF if self._is_off else _STATE_OF_BREAKER[self._breaker.state]
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it takes no job any more: it was shut down, or its threads kept dying."""
+        return self._is_off
+
     def health(self) -> TierHealth:
         """How it is doing."""
         state = self.state

@@ -66,7 +66,7 @@ class Dispatch:
     def writes(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
         """As much of the backlogs as may be in flight."""
         for at, tier in enumerate(self._tiers):
-            while (room := tier.num_writable) and tier.breaker.would_admit():
+            while (room := tier.num_writable) and tier.is_usable:
                 batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._is_writable, tier))
                 if batch is None:
                     break
@@ -86,6 +86,8 @@ class Dispatch:
 
     def _may_go(self, task: TierTask) -> bool:
         tier = self._tiers[task.tier]
+        if tier.is_off:
+            return False
         return tier.breaker.admit() if tier.is_tried_by(task.kind) else tier.breaker.may_ask(task.kind)
 
     def _is_writable(self, tier: LowerTier, key: OffloadKey) -> bool:

@@ -42,6 +42,7 @@ class LowerTier:
         probing: chunks it was asked for and has not answered.
         touching: chunks of whose use it is being told.
         num_writing: chunks that are being written to it.
+        is_off: nothing is asked of it any more.
     """
 
     def __init__(self, options: TierOptions, host_capacity: int, clock: Clock, config: TieringConfig) -> None:
@@ -53,6 +54,7 @@ class LowerTier:
         self.probing: set[OffloadKey] = set()
         self.touching: set[OffloadKey] = set()
         self.num_writing = 0
+        self.is_off = False
         self.stats: Counter[str] = Counter()
         self._max_writing = max(1, min(options.max_inflight_chunks, host_capacity // 4))
         daily = options.max_daily_chunks
@@ -74,7 +76,7 @@ class LowerTier:
     @property
     def is_usable(self) -> bool:
         """Whether it takes jobs: not while it is left alone because it kept failing, or one job is finding out."""
-        return self.breaker.would_admit()
+        return not self.is_off and self.breaker.would_admit()
 
     def is_tried_by(self, kind: JobKind) -> bool:
         """Whether a job shows that the medium lives."""
@@ -82,7 +84,7 @@ class LowerTier:
 
     def is_wanted(self, key: OffloadKey) -> bool:
         """Whether a chunk would have to be written. Where it was, it is taken to be still: others look after that."""
-        return key not in self._writing and self.presence.last(key) is not True
+        return not self.is_off and key not in self._writing and self.presence.last(key) is not True
 
     def is_asked_for(self, key: OffloadKey) -> bool:
         """Whether a chunk is about to be written, or the tier to say whether it has it."""
@@ -149,16 +151,28 @@ class LowerTier:
         self.stats["stored_chunks"] += sum(succeeded)
         self.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
 
+    def turn_off(self) -> None:
+        """A worker will not use it any more."""
+        if not self.is_off:
+            self.is_off = True
+            self.stats["off"] += 1
+            logger.error(
+                "tier %s is off: a worker cannot use it any more, and says why; a restart brings it back", self.name
+            )
+            self.clear()
+
     def blame(self, reason: str) -> None:
         """A job failed, or did not end in time."""
         self.stats["failures"] += 1
+        if self.is_off:
+            return
         if self.breaker.note_failure():
             logger.warning("tier %s is left alone for a while: %s", self.name, reason)
             # Nobody can load it now. What is still there when the tier is back is announced again when it is found.
             self._withdraw()
 
     def clear(self) -> None:
-        """Host memory was emptied, and what the tier holds must not be found any more."""
+        """What the tier holds must not be found any more, and nothing waits to be written: host memory was emptied, say."""
         self.presence.clear()
         self.backlog.clear()
         self._seen.clear()
@@ -170,7 +184,7 @@ class LowerTier:
             self._announce(list(self._announced), ChunksRemoved)
 
     def _announce_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
-        if self._announced is not None:
+        if self._announced is not None and not self.is_off:
             self._announce([key for key, is_there in zip(keys, are_there, strict=True) if is_there], ChunksStored)
             self._announce([key for key, is_there in zip(keys, are_there, strict=True) if not is_there], ChunksRemoved)
 

@@ -100,7 +100,7 @@ class LowerTiers:
             return False
         if self._tasks:
             return now < self._progressed_at + PROGRESS_S
-        return any(tier.num_writable and tier.breaker.would_admit() for tier in self.tiers)
+        return any(tier.num_writable and tier.is_usable for tier in self.tiers)
 
     def lookup(self, keys: Iterable[OffloadKey], *, up_to_absent: bool = False) -> bytes:
         """One byte per key: ``READY`` if a usable tier has the chunk, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
@@ -203,6 +203,11 @@ class LowerTiers:
         task = self._tasks.get(job_id)
         if task is not None:
             task.note_answers(succeeded, num_workers)
+
+    def turn_off(self, at: int) -> None:
+        """A worker will not use a tier any more: a chunk counts only when all have it, so nobody will."""
+        self.tiers[at].turn_off()
+        self._num_changes += 1
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
         """All workers have reported a job; ``False`` if it is none of these."""
