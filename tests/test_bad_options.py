@@ -13,19 +13,28 @@ from cargohold import (
     LLM,
     CargoholdError,
     ConfigError,
+    DiskTierConfig,
     LazyOffloadConfig,
     ModelError,
     OffloadConfig,
     SamplingParams,
+    SharedTierConfig,
     UnsupportedModelError,
 )
 from cargohold.errors import one_line
 
+REQUIRED: dict[type, dict[str, str]] = {
+    OffloadConfig: {"host_bytes": "1MiB"},
+    LazyOffloadConfig: {"host_bytes": "1MiB"},
+    DiskTierConfig: {"directory": "/var/kv", "max_bytes": "1GiB"},
+    SharedTierConfig: {"url": "s3://bucket/kv"},
+}
+
 
 def bad(expected: str, kind: type, **option: Any) -> Any:
-    required = {"host_bytes": "1MiB"} if kind in {OffloadConfig, LazyOffloadConfig} else {}
     ((key, value),) = option.items()
-    return pytest.param(kind, {**required, **option}, expected, id=f"{kind.__name__}-{key}={value!r}")
+    others = {name: given for name, given in REQUIRED.get(kind, {}).items() if name != key}
+    return pytest.param(kind, {**others, **option}, expected, id=f"{kind.__name__}-{key}={value!r}")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,23 @@ def bad(expected: str, kind: type, **option: Any) -> Any:
         bad("none of them empty", SamplingParams, stop=b"x"),
         bad("a list of integers", SamplingParams, stop_token_ids=["</s>"]),
         bad("True or False", SamplingParams, ignore_eos=1),
+        bad("at most 1000000", LLM, step_timeout_s=1e7),
+        bad("make them smaller", LLM, block_tokens=10**9),
+        bad("the path of a directory", DiskTierConfig, directory=5),
+        bad("the path of a directory", DiskTierConfig, directory=""),
+        bad("one of arc", DiskTierConfig, policy=["lru"]),
+        bad("one of all, reused", DiskTierConfig, admission=True),
+        bad("one of through, back", DiskTierConfig, write=None),
+        bad("such as 2GiB", DiskTierConfig, max_bytes=None),
+        bad("such as 2GiB", DiskTierConfig, reserve_bytes=False),
+        bad("True or False", DiskTierConfig, direct_io="no"),
+        bad("from 1 to 256", DiskTierConfig, num_threads=10**9),
+        bad("a number of seconds from 0", DiskTierConfig, lock_wait_s=float("inf")),
+        bad("such as s3://bucket/prefix", SharedTierConfig, url=5),
+        bad("the scheme must be one of", SharedTierConfig, url="/var/kv"),
+        bad("a number of seconds above 0", SharedTierConfig, request_timeout_s="soon"),
+        bad("at most 1000000", SharedTierConfig, request_timeout_s=float("inf")),
+        bad("seconds from 1, or nothing", SharedTierConfig, ttl_s=0.5),
     ],
 )
 def test_each_is_refused_by_name(
@@ -87,6 +113,19 @@ def test_each_is_refused_by_name(
     assert error.value is value or error.value == value or error.value in value
     assert expected in str(error)
     assert str(error) == " ".join(str(error).split()), "one line"
+
+
+@pytest.mark.parametrize("kind", [DiskTierConfig, SharedTierConfig])
+@pytest.mark.parametrize("key", ["0123456789abcdef" * 4, "file:", "", 7, ["env:KEY"]])
+def test_what_stands_where_a_key_should_be_named_is_not_repeated(kind: type, key: object) -> None:
+    with pytest.raises(ConfigError, match=r"file:PATH or env:NAME, never the key itself") as raised:
+        kind(**REQUIRED[kind], encryption_key=key)
+    assert raised.value.key == "encryption_key"
+    assert not key or str(key) not in str(raised.value).replace("file:PATH", "")
+
+
+def test_the_directory_of_a_tier_may_be_a_path(tmp_path: Path) -> None:
+    assert DiskTierConfig(directory=tmp_path, max_bytes="1GiB").directory == tmp_path
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ _UNITS = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+MAX_TIMEOUT_S = 1_000_000
 _EXPECTED = "it must be a number of bytes, such as 2GiB, 512MiB, 1.5GB or 1000000"
 
 
@@ -62,6 +63,11 @@ def is_number(value: object) -> TypeGuard[float]:
 def is_positive_number(value: object) -> TypeGuard[float]:
     """Whether it is a finite number above 0."""
     return is_number(value) and value > 0
+
+
+def is_timeout(value: object) -> TypeGuard[float]:
+    """Whether it is a number of seconds that the system's own timeouts can hold: sockets take no more than 24 days."""
+    return is_positive_number(value) and value <= MAX_TIMEOUT_S
 
 
 def _parse(value: object) -> int | None:

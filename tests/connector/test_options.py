@@ -101,6 +101,17 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], key: str) ->
     assert caught.value.key == key
 
 
-def test_the_refusal_says_what_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"blocks_per_chunk, host_bytes"):
-        parse_offload({"host_byte": 1})
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"host_byte": 1}, r"host_byte=1 .* did you mean host_bytes\?"),
+        ({"if_unsuported": "refuse"}, r"did you mean if_unsupported\?"),
+        ({"mode": "multi", "connectors": [{"host_bytes": 1}], "recrod": "x"}, "did you mean record"),
+        ({"colour": "red"}, "there are blocks_per_chunk, host_bytes, if_unsupported, .* mode, "),
+        ({"host_bytes": 1, "lookahead_blocks": 3}, "an option of mode=lazy, and this is eager"),
+        ({"mode": "lazy", "host_bytes": 1, "policy": "lru"}, "an option of mode=eager, and this is lazy"),
+    ],
+)
+def test_the_refusal_says_what_there_is(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        parse_offload(options, beside=["if_unsupported", "record"])

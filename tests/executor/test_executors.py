@@ -178,7 +178,6 @@ def test_an_actor_that_dies_ends_the_engine_with_its_name(rank: int, make_execut
 def test_a_ray_cluster_that_does_not_answer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="the Ray executor needs the extra cargohold[ray]")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setenv("RAY_gcs_rpc_server_connect_timeout_s", "1")
     with pytest.raises(ConfigError, match=r"ray_address='127.0.0.1:1'"):
         RayExecutor(
             RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 2, StepCodec(), OutputAggregator(2), address="127.0.0.1:1"

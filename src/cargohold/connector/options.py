@@ -13,9 +13,11 @@ Whatever is unknown or of the wrong type is refused by name.
 
 from __future__ import annotations
 
+import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from cargohold.connector.factory import Offload
@@ -31,29 +33,42 @@ TIERS: Mapping[str, type[TierConfig]] = {"disk": DiskTierConfig, "shared": Share
 T = TypeVar("T")
 
 
-def parse_offload(options: Mapping[str, Any], path: str = "") -> Offload | Sequence[Offload]:
+def parse_offload(
+    options: Mapping[str, Any], path: str = "", *, beside: Collection[str] = ()
+) -> Offload | Sequence[Offload]:
     """Options as the typed configuration that ``connector_factory`` takes.
 
     Args:
         options: what was written.
         path: where it was written, in front of the names in errors: ``connectors[1].``.
+        beside: options of the caller's own that may stand beside these, for errors to name.
 
     Raises:
         ConfigError: a key is unknown or missing, or its value cannot be.
     """
     mode = options.get("mode", "eager")
     if mode == MULTI:
-        return _several(options, path)
+        return _several(options, path, beside)
     if not isinstance(mode, str) or mode not in MODES:
         raise ConfigError(f"{path}mode", mode, f"it must be one of {', '.join((*MODES, MULTI))}")
     own = {key: value for key, value in options.items() if key != "mode"}
+    for key in own.keys() - _names(MODES[mode]):
+        others = [other for other in MODES if key in _names(MODES[other])]
+        if others:
+            raise ConfigError(f"{path}{key}", own[key], f"that is an option of mode={others[0]}, and this is {mode}")
     if "tiers" in own:
         own["tiers"] = _tiers(own["tiers"], f"{path}tiers")
-    return cast("Offload", parse_dataclass(MODES[mode], own, path))
+    return cast("Offload", parse_dataclass(MODES[mode], own, path, beside=["mode", *beside]))
 
 
-def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "") -> T:
+def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "", *, beside: Collection[str] = ()) -> T:
     """A configuration dataclass from a mapping of its fields, each of the annotated type.
+
+    Args:
+        kind: the dataclass.
+        options: its fields, by name.
+        path: in front of the names in errors.
+        beside: what else may be written in the same place, for errors to name.
 
     Raises:
         ConfigError: a key is unknown or missing, or its value is of the wrong type or refused by the dataclass.
@@ -62,7 +77,7 @@ def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "") -
     hints = get_type_hints(kind)
     for key, value in options.items():
         if key not in known:
-            raise ConfigError(f"{path}{key}", value, f"there is no such option; there are {', '.join(sorted(known))}")
+            raise ConfigError(f"{path}{key}", value, f"there is no such option; {_suggest(key, [*known, *beside])}")
         if not _fits(value, hints[key]):
             raise ConfigError(f"{path}{key}", value, f"it must be {_describe(hints[key])}")
     for name, field in known.items():
@@ -87,14 +102,17 @@ def _tier(options: object, path: str) -> TierConfig:
     if not isinstance(kind, str) or kind not in TIERS:
         raise ConfigError(f"{path}.kind", kind, f"it must be one of {', '.join(TIERS)}")
     own = {key: value for key, value in options.items() if key != "kind"}
-    return parse_dataclass(TIERS[kind], own, f"{path}.")
+    return parse_dataclass(TIERS[kind], own, f"{path}.", beside=["kind"])
 
 
-def _several(options: Mapping[str, Any], path: str) -> list[Offload]:
-    unknown = sorted(options.keys() - {"mode", "connectors"})
-    if unknown:
+def _several(options: Mapping[str, Any], path: str, beside: Collection[str]) -> list[Offload]:
+    for key, value in options.items():
+        if key in {"mode", "connectors"}:
+            continue
+        is_childs = any(key in _names(kind) for kind in MODES.values())
+        expected = f"there is no such option; {_suggest(key, ['mode', 'connectors', *beside])}"
         raise ConfigError(
-            f"{path}{unknown[0]}", options[unknown[0]], "with mode=multi it belongs into one of connectors"
+            f"{path}{key}", value, "with mode=multi it belongs into one of connectors" if is_childs else expected
         )
     children = options.get("connectors")
     if not isinstance(children, list) or not children:
@@ -108,6 +126,15 @@ def _several(options: Mapping[str, Any], path: str) -> list[Offload]:
             raise ConfigError(f"{place}.mode", MULTI, "a list in a list says nothing that one list does not say")
         parsed.append(cast("Offload", parse_offload(child, f"{place}.")))
     return parsed
+
+
+def _names(kind: type[Any]) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _suggest(key: object, known: Sequence[str]) -> str:
+    close = get_close_matches(str(key), known, n=2)
+    return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(sorted(known))}"
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -124,4 +151,5 @@ def _fits(value: object, hint: Any) -> bool:
 
 def _describe(hint: Any) -> str:
     names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
-    return " or ".join(names.get(kind, getattr(kind, "__name__", str(kind))) for kind in _alternatives(hint))
+    kinds = [kind for kind in _alternatives(hint) if kind is not os.PathLike]  # which nobody can write in JSON
+    return " or ".join(names.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)

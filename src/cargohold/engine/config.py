@@ -16,7 +16,7 @@ from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
-from cargohold.units import format_bytes, is_int, is_positive_int, is_positive_number
+from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_int, is_positive_int, is_positive_number, is_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,10 @@ class EngineConfig:
             self._require(key, value is None or (is_int(value) and value >= least), f"an integer from {least}, or None")
         self._require_one_of("queue_policy", _values(QueuePolicy))
         self._require_one_of("load_failure_policy", _values(LoadFailurePolicy))
-        for key in ("load_timeout_s", "step_timeout_s"):
-            self._require(key, is_positive_number(getattr(self, key)), "a number of seconds above 0")
+        self._require("load_timeout_s", is_positive_number(self.load_timeout_s), "a number of seconds above 0")
+        self._require(
+            "step_timeout_s", is_timeout(self.step_timeout_s), f"a number of seconds above 0, at most {MAX_TIMEOUT_S}"
+        )
         for key in ("prefix_caching", "kv_events"):
             self._require(key, isinstance(getattr(self, key), bool), "True or False")
         endpoint = self.kv_events_endpoint
@@ -241,6 +243,9 @@ def _longest_that_fits(
         )
     longest = _last_true(fits, wanted_len)
     if longest <= config.block_tokens:
+        if config.num_device_blocks is None:
+            expected = f"the device pool has room for {num_blocks} block(s) of so many tokens; make them smaller"
+            raise ConfigError("block_tokens", config.block_tokens, expected)
         raise ConfigError(
             "num_device_blocks",
             num_blocks,

@@ -65,7 +65,7 @@ class OffloadConfig:
         self._require(
             "job_timeout_s",
             is_positive_number(self.job_timeout_s) and self.job_timeout_s > self.transfer_timeout_s,
-            "a number of seconds above transfer_timeout_s",
+            f"a number of seconds above transfer_timeout_s, which is {self.transfer_timeout_s:g}",
         )
         is_list = isinstance(self.tiers, list | tuple)
         self._require(

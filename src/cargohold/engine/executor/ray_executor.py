@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
 
 
 class RankActor(FramedRank):
@@ -152,11 +153,24 @@ def _connect(address: str | None) -> tuple[Any, bool]:
         raise ConfigError("executor", "ray", "install what it needs: pip install cargohold[ray]") from error
     if ray.is_initialized():
         return ray, False
+    if address is not None:
+        _require_answer(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError("ray_address", address, f"no Ray cluster answers there: {_first_line(error)}") from error
     return ray, True
+
+
+def _require_answer(address: str) -> None:
+    """Raise ``ConfigError`` unless somebody takes connections there: Ray would try again for a quarter of an hour."""
+    host, separator, port = address.rpartition("://")[2].rpartition(":")
+    if not separator or not port.isdecimal():
+        return  # "auto" and the like
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError("ray_address", address, f"no Ray cluster answers there: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

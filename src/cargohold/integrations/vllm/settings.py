@@ -11,6 +11,7 @@ from cargohold.connector.options import parse_dataclass, parse_offload
 from cargohold.connector.recording import RecordingFactory
 from cargohold.errors import ConfigError
 from cargohold.protocol import KVConnectorFactory
+from cargohold.units import is_positive_number
 
 DISABLE: Final = "disable"
 REFUSE: Final = "refuse"
@@ -41,7 +42,7 @@ class AdapterSettings:
         for key, choices in (("if_unsupported", (DISABLE, REFUSE)), ("load_failure_policy", (RECOMPUTE, FAIL))):
             if getattr(self, key) not in choices:
                 raise ConfigError(key, getattr(self, key), f"it must be one of {', '.join(choices)}")
-        if not self.load_timeout_s > 0:
+        if not is_positive_number(self.load_timeout_s):
             raise ConfigError("load_timeout_s", self.load_timeout_s, "it must be a number of seconds above 0")
 
 
@@ -63,7 +64,7 @@ class Settings:
         own = {field.name for field in fields(AdapterSettings)}
         try:
             adapter = parse_dataclass(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
-            offload = parse_offload({key: value for key, value in extra_config.items() if key not in own})
+            offload = parse_offload({key: value for key, value in extra_config.items() if key not in own}, beside=own)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         return cls(adapter, offload)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
+from os import PathLike, fspath
 from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
 from cargohold.errors import ConfigError
 from cargohold.offload.policy import POLICIES
-from cargohold.units import is_number, is_positive_int, parse_bytes
+from cargohold.units import MAX_TIMEOUT_S, is_number, is_positive_int, is_timeout, parse_bytes
 
 OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
+KEY_SOURCE: Final = re.compile(r"(file|env):.+")
+MAX_THREADS: Final = 256
+"""Each has memory for a chunk of its own."""
 
 
 class Admission(Enum):
@@ -52,7 +57,7 @@ class DiskTierConfig:
         lock_wait_s: how long to wait at the start for a process that still uses the same part: one that is just ending.
     """
 
-    directory: str
+    directory: str | PathLike[str]
     max_bytes: int | str
     reserve_bytes: int | str = "1GiB"
     policy: str = "lru"
@@ -65,18 +70,20 @@ class DiskTierConfig:
     lock_wait_s: float = 3.0
 
     def __post_init__(self) -> None:
-        if not self.directory:
-            raise ConfigError("directory", self.directory, "the path of a directory")
-        if self.policy not in POLICIES:
-            raise ConfigError("policy", self.policy, f"one of {', '.join(sorted(POLICIES))}")
+        if not _is_path(self.directory):
+            raise ConfigError("directory", self.directory, "it must be the path of a directory")
+        _require_one_of("policy", self.policy, sorted(POLICIES))
         _require_usage(self.admission, self.write)
+        if not isinstance(self.direct_io, bool):
+            raise ConfigError("direct_io", self.direct_io, "it must be True or False")
+        _require_key_source(self.encryption_key)
         if self.max_daily_bytes is not None:
             parse_bytes("max_daily_bytes", self.max_daily_bytes)
         _require_threads(self.num_threads)
         if not is_number(self.lock_wait_s) or self.lock_wait_s < 0:
-            raise ConfigError("lock_wait_s", self.lock_wait_s, "a number of seconds from 0")
+            raise ConfigError("lock_wait_s", self.lock_wait_s, "it must be a number of seconds from 0")
         parse_bytes("max_bytes", self.max_bytes)
-        if self.reserve_bytes != 0:
+        if not _is_zero(self.reserve_bytes):
             parse_bytes("reserve_bytes", self.reserve_bytes)
 
     @property
@@ -92,7 +99,7 @@ class DiskTierConfig:
     @property
     def num_reserve_bytes(self) -> int:
         """``reserve_bytes`` as a number."""
-        return parse_bytes("reserve_bytes", self.reserve_bytes) if self.reserve_bytes != 0 else 0
+        return 0 if _is_zero(self.reserve_bytes) else parse_bytes("reserve_bytes", self.reserve_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +131,15 @@ class SharedTierConfig:
 
     def __post_init__(self) -> None:
         schemes = OBJECT_SCHEMES + REDIS_SCHEMES
+        if not isinstance(self.url, str):
+            raise ConfigError("url", self.url, "it must be the URL of a store, such as s3://bucket/prefix")
         if self.scheme not in schemes:
             raise ConfigError("url", self.url, f"the scheme must be one of {', '.join(schemes)}")
-        if self.request_timeout_s <= 0:
-            raise ConfigError("request_timeout_s", self.request_timeout_s, "a number of seconds above 0")
+        if not is_timeout(self.request_timeout_s):
+            expected = f"it must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
+            raise ConfigError("request_timeout_s", self.request_timeout_s, expected)
         if self.ttl_s is not None and not is_positive_int(self.ttl_s):
-            raise ConfigError("ttl_s", self.ttl_s, "a whole number of seconds from 1, or nothing")
+            raise ConfigError("ttl_s", self.ttl_s, "it must be a whole number of seconds from 1, or nothing")
         if self.ttl_s is not None and self.scheme not in REDIS_SCHEMES:
             raise ConfigError(
                 "ttl_s", self.ttl_s, f"only {', '.join(REDIS_SCHEMES)} can do that; buckets have life-cycle rules"
@@ -139,6 +149,7 @@ class SharedTierConfig:
             if self.scheme in REDIS_SCHEMES:
                 raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
         _require_usage(self.admission, self.write)
+        _require_key_source(self.encryption_key)
         _require_threads(self.num_threads)
 
     @property
@@ -157,11 +168,28 @@ TierConfig: TypeAlias = DiskTierConfig | SharedTierConfig
 
 def _require_usage(admission: object, write: object) -> None:
     for key, value, kind in (("admission", admission, Admission), ("write", write, WriteMode)):
-        values = [member.value for member in kind]
-        if value not in values:
-            raise ConfigError(key, value, f"one of {', '.join(values)}")
+        _require_one_of(key, value, [member.value for member in kind])
 
 
-def _require_threads(num_threads: int) -> None:
-    if not is_positive_int(num_threads):
-        raise ConfigError("num_threads", num_threads, "a whole number from 1")
+def _require_one_of(key: str, value: object, values: list[str]) -> None:
+    if value not in values:
+        raise ConfigError(key, value, f"it must be one of {', '.join(values)}")
+
+
+def _require_key_source(source: object) -> None:
+    """What stands there is read when the tier is opened. What was given may be a secret: it is not repeated."""
+    if source is not None and not (isinstance(source, str) and KEY_SOURCE.fullmatch(source)):
+        raise ConfigError("encryption_key", "(not shown)", "it must be file:PATH or env:NAME, never the key itself")
+
+
+def _require_threads(num_threads: object) -> None:
+    if not is_positive_int(num_threads) or num_threads > MAX_THREADS:
+        raise ConfigError("num_threads", num_threads, f"it must be a whole number from 1 to {MAX_THREADS}")
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | PathLike) and bool(fspath(value))
+
+
+def _is_zero(value: object) -> bool:
+    return is_number(value) and value == 0
