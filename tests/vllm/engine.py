@@ -72,12 +72,12 @@ class Engine:
             "max_num_batched_tokens": 512,
             "max_num_seqs": 8,
             "async_scheduling": False,
+            "skip_tokenizer_init": True,
         }
         self.llm = LLM(
             model,
             **(defaults | options),
             num_gpu_blocks_override=num_blocks,
-            skip_tokenizer_init=True,
             enforce_eager=True,
             disable_log_stats=False,
         )

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    PreTrainedTokenizerFast,
     Qwen3NextConfig,
 )
 
@@ -93,3 +96,9 @@ def save_model(kind: str, directory: Path) -> str:
                 weights.normal_(0, 1.0 if "embed" in name else 1.2 / weights[0].numel() ** 0.5)
     model.save_pretrained(path)
     return str(path)
+
+
+def save_tokenizer(path: str) -> None:
+    """Write a tokenizer of made-up words to a model's directory, for what vLLM does not do without one."""
+    words = WordLevel({f"w{at}": at for at in range(VOCAB_SIZE)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(path)

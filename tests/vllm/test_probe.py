@@ -149,15 +149,31 @@ def test_a_block_pool_that_has_changed_is_told(missing: object) -> None:
         "hash_block_size": 16,
         "touch": lambda blocks: None,
         "free_blocks": lambda ordered_blocks: None,
+        "get_num_free_blocks": lambda: 1,
     }
     assert probe.missing_from_pool(SimpleNamespace(**names)) == []
     changed = names | {"touch": lambda blocks, request: None}
     assert probe.missing_from_pool(SimpleNamespace(**changed)) == [
         "its block pool's touch wants other arguments: missing a required argument: 'request'"
     ]
-    del names["free_blocks"]
-    assert probe.missing_from_pool(SimpleNamespace(**names)) == ["its block pool has no free_blocks"]
+    del names["free_blocks"], names["get_num_free_blocks"]
+    assert probe.missing_from_pool(SimpleNamespace(**names)) == [
+        "its block pool has no free_blocks",
+        "its block pool has no get_num_free_blocks",
+    ]
     del block.ref_cnt
     assert probe.missing_from_pool(SimpleNamespace(**changed | {"touch": lambda blocks: None})) == [
         "a block has no ref_cnt"
+    ]
+
+
+def test_a_manager_that_has_changed_is_told(missing: object) -> None:
+    from cargohold.integrations.vllm import probe  # noqa: PLC0415  # imports vLLM
+
+    manager = SimpleNamespace(block_pool=None, get_blocks=lambda request_id: None)
+    assert probe.missing_from_manager(manager) == []
+    del manager.block_pool
+    assert probe.missing_from_manager(manager) == ["its KV-cache manager has no block_pool"]
+    assert probe.missing_from_manager(SimpleNamespace(block_pool=None, get_blocks=lambda: None)) == [
+        "its KV-cache manager's get_blocks wants other arguments: too many positional arguments"
     ]

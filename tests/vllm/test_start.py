@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.connector import CargoholdConnector
+from cargohold.integrations.vllm.layout import translate
 from tests.vllm.common import EAGER, ask_twice, make_prompts, restored, tokens
+from tests.vllm.models import save_tokenizer
 
 STATELESS = {"mamba_cache_mode": "none", "enable_prefix_caching": False}
 """Recurrent state is not kept at block boundaries: nothing can be offloaded."""
@@ -57,6 +62,59 @@ def test_a_model_that_cannot_be_served_is_served_without_in_one_line_or_refused(
     assert restored(answers) == 0
     with pytest.raises(ConfigError, match="--mamba-cache-mode"):
         start(vllm_model("lfm2"), {**EAGER, "if_unsupported": "refuse"}, **STATELESS)
+
+
+def test_embeddings_for_which_vllm_must_see_all_tokens_are_made_without(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by reading: the second time that a prompt came, its KV was loaded, and vLLM's engine died of it."""
+    from vllm.config import PoolerConfig  # noqa: PLC0415  # after the environment has been set
+
+    model = str(tmp_path / "llama")
+    shutil.copytree(vllm_model("llama"), model)
+    save_tokenizer(model)
+    options = {"runner": "pooling", "skip_tokenizer_init": False, "max_model_len": 512}
+    options["pooler_config"] = PoolerConfig(seq_pooling_type="MEAN")
+    engine = start(model, EAGER, **options)
+    prompts = [{"prompt_token_ids": prompt} for prompt in make_prompts(4, 330) * 2]
+    made = [engine.llm.embed([prompt], use_tqdm=False)[0].outputs.embedding for prompt in prompts]
+    assert made[4:] == made[:4]
+    assert "offloading is off" in caplog.text and "its pooling or attention" in caplog.text
+
+
+def test_a_role_in_which_vllm_does_not_protect_what_is_loaded_is_refused(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    # Its scheduler defers the freeing of blocks that a step in flight still writes for consumers alone.
+    engine = start(vllm_model("llama"), EAGER, transfer={"kv_role": "kv_producer"})
+    assert restored(ask_twice(engine, make_prompts(2, 330))) == 0
+    assert "kv_role=kv_producer" in caplog.text and "use kv_both" in caplog.text
+    engine = start(vllm_model("llama"), EAGER, transfer={"kv_role": "kv_consumer"})
+    assert restored(ask_twice(engine, make_prompts(2, 330))) == 640
+
+
+def test_attention_that_looks_ahead_is_not_served() -> None:
+    import torch  # noqa: PLC0415  # slow to import
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec  # noqa: PLC0415  # see above
+
+    if "non_causal" not in FullAttentionSpec.__dataclass_fields__:
+        pytest.skip("this version of vLLM has no such attention")
+
+    def obstacles(*, non_causal: bool) -> tuple[str, ...]:
+        spec = FullAttentionSpec(
+            block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32, non_causal=non_causal
+        )
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(enable_prefix_caching=False),
+            kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
+            model_config=SimpleNamespace(),
+            parallel_config=SimpleNamespace(),
+        )
+        groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        return translate(config, groups, reports_requests=True).obstacles
+
+    assert obstacles(non_causal=False) == ()
+    assert obstacles(non_causal=True) == ("group 0 has attention that looks ahead: its KV depends on what follows it",)
 
 
 def test_a_version_that_lacks_something_is_served_without(

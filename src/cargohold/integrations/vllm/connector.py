@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _NEEDS = {
     "cache_config": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),
-    "kv_transfer_config": ("kv_connector_extra_config", "kv_load_failure_policy"),
+    "kv_transfer_config": ("is_kv_consumer", "kv_connector_extra_config", "kv_load_failure_policy", "kv_role"),
     "load_config": ("load_format",),
     "model_config": ("dtype", "hf_overrides", "model", "quantization", "revision", "served_model_name"),
     "parallel_config": ("rank", "world_size"),
@@ -175,7 +175,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """The block pool and the requests' tables (since vLLM 0.30)."""
-        self._bind(kv_cache_manager.block_pool, ManagerTables(kv_cache_manager))
+        if not self._obstacles and not self._turn_off(probe.missing_from_manager(kv_cache_manager)):
+            self._bind(kv_cache_manager.block_pool, ManagerTables(kv_cache_manager))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The block pool alone, before vLLM 0.30."""

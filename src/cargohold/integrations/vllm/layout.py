@@ -51,6 +51,15 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
         reports_requests: whether this version lets a failed load be reported by request.
     """
     obstacles = _parallel_obstacles(vllm_config.parallel_config)
+    if not vllm_config.kv_transfer_config.is_kv_consumer:
+        # It would give blocks away that a step in flight still writes, and a load may be given them.
+        obstacles.append(
+            f"in kv_role={vllm_config.kv_transfer_config.kv_role} vLLM does not protect loads; use kv_both"
+        )
+    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
+        obstacles.append(
+            "vLLM itself reuses no prefix of this model: its pooling or attention needs all tokens at once"
+        )
     groups: list[KVCacheGroup] = []
     for index, spec in enumerate(kv_cache_config.kv_cache_groups):
         group = _group(index, spec)
@@ -161,6 +170,8 @@ def _group(index: int, spec: Any) -> KVCacheGroup | str:
     descriptions = {_describe(layer) for layer in layers}
     if len(descriptions) > 1:
         return f"mixes layers of different kinds: {', '.join(sorted(kind for kind, *_ in descriptions))}"
+    if any(getattr(layer, "non_causal", False) for layer in layers):
+        return "has attention that looks ahead: its KV depends on what follows it"
     name, block_tokens, window = descriptions.pop()
     kind = _KINDS.get(name)
     if kind is None:

@@ -19,8 +19,10 @@ NEWEST: Final = (0, 32)
 SCHEDULER_ONLY: Final = ((0, 33),)
 """Versions of which the scheduler's side alone was tested, for want of a build for CPUs."""
 
+_MANAGER = ("block_pool",)
+_MANAGER_CALLS = {"get_blocks": 1}
 _POOL = ("blocks", "free_block_queue", "hash_block_size")
-_POOL_CALLS = {"touch": 1, "free_blocks": 1}
+_POOL_CALLS = {"touch": 1, "free_blocks": 1, "get_num_free_blocks": 0}
 _QUEUE = ("fake_free_list_head", "fake_free_list_tail")
 _QUEUE_CALLS = {"prepend_n": 1}
 _BLOCK = ("block_hash", "block_id", "is_null", "next_free_block", "ref_cnt")
@@ -83,6 +85,12 @@ def missing_from_vllm(connector: type) -> list[str]:
         fields = part.__dataclass_fields__
         missing += [f"vLLM's {part.__name__} has no {name}" for name in names if name not in fields]
     return missing
+
+
+def missing_from_manager(manager: Any) -> list[str]:
+    """What this KV-cache manager lacks, as sentences."""
+    what = "its KV-cache manager"
+    return [*_missing(what, manager, _MANAGER), *_changed_calls(what, manager, _MANAGER_CALLS)]
 
 
 def missing_from_pool(pool: Any) -> list[str]:
