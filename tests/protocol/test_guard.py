@@ -11,12 +11,18 @@ import pytest
 from cargohold.blocks import BlockPool
 from cargohold.errors import BlockNotHeldError, NullBlockError, RequestError
 from cargohold.protocol import (
+    MEDIUM_HOST,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
     BlockIds,
+    BlockRemoved,
+    BlockStored,
     ConnectorGuard,
     ConnectorMetadata,
     EmptyMetadata,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
+    KVEvent,
     NullConnectorScheduler,
     RequestView,
     SchedulerContext,
@@ -62,6 +68,7 @@ class Scripted(KVConnectorScheduler):
         self.matched: Any = (0, False)
         self.report: KVConnectorSchedulerOutput | None = None
         self.raises: Exception | None = None
+        self.events: list[KVEvent] = []
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
         self.context = context
@@ -85,6 +92,11 @@ class Scripted(KVConnectorScheduler):
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         return self.report
+
+    def take_events(self) -> list[KVEvent]:
+        if self.raises:
+            raise self.raises
+        return self.events
 
     def shutdown(self) -> None:
         if self.raises:
@@ -226,6 +238,44 @@ def test_references_outlive_the_break_until_they_are_released(
 
 
 CONTRACT = [name for name, value in vars(KVConnectorScheduler).items() if isfunction(value)]
+
+
+def stored(*names: bytes, medium: str = MEDIUM_HOST, group: int = 0) -> BlockStored:
+    return BlockStored(names, None, (), 4, group, medium)
+
+
+def test_what_a_connector_announced_is_removed_when_it_is_turned_off(guard: ConnectorGuard, inner: Scripted) -> None:
+    """Before, routers sent prompts for ever to an engine that could load nothing any more."""
+    inner.events = [stored(b"a", b"b", b"c"), stored(b"a"), stored(b"d", group=1), stored(b"e", medium=MEDIUM_STORAGE)]
+    assert list(guard.take_events()) == inner.events
+    inner.events = [BlockRemoved((b"b", b"a"), 0, MEDIUM_HOST), stored(b"f", medium="tape"), AllBlocksCleared("tape")]
+    assert list(guard.take_events()) == inner.events
+    inner.events = [stored(b"never said")]
+    guard.break_off("it did something")
+    removed = [
+        BlockRemoved((b"a", b"c"), 0, MEDIUM_HOST),
+        BlockRemoved((b"d",), 1, MEDIUM_HOST),
+        BlockRemoved((b"e",), 0, MEDIUM_STORAGE),
+    ]
+    assert list(guard.take_events()) == removed
+    assert list(guard.take_events()) == [], "once"
+
+
+def test_a_connector_that_breaks_while_it_tells_has_its_announcements_removed_at_once(
+    guard: ConnectorGuard, inner: Scripted
+) -> None:
+    inner.events = [stored(b"a")]
+    assert guard.take_events()
+    inner.raises = ZeroDivisionError()
+    assert list(guard.take_events()) == [BlockRemoved((b"a",), 0, MEDIUM_HOST)]
+
+
+def test_a_connector_that_is_turned_off_holds_nothing_that_a_reset_could_forget(
+    guard: ConnectorGuard, inner: Scripted
+) -> None:
+    """Before, an engine could never again say that its caches were reset."""
+    guard.break_off("it did something")
+    assert guard.reset_cache()
 
 
 def test_the_guard_decides_every_method_of_the_contract() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError, RequestError
+from cargohold.protocol.announced import AnnouncedBlocks
 from cargohold.protocol.connector import KVConnectorScheduler
 from cargohold.protocol.context import KVCacheBlockView, SchedulerContext
 from cargohold.protocol.events import KVEvent
@@ -124,6 +125,7 @@ class ConnectorGuard(KVConnectorScheduler):
         self._context: SchedulerContext | None = None
         self._touched = BlockLedger()
         self._locked = BlockLedger()
+        self._announced = AnnouncedBlocks()
         self.name = inner.name
         self.worker_metadata_type = inner.worker_metadata_type
         self.broken: ContractError | None = None
@@ -209,16 +211,18 @@ class ConnectorGuard(KVConnectorScheduler):
         return report if self.broken is None else CacheReport(report.restored_tokens, (*report.notes, str(self.broken)))
 
     def take_events(self) -> Iterable[KVEvent]:
-        """Pass on."""
-        return self._call("take_events", (), lambda: tuple(self._inner.take_events()))
+        """Pass on; once broken, what was announced of its tiers is announced as removed, for nobody can load it."""
+        nothing: Sequence[KVEvent] = ()
+        events = self._call("take_events", nothing, self._events)
+        return events if self.broken is None else self._announced.withdraw()
 
     def has_pending_work(self) -> bool:
         """Pass on; also while references are held."""
         return self._call("has_pending_work", False, self._inner.has_pending_work) or self.num_held_references > 0
 
     def reset_cache(self) -> bool:
-        """Pass on; a connector that is turned off cannot."""
-        return self._call("reset_cache", False, self._inner.reset_cache)
+        """Pass on; a connector that is turned off has nothing that could be found."""
+        return self._call("reset_cache", True, self._inner.reset_cache)
 
     def get_stats(self) -> Stats:
         """Pass on."""
@@ -273,6 +277,12 @@ class ConnectorGuard(KVConnectorScheduler):
             self._locked.give_back(report.lock_block_ids)
             raise
         return report
+
+    def _events(self) -> Sequence[KVEvent]:
+        events = tuple(self._inner.take_events())
+        if events:
+            self._announced.follow(events)
+        return events
 
     def _call(self, method: str, otherwise: T, call: Callable[..., T], *args: object) -> T:
         if self.broken is not None:

@@ -23,8 +23,8 @@ class EventOracle(Oracle):
     Args:
         engine: the replica; it must emit events.
         index: what the media held before; changed.
-        knows_tiers: whether ``index`` is right about the tiers and they are all known here. A connector that was turned off has
-            kept its last events to itself, so whoever followed them knows nothing for sure.
+        knows_tiers: whether ``index`` is right about the tiers and they are all known here. A connector that was turned off
+            takes back what it announced itself; what is in its tier then is not known.
     """
 
     name = "events"
@@ -34,7 +34,7 @@ class EventOracle(Oracle):
         self._index = index
         self._knows_tiers = knows_tiers
         index[MEDIUM_DEVICE] = Counter()
-        index.setdefault(MEDIUM_HOST, Counter())
+        self._were_empty = not index.setdefault(MEDIUM_HOST, Counter())
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Follow."""
@@ -42,12 +42,12 @@ class EventOracle(Oracle):
             self._follow(event)
 
     def inspect(self) -> None:
-        """Compare with the device pool, and with the tiers unless one was turned off, now or before."""
+        """Compare with the device pool, and with the tiers unless one was turned off that held something before."""
         for event in self._engine.scheduler.take_events():
             self._follow(event)
         cached = self._engine.cached_prefixes()
         self.require(self._index[MEDIUM_DEVICE].keys() == cached, "the events of the device pool do not add up to it")
-        if self.knows_tiers:
+        if self.knows_tiers or (self._knows_tiers and self._were_empty):
             self._compare_tiers()
 
     def at_end(self) -> None:
@@ -61,7 +61,9 @@ class EventOracle(Oracle):
         return self._knows_tiers and all(guard.broken is None for _, guards in sides for guard in guards)
 
     def _compare_tiers(self) -> None:
-        managers = [side.manager for side, _ in offloading_sides(self._engine.scheduler.connector)]
+        sides = offloading_sides(self._engine.scheduler.connector)
+        # One that is turned off has taken back what it announced, for nobody can load what it holds.
+        managers = [side.manager for side, guards in sides if all(guard.broken is None for guard in guards)]
         inner = [manager.inner if isinstance(manager, FaultyManager) else manager for manager in managers]
         announced = self._index[MEDIUM_HOST]
         for (block_hash, group), count in announced.items():
