@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler, MultiConnectorWorker
+from cargohold.connector.multi.messages import MultiMetadata
 from cargohold.errors import ConfigError, RequestError
 from cargohold.protocol import (
     BlockIds,
@@ -346,6 +347,35 @@ def test_reset_asks_everyone_and_answers_truthfully() -> None:
     pair.multi.shutdown()
     assert ("shutdown",) in pair.left.told
     assert ("shutdown",) in pair.right.told
+
+
+def test_a_worker_forgets_the_loads_that_have_ended() -> None:
+    """Found by reading: a request aborted while it was loaded was remembered for ever."""
+    child = ScriptedWorker("child")
+    worker = MultiConnectorWorker([child])
+
+    def step(*, loads: tuple[str, ...] = (), fail: tuple[str, ...] = (), ended: str = "", gone: str = "") -> set[str]:
+        child.finished = FinishedTransfers(finished_recving=frozenset(filter(None, [ended])))
+        worker.bind_connector_metadata(MultiMetadata((EmptyMetadata(),), new_loads=loads, fail_loads=fail))
+        finished = worker.get_finished(frozenset(filter(None, [gone])))
+        worker.clear_connector_metadata()
+        return set(finished.finished_recving)
+
+    before = held_by(worker)
+    for at in range(3):
+        step(loads=(f"aborted{at}",))
+        step(gone=f"aborted{at}")
+        assert step(ended=f"aborted{at}") == {f"aborted{at}"}
+    assert held_by(worker) == before
+    step(loads=("ended", "runs"))
+    assert step(ended="ended") == {"ended"}
+    assert step(fail=("ended", "runs")) == {"runs"}, "on other workers both may still run"
+    assert held_by(worker) == before
+
+
+def held_by(worker: MultiConnectorWorker) -> int:
+    """Ids of requests that a worker remembers."""
+    return sum(len(value) for value in vars(worker).values() if isinstance(value, set | dict))
 
 
 def test_the_number_of_reports_must_be_agreed_upon() -> None:

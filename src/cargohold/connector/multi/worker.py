@@ -43,8 +43,8 @@ class MultiConnectorWorker(KVConnectorWorker):
         self._outputs: list[KVConnectorOutput] = []
         # Ended requests, and the children that have not let go of their blocks on this worker.
         self._keepers: dict[str, set[int]] = {}
-        # Loads that ended on this worker; on others they may still run.
-        self._ended_loads: set[str] = set()
+        # Loads that have not ended on this worker; on others they may have.
+        self._loading: set[str] = set()
 
     def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
         """To all children."""
@@ -57,7 +57,7 @@ class MultiConnectorWorker(KVConnectorWorker):
         self._metadata = metadata
         for request_id, keepers in metadata.new_sends.items():
             self._keepers[request_id] = set(keepers)
-        self._ended_loads.difference_update(metadata.new_loads)
+        self._loading.update(metadata.new_loads)
         for at in metadata.stop:
             self._children[at].stop()
         for at, child in enumerate(self._children):
@@ -107,9 +107,9 @@ class MultiConnectorWorker(KVConnectorWorker):
         sent = {request_id for request_id, keepers in self._keepers.items() if not keepers}
         for request_id in sent:
             del self._keepers[request_id]
-        self._ended_loads -= finished_req_ids
-        self._ended_loads |= received
-        given_up = set(self._metadata.fail_loads) - self._ended_loads
+        self._loading -= received
+        given_up = self._loading.intersection(self._metadata.fail_loads)
+        self._loading -= given_up
         return FinishedTransfers(
             finished_sending=frozenset(sent),
             finished_recving=frozenset(received | given_up),
