@@ -208,3 +208,16 @@ class TestScout:
         self.kept = {bytes([2])}
         self.pool.uncache_block(self.pool.get_block(1))
         assert self.found() == [3, 4]
+
+    def test_blocks_hit_again_do_not_count_as_safe_ahead_of_eviction(self) -> None:
+        """Found by reading: they return to the end of the queue, and what was evicted meanwhile had not been saved."""
+        self.save(self.found())
+        hit = [self.pool.get_block(block_id) for block_id in (2, 3, 4)]
+        self.pool.touch(hit)
+        assert self.found() == [5, 6, 7]
+        self.save([5, 6, 7])
+        self.pool.free_blocks(hit)
+        assert [block.block_id for block in self.pool.iter_free_blocks()][-3:] == [2, 3, 4]
+        assert self.found() == [], "1 and those saved now are the next to go"
+        self.pool.allocate(4)
+        assert self.found() == [8]

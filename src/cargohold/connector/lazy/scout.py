@@ -19,7 +19,8 @@ class FreeQueueScout:
                       victim
 
     Allocation takes blocks from the left, so the stretch of safe blocks shrinks by as many, and the scout walks on from its
-    cursor until it is ``lookahead`` long again. A cursor whose block has left the queue is noticed, and the walk starts over.
+    cursor until it is ``lookahead`` long again. Safe blocks that are used again leave the stretch; if that is the cursor's,
+    the walk goes on behind the one before it.
 
     Args:
         context: the engine's block pool.
@@ -41,6 +42,9 @@ class FreeQueueScout:
         """
         while self._safe and not self._is_still_there(*self._safe[0]):
             self._safe.popleft()
+        if any(block.ref_cnt for block, _ in self._safe):
+            # Used again: they will return to the end of the queue.
+            self._safe = deque(entry for entry in self._safe if not entry[0].ref_cnt)
         if limit < 1 or len(self._safe) >= self._lookahead:
             return []
         try:
