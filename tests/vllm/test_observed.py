@@ -84,6 +84,7 @@ def test_a_directory_outlives_the_engine_but_not_the_weights(
     extra = {
         **EAGER,
         "restore": "always",
+        "restore_timeout_s": 60.0,  # that of a server is over before a busy machine has read its disk
         "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}],
     }
     prompts = make_prompts(2, 330)
