@@ -474,6 +474,6 @@ def does_not_tell_the_connector_of_preemptions(patch: Patch) -> None:
 
     def silent(self: Roster, request: Any) -> None:
         preempt(self, request)
-        self.preempted_ids.clear()
+        self._preempted_ids.clear()
 
     patch.setattr(Roster, "preempt", silent)

@@ -30,6 +30,7 @@ from cargohold.protocol.kv_cache import (
     ServedModel,
 )
 from cargohold.protocol.messages import (
+    NOTHING_ENDED,
     CacheReport,
     ConnectorMetadata,
     EmptyMetadata,
@@ -50,6 +51,7 @@ __all__ = [
     "MEDIUM_DEVICE",
     "MEDIUM_HOST",
     "MEDIUM_STORAGE",
+    "NOTHING_ENDED",
     "NULL_BLOCK_ID",
     "NULL_CONNECTOR",
     "AllBlocksCleared",

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from cargohold.errors import ContractError
 from cargohold.protocol.messages import (
+    NOTHING_TO_REPORT,
     FinishedTransfers,
     KVConnectorOutput,
     Stats,
@@ -85,7 +86,7 @@ class OutputAggregator:
             (rank, output) for rank, output in enumerate(outputs) if output is not None and not output.is_empty()
         ]
         if not present:
-            return KVConnectorOutput()  # most steps: nothing can become complete without a report
+            return NOTHING_TO_REPORT  # most steps: nothing can become complete without a report
         for rank, output in present:
             self._count(rank, output.finished)
         received = self._recving.take_complete(self._expected)

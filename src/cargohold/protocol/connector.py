@@ -38,6 +38,7 @@ from cargohold.protocol.context import SchedulerContext
 from cargohold.protocol.events import KVEvent
 from cargohold.protocol.kv_cache import BlockIds
 from cargohold.protocol.messages import (
+    NOTHING_ENDED,
     CacheReport,
     ConnectorMetadata,
     EmptyMetadata,
@@ -195,7 +196,7 @@ class KVConnectorWorker(ABC):
         Args:
             finished_req_ids: requests that ended since the last step, as the scheduler saw it.
         """
-        return FinishedTransfers()
+        return NOTHING_ENDED
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
         """Blocks whose load failed since the last call."""

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_NO_METADATA: ConnectorMetadata = EmptyMetadata()
+
 
 class BlockLedger:
     """Which references one connector holds, so that it can give back only its own."""
@@ -45,6 +47,9 @@ class BlockLedger:
     def __len__(self) -> int:
         return self._held.total()
 
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
     def counts(self) -> Counter[int]:
         """References held, per block; a copy."""
         return Counter(self._held)
@@ -53,20 +58,18 @@ class BlockLedger:
         """Note references taken."""
         self._held.update(block_ids)
 
-    def check(self, block_ids: Iterable[int]) -> None:
-        """Raise ``BlockNotHeldError`` if the connector does not hold all of these references."""
-        for block_id, count in Counter(block_ids).items():
-            if count > self._held[block_id]:
-                raise BlockNotHeldError(block_id, self._held[block_id], count)
-
-    def give_back(self, block_ids: Iterable[int]) -> None:
-        """Note references given back. Raises like ``check``, and then notes none."""
-        block_ids = list(block_ids)
-        self.check(block_ids)
-        for block_id in block_ids:
-            self._held[block_id] -= 1
-            if not self._held[block_id]:
-                del self._held[block_id]
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Note references given back. Raises ``BlockNotHeldError``, and notes none, unless the connector holds all of them."""
+        held = self._held
+        for at, block_id in enumerate(block_ids):
+            count = held.get(block_id, 0)
+            if not count:
+                self.take(block_ids[:at])
+                raise BlockNotHeldError(block_id, held[block_id], Counter(block_ids)[block_id])
+            if count == 1:
+                del held[block_id]
+            else:
+                held[block_id] = count - 1
 
     def give_back_all(self) -> tuple[int, ...]:
         """Note that everything is given back; the block ids, repeated per reference."""
@@ -89,14 +92,18 @@ class GuardedContext:
         """See ``SchedulerContext``."""
         blocks = list(blocks)
         self._context.touch(blocks)
-        self._ledger.take(block.block_id for block in blocks)
+        self._ledger.take([block.block_id for block in blocks])
 
     def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
         """See ``SchedulerContext``; raises ``BlockNotHeldError`` for references that this connector does not hold."""
         blocks = list(blocks)
-        self._ledger.check(block.block_id for block in blocks)
-        self._context.free_blocks(blocks, evict_first=evict_first)
-        self._ledger.give_back(block.block_id for block in blocks)
+        block_ids = [block.block_id for block in blocks]
+        self._ledger.give_back(block_ids)
+        try:
+            self._context.free_blocks(blocks, evict_first=evict_first)
+        except BaseException:
+            self._ledger.take(block_ids)  # nothing was freed
+            raise
 
     def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
         """See ``SchedulerContext``."""
@@ -188,8 +195,7 @@ class ConnectorGuard(KVConnectorScheduler):
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         """Pass on."""
-        nothing: ConnectorMetadata = EmptyMetadata()
-        return self._call("build_connector_meta", nothing, self._inner.build_connector_meta, step)
+        return self._call("build_connector_meta", _NO_METADATA, self._inner.build_connector_meta, step)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Pass on."""
@@ -218,7 +224,11 @@ class ConnectorGuard(KVConnectorScheduler):
 
     def has_pending_work(self) -> bool:
         """Pass on; also while references are held."""
-        return self._call("has_pending_work", False, self._inner.has_pending_work) or self.num_held_references > 0
+        return (
+            self._call("has_pending_work", False, self._inner.has_pending_work)
+            or bool(self._touched)
+            or bool(self._locked)
+        )
 
     def reset_cache(self) -> bool:
         """Pass on; a connector that is turned off has nothing that could be found."""

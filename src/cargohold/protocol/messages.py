@@ -86,6 +86,10 @@ class FinishedTransfers:
     step_failed: bool = False
 
 
+NOTHING_ENDED = FinishedTransfers()
+"""What workers report in most steps. Never changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVConnectorOutput:
     """What one worker's connector (or, once aggregated, all of them) reports after a step.
@@ -98,17 +102,18 @@ class KVConnectorOutput:
         stats: counters, added up over workers.
     """
 
-    finished: FinishedTransfers = FinishedTransfers()
+    finished: FinishedTransfers = NOTHING_ENDED
     invalid_block_ids: frozenset[int] = frozenset()
     worker_meta: WorkerMetadata | None = None
     stats: Stats = field(default_factory=dict)
 
     def is_empty(self) -> bool:
         """True if it says nothing, so that ``update_connector_output`` need not be called."""
-        return self == _NOTHING_TO_REPORT
+        return self is NOTHING_TO_REPORT or self == NOTHING_TO_REPORT
 
 
-_NOTHING_TO_REPORT = KVConnectorOutput()
+NOTHING_TO_REPORT = KVConnectorOutput()
+"""What workers say after most steps. Never changed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,12 @@ class Patience:
             overdue: what it is, the oldest of several; ``None`` if nothing is.
             limit_s: after how long it was overdue; a tenth of it, but not more than a second, is the while.
         """
+        if overdue is None:
+            self._overdue = None
+            return False  # nearly always
         now = self._clock()
-        if overdue is None or overdue != self._overdue:
+        if overdue != self._overdue:
             self._overdue, self._since, self._num_looks = overdue, now, 0
         self._num_looks += 1
         has_waited = now - self._since >= min(MAX_GRACE_S, limit_s / 10)
-        return overdue is not None and self._num_looks >= MIN_LOOKS and has_waited
+        return self._num_looks >= MIN_LOOKS and has_waited

@@ -9,7 +9,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cargohold.protocol.connector import KVConnectorWorker
-from cargohold.protocol.messages import ConnectorMetadata, FinishedTransfers, KVConnectorOutput, Stats
+from cargohold.protocol.messages import (
+    NOTHING_ENDED,
+    NOTHING_TO_REPORT,
+    ConnectorMetadata,
+    KVConnectorOutput,
+    Stats,
+    WorkerMetadata,
+)
 from cargohold.protocol.null import NullConnectorWorker
 
 logger = logging.getLogger(__name__)
@@ -53,6 +60,19 @@ class WorkerConnectorGuard:
         """Pass on."""
         self._call(self._inner.bind_connector_metadata, None, metadata)
 
+    def begin(self, metadata: ConnectorMetadata) -> None:
+        """Pass on the calls before the forward pass: those of which a worker need not do anything in between."""
+        inner = self._inner
+        call: Callable[..., object] = inner.bind_connector_metadata
+        try:
+            inner.bind_connector_metadata(metadata)
+            call = inner.handle_preemptions
+            inner.handle_preemptions()
+            call = inner.start_load_kv
+            inner.start_load_kv()
+        except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
+            self._contain(error, call)
+
     def handle_preemptions(self) -> None:
         """Pass on."""
         self._call(self._inner.handle_preemptions, None)
@@ -75,20 +95,30 @@ class WorkerConnectorGuard:
 
     def collect(self, finished_req_ids: AbstractSet[str]) -> KVConnectorOutput:
         """What ended, what failed, and what the connector wants to say: the calls between stores and the end of the step."""
+        inner = self._inner
+        call: Callable[..., object] = inner.get_finished
+        finished = NOTHING_ENDED
+        invalid_block_ids: frozenset[int] = frozenset()
+        worker_meta: WorkerMetadata | None = None
         stats: Stats = {}
-        no_blocks: AbstractSet[int] = frozenset()
-        finished = self._call(self._inner.get_finished, FinishedTransfers(), finished_req_ids)
-        output = KVConnectorOutput(
-            finished=finished,
-            invalid_block_ids=frozenset(self._call(self._inner.get_block_ids_with_load_errors, no_blocks)),
-            stats=self._call(self._inner.get_stats, stats),
-            worker_meta=self._call(self._inner.build_connector_worker_meta, None),
-        )
+        try:
+            # What was said before it raised counts.
+            finished = inner.get_finished(finished_req_ids)
+            call = inner.get_block_ids_with_load_errors
+            invalid_block_ids = frozenset(inner.get_block_ids_with_load_errors())
+            call = inner.get_stats
+            stats = inner.get_stats()
+            call = inner.build_connector_worker_meta
+            worker_meta = inner.build_connector_worker_meta()
+        except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
+            self._contain(error, call)
         if self._step_failed:
             # It may have raised before or while the model ran, and with it may be lost what it was to load.
             self._step_failed = False
-            output = replace(output, finished=replace(finished, step_failed=True))
-        return output
+            finished = replace(finished, step_failed=True)
+        if finished is NOTHING_ENDED and not invalid_block_ids and worker_meta is None and not stats:
+            return NOTHING_TO_REPORT  # most steps
+        return KVConnectorOutput(finished, invalid_block_ids, worker_meta, stats)
 
     def clear_connector_metadata(self) -> None:
         """Pass on. Always the last call of a step."""
@@ -105,10 +135,12 @@ class WorkerConnectorGuard:
     def _call(self, call: Callable[..., T], otherwise: T, *args: object) -> T:
         try:
             return call(*args)
-        except Exception as error:  # a third party's code: whatever it raises must not stop the worker
-            name = self._inner.name
-            logger.exception("connector %s raised on a worker and is stopped", name)
-            self._step_failed = True
-            self._error = f"its worker side raised {error!r} in {getattr(call, '__name__', 'a call')}"
-            self.stop()
+        except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
+            self._contain(error, call)
             return otherwise
+
+    def _contain(self, error: Exception, call: Callable[..., object]) -> None:
+        logger.error("connector %s raised on a worker and is stopped", self._inner.name, exc_info=error)
+        self._step_failed = True
+        self._error = f"its worker side raised {error!r} in {getattr(call, '__name__', 'a call')}"
+        self.stop()

@@ -49,16 +49,22 @@ class BlockTable:
         The references on the blocks returned pass to the caller.
         """
         end = min(self.group.num_skipped_tokens(num_computed_tokens) // self.group.block_tokens, len(self.blocks))
+        if end <= self.num_skipped:
+            return []
         replaced = [block for block in self.blocks[self.num_skipped : end] if not block.is_null]
         for at in range(self.num_skipped, end):
             self.blocks[at] = null_block
             self.ids[at] = null_block.block_id
-        self.num_skipped = max(self.num_skipped, end)
+        self.num_skipped = end
         return replaced
 
     def held_blocks(self) -> list[KVCacheBlock]:
         """The blocks that are not null, last first: the order in which they should be evicted."""
         return [block for block in reversed(self.blocks) if not block.is_null]
+
+    def has_uncached_blocks(self, num_computed_tokens: int) -> bool:
+        """Whether ``num_computed_tokens`` computed tokens fill a block that was not offered to the prefix cache."""
+        return num_computed_tokens // self.group.block_tokens > self.num_cached
 
     def cache_full_blocks(self, pool: BlockPool, hashes: Sequence[bytes], num_computed_tokens: int) -> list[int]:
         """Let the prefix cache find the blocks that ``num_computed_tokens`` computed tokens fill.

@@ -61,10 +61,10 @@ class ConnectorReports:
         now, limit = self._clock(), self._config.load_timeout_s
         oldest = self._roster.transfers.oldest_load()
         late = oldest[0].request_id if oldest is not None and now - oldest[1] > limit else None
-        num_kept = len(self._roster.waiting) + len(self._roster.running)
-        keeps_waiting = num_kept > 0 and now - self._last_progress > limit
+        is_quiet = now - self._last_progress > limit
+        num_kept = len(self._roster.waiting) + len(self._roster.running) if is_quiet else 0
         # Any progress is a new reason for patience with the second.
-        overdue = late if late is not None or not keeps_waiting else self._last_progress
+        overdue = late if late is not None or not num_kept else self._last_progress
         if not self._patience.ends_with(overdue, limit):
             return
         if late is not None:
@@ -85,7 +85,7 @@ class ConnectorReports:
         if not report.is_empty():
             self._connector.update_connector_output(report)
         self._apply(self._connector.report_to_scheduler())
-        if self._connector.broken is None:
+        if self._connector.broken is None and (report.finished.finished_recving or report.finished.finished_sending):
             self._end_transfers(report.finished)
 
     def drop_connector(self) -> None:

@@ -60,6 +60,7 @@ class KVCacheManager:
     def __init__(self, layout: KVCacheLayout, *, prefix_caching: bool = True, emit_events: bool = False) -> None:
         self.layout = layout
         self.pool = BlockPool(layout.num_blocks, on_removed=self._note_removed if emit_events else None)
+        self._null_block = self.pool.null_block
         self._prefix_caching = prefix_caching
         self._emit_events = emit_events
         self._events: list[KVEvent] = []
@@ -67,7 +68,7 @@ class KVCacheManager:
 
     def block_ids(self, request: Request) -> BlockIds:
         """The request's block tables as ids; the manager's own lists, to be read at once or copied."""
-        return tuple(table.ids for table in self.tables(request.request_id))
+        return tuple([table.ids for table in self.tables(request.request_id)])
 
     def tables(self, request_id: str) -> tuple[BlockTable, ...]:
         """The request's block tables; empty ones if it holds no blocks."""
@@ -109,7 +110,7 @@ class KVCacheManager:
             Whether there was room, with ``num_spare_blocks`` left over; if not, nothing was changed.
         """
         assert request.request_id not in self._tables
-        null = self.pool.null_block
+        null = self._null_block
         tables = tuple(BlockTable(group) for group in self.layout.groups)
         num_new = []
         # The last token is computed even if all were hit, so its window must be there.
@@ -140,12 +141,15 @@ class KVCacheManager:
         """
         tables = self._tables[request.request_id]
         for table in tables:
-            self.pool.free_blocks(table.skip(request.num_computed_tokens, self.pool.null_block))
+            passed = table.skip(request.num_computed_tokens, self._null_block)
+            if passed:
+                self.pool.free_blocks(passed)
         num_new = [table.num_missing_blocks(num_tokens) for table in tables]
         if sum(num_new) + num_spare_blocks > self.pool.num_free_blocks:
             return False
         for table, count in zip(tables, num_new, strict=True):
-            table.append(self.pool.allocate(count))
+            if count:
+                table.append(self.pool.allocate(count))
         return True
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
@@ -153,6 +157,8 @@ class KVCacheManager:
         if not self._prefix_caching:
             return
         for table in self._tables[request.request_id]:
+            if not table.has_uncached_blocks(num_tokens):
+                continue  # most steps while generating
             hashes = self._hashes(request, table.group)
             new = table.cache_full_blocks(self.pool, hashes, num_tokens)
             if self._emit_events:
@@ -200,7 +206,7 @@ class KVCacheManager:
 
     def _hit_blocks(self, group: KVCacheGroup, hashes: Sequence[bytes], num_tokens: int) -> list[KVCacheBlock]:
         num_skipped = group.num_skipped_tokens(num_tokens) // group.block_tokens
-        blocks = [self.pool.null_block] * num_skipped
+        blocks = [self._null_block] * num_skipped
         for block_hash in hashes[num_skipped : num_tokens // group.block_tokens]:
             block = self.pool.lookup(block_hash, group.index)
             assert block is not None, "a block of the hit vanished"

@@ -145,7 +145,8 @@ class Request:
     def append_token(self, token_id: int) -> None:
         """Add a generated token, and the hash of the block it completes."""
         self.all_token_ids.append(token_id)
-        self._extend_hashes()
+        if len(self.all_token_ids) % self.hash_block_tokens == 0:
+            self._extend_hashes()
 
     def _extend_hashes(self) -> None:
         extend_hashes(self.block_hashes, self.all_token_ids, self.hash_block_tokens, self._root_hash)

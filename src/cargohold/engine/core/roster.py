@@ -20,15 +20,14 @@ class Roster:
         waiting: requests that may be admitted.
         running: requests that compute.
         transfers: requests whose blocks a connector's workers still use, ended ones among them.
-        finished_ids, preempted_ids: what happened since the last step.
     """
 
     def __init__(self, policy: QueuePolicy, kv: KVCacheManager) -> None:
         self.waiting = WaitingQueue(policy)
         self.running = RunningRequests(self.waiting.urgency)
         self.transfers = TransferTable()
-        self.finished_ids: set[str] = set()
-        self.preempted_ids: set[str] = set()
+        self._finished_ids: set[str] = set()
+        self._preempted_ids: set[str] = set()
         self._kv = kv
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
@@ -73,7 +72,7 @@ class Roster:
         self._kv.free(request)
         request.num_computed_tokens = request.num_device_tokens = request.num_external_tokens = 0
         request.num_preemptions += 1
-        self.preempted_ids.add(request.request_id)
+        self._preempted_ids.add(request.request_id)
         self.wait(request)
 
     def least_urgent_holder(self) -> Request:
@@ -89,7 +88,14 @@ class Roster:
         self._take_out(request)
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
-        self.finished_ids.add(request.request_id)
+        self._finished_ids.add(request.request_id)
+
+    def take_news(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Ids of the requests that were preempted, and of those that ended, since the last call."""
+        preempted, finished = frozenset(self._preempted_ids), frozenset(self._finished_ids)
+        self._preempted_ids.clear()
+        self._finished_ids.clear()
+        return preempted, finished
 
     def free_unless_in_use(self, request: Request) -> None:
         """Give an ended request's blocks back, unless a transfer still uses them."""

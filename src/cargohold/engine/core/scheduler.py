@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cargohold.engine.core.admission import Admission, Verdict
@@ -16,6 +16,8 @@ from cargohold.engine.core.request import FinishReason, Request, RequestStatus
 from cargohold.engine.core.roster import Roster
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import CacheReport, Clock, ConnectorGuard, KVCacheLayout, KVConnectorScheduler, KVEvent
+
+_NO_REPORT = CacheReport()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class RequestUpdate:
     request: Request
     new_token_ids: tuple[int, ...] = ()
     kv_transfer_params: Mapping[str, Any] | None = None
-    cache_report: CacheReport = field(default_factory=CacheReport)
+    cache_report: CacheReport = _NO_REPORT
 
 
 class Scheduler:
@@ -231,22 +233,16 @@ class Scheduler:
     def _add_connector_metadata(self, plan: StepPlan) -> SchedulerStep:
         """Close the step: ask the connector what its workers are to do."""
         was_broken = self.connector.broken is not None
-        step = SchedulerStep(
-            scheduled=plan.shares(),
-            preempted_req_ids=frozenset(self._roster.preempted_ids),
-            finished_req_ids=frozenset(self._roster.finished_ids),
-        )
-        self._roster.preempted_ids.clear()
-        self._roster.finished_ids.clear()
-        metadata = self.connector.build_connector_meta(step)
+        plan.close(*self._roster.take_news())
+        metadata = self.connector.build_connector_meta(plan)
         if self.connector.broken is not None and not was_broken:
             # Loads promised for this very step will not happen.
             for request in plan.take_out_loading():
                 self._roster.preempt(request)
         return SchedulerStep(
-            scheduled=plan.shares(),
-            preempted_req_ids=step.preempted_req_ids,
-            finished_req_ids=step.finished_req_ids,
+            scheduled=plan.scheduled,
+            preempted_req_ids=plan.preempted_req_ids,
+            finished_req_ids=plan.finished_req_ids,
             connector_metadata=metadata,
             drop_connector=self._reports.must_drop_connector,
         )

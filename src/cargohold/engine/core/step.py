@@ -28,6 +28,10 @@ class SampleSpec:
     index: int = 0
 
 
+GREEDY = SampleSpec()
+"""The likeliest token: nothing is drawn, so seed and index do not matter."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledTokens:
     """One request's share of a step. Satisfies ``cargohold.protocol.ScheduledRequest``.
@@ -76,7 +80,7 @@ class SchedulerStep:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return sum(share.num_scheduled_tokens for share in self.scheduled)
+        return sum([share.num_scheduled_tokens for share in self.scheduled])
 
 
 @dataclass(frozen=True, slots=True)

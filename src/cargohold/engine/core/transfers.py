@@ -64,8 +64,10 @@ class TransferTable:
 
     def oldest_load(self) -> tuple[Request, float] | None:
         """The load that began first, and when."""
-        first = next(iter(self._loads.values()), None)
-        return None if first is None else (first.request, first.started)
+        if not self._loads:
+            return None
+        first = next(iter(self._loads.values()))
+        return first.request, first.started
 
     def note_invalid(self, block_ids: frozenset[int], request_ids: list[str]) -> None:
         """Remember that blocks of these requests hold garbage, for those whose load has not ended yet."""

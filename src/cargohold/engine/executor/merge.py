@@ -15,6 +15,8 @@ def merge_outputs(aggregator: OutputAggregator, outputs: Sequence[StepOutput]) -
     Mutates ``aggregator``. If a worker's connector broke a rule of reporting, the merged output carries that as the
     connector's error instead of its reports.
     """
+    if len(outputs) == 1 and outputs[0].connector.is_empty() and not outputs[0].connector_error:
+        return outputs[0]  # most steps of an engine with one worker
     errors = [f"worker {rank}: {out.connector_error}" for rank, out in enumerate(outputs) if out.connector_error]
     try:
         connector = aggregator.aggregate([output.connector for output in outputs])

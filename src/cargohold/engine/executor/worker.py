@@ -26,9 +26,7 @@ class Worker:
         if step.drop_connector:
             connector.stop()
         try:
-            connector.bind_connector_metadata(step.connector_metadata)
-            connector.handle_preemptions()
-            connector.start_load_kv()
+            connector.begin(step.connector_metadata)
             hooks = connector if connector.listens_to_layers else None
             sampled = self._runner.execute(step, hooks) if step.scheduled else {}
             connector.wait_for_save()
