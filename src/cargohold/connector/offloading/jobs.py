@@ -116,8 +116,11 @@ class JobTable:
 
     def find_lost(self, after_s: float) -> int | None:
         """A job that has not ended ``after_s`` seconds after it began. Call it once in every step."""
-        oldest = next(iter(self._since.items()), None)
-        overdue = oldest[0] if oldest is not None and self._clock() - oldest[1] > after_s else None
+        overdue = None
+        if self._since:
+            oldest, since = next(iter(self._since.items()))
+            if self._clock() - since > after_s:
+                overdue = oldest
         return overdue if self._patience.ends_with(overdue, after_s) else None
 
     def is_loading_any(self, keys: Sequence[OffloadKey]) -> bool:

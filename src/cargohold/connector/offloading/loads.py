@@ -71,6 +71,8 @@ class Loads:
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """The loads planned since the last call."""
+        if not self._planned:
+            return ()
         planned, self._planned = tuple(self._planned), []
         return planned
 

@@ -65,6 +65,9 @@ class OffloadingMetadata:
     cancelled_tier_jobs: tuple[int, ...] = ()
 
 
+NOTHING_TO_DO = OffloadingMetadata()
+
+
 @dataclass(frozen=True, slots=True)
 class TierAnswer:
     """How a job of a tier below host memory went, chunk by chunk.

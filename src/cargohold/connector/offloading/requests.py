@@ -99,9 +99,10 @@ class RequestState:
 
     def has_unoffered_chunks(self, num_tokens: int) -> bool:
         """Whether the first ``num_tokens`` tokens have full chunks that were not offered for storing."""
-        return any(
-            num_tokens // keys.chunk_tokens > first for keys, first in zip(self.keys, self.next_chunk, strict=True)
-        )
+        for keys, first in zip(self.keys, self.next_chunk, strict=True):  # noqa: SIM110  # every step; any() is slower
+            if num_tokens // keys.chunk_tokens > first:
+                return True
+        return False
 
     def offer_again_from(self, num_tokens: int) -> None:
         """Offer again for storing what lies behind ``num_tokens``: the tier lost it."""

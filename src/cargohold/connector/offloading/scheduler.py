@@ -14,7 +14,7 @@ from cargohold.connector.offloading.jobs import JobTable, Load, Store
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.lower_side import LowerSide
-from cargohold.connector.offloading.messages import OffloadingMetadata, TierReport
+from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, StorePlanner
@@ -189,14 +189,17 @@ class OffloadingScheduler(KVConnectorScheduler):
             )
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
-        tier_commands, cancelled = (
-            ((), ()) if self._lower is None else self._lower.begin_step(step, self._shared.jobs.new_id)
-        )
+        loads, release = self._loads.take_planned(), self._take_released()
+        if self._lower is None:
+            if not (loads or stores or finish_stores or release):
+                return NOTHING_TO_DO  # most steps
+            return OffloadingMetadata(loads, stores, finish_stores, release)
+        tier_commands, cancelled = self._lower.begin_step(step, self._shared.jobs.new_id)
         return OffloadingMetadata(
-            loads=self._loads.take_planned(),
+            loads=loads,
             stores=stores,
             finish_stores=finish_stores,
-            release=self._take_released(),
+            release=release,
             tier_commands=tier_commands,
             cancelled_tier_jobs=cancelled,
         )
@@ -280,6 +283,8 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def _take_released(self) -> tuple[str, ...]:
         """Ended requests whose stores have ended since the last step."""
+        if not self._lingering:
+            return ()
         released = tuple(sorted(lingering for lingering in self._lingering if not self._needs_request(lingering)))
         self._lingering.difference_update(released)
         return released

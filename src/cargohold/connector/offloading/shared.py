@@ -29,6 +29,7 @@ class Shared:
         events: what is announced of the tier; ``None`` if nobody listens.
         context: the engine's block pool, where the engine gives one.
         stats: counters since they were last taken.
+        max_store_blocks: device blocks that stores in flight may hold at most: in the smallest pool those of one chunk.
     """
 
     config: OffloadConfig
@@ -40,11 +41,11 @@ class Shared:
     events: TierEvents | None = None
     context: SchedulerContext | None = None
     stats: Counter[str] = field(default_factory=Counter)
+    max_store_blocks: int = field(init=False)
 
-    @property
-    def max_store_blocks(self) -> int:
-        """Device blocks that stores in flight may hold at most: in the smallest pool those of one chunk."""
-        return max(self.config.blocks_per_chunk, int(self.layout.num_blocks * self.config.max_inflight_fraction))
+    def __post_init__(self) -> None:
+        fraction = self.config.max_inflight_fraction
+        self.max_store_blocks = max(self.config.blocks_per_chunk, int(self.layout.num_blocks * fraction))
 
     def num_storable_blocks(self) -> int:
         """Device blocks that further stores may hold now."""

@@ -65,7 +65,10 @@ class EagerStores:
         if self._leftovers:
             yield from self._plan_leftovers()
         for share in step.scheduled:
-            yield from self._plan_request(self._requests[share.request_id], share)
+            state = self._requests[share.request_id]
+            num_tokens = self._num_storable_tokens(state, share)
+            if state.has_unoffered_chunks(num_tokens):  # seldom while generating
+                yield from self._plan_request(state, share, num_tokens)
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """Release the blocks, and let the chunks be found."""
@@ -89,10 +92,7 @@ class EagerStores:
             if is_done:
                 self._leftovers.remove(leftover)
 
-    def _plan_request(self, state: RequestState, share: ScheduledRequest) -> Iterator[StoreJob]:
-        num_tokens = self._num_storable_tokens(state, share)
-        if not state.has_unoffered_chunks(num_tokens):
-            return  # the common case while generating
+    def _plan_request(self, state: RequestState, share: ScheduledRequest, num_tokens: int) -> Iterator[StoreJob]:
         state.extend_keys()
         for group, keys in enumerate(state.keys):
             end = min(num_tokens // keys.chunk_tokens, len(keys.keys))

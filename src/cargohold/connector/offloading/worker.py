@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from cargohold.connector.offloading.messages import OffloadingMetadata, TierAnswer, TierReport
+from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierAnswer, TierReport
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.protocol import (
+    NOTHING_ENDED,
     ConnectorMetadata,
     FinishedTransfers,
     KVConnectorWorker,
@@ -36,7 +37,7 @@ class OffloadingWorker(KVConnectorWorker):
         self._tiers = tiers
         self._tier_answers: dict[int, TierAnswer] = {}
         self._transfers: TransferWorker | None = None
-        self._metadata = OffloadingMetadata()
+        self._metadata = NOTHING_TO_DO
         # Requests whose loads have not ended, by job.
         self._waiting: dict[int, str] = {}
         self._invalid_block_ids: set[int] = set()
@@ -76,10 +77,13 @@ class OffloadingWorker(KVConnectorWorker):
 
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
         """Jobs that ended, and the requests whose loads they were."""
+        results = self._running.poll()
+        if not results and self._tiers is None and not self._metadata.release:
+            return NOTHING_ENDED  # most steps
         received: set[str] = set()
         failed: set[str] = set()
         jobs: dict[int, TransferOutcome] = {}
-        for result in self._running.poll():
+        for result in results:
             jobs[result.job.job_id] = result.outcome
             self._count(result)
             if result.job.direction is Direction.LOAD:
@@ -120,7 +124,7 @@ class OffloadingWorker(KVConnectorWorker):
 
     def clear_connector_metadata(self) -> None:
         """Forget this step's jobs."""
-        self._metadata = OffloadingMetadata()
+        self._metadata = NOTHING_TO_DO
 
     def shutdown(self) -> None:
         """Let running copies end."""
