@@ -14,20 +14,18 @@ class CopyConflictError(AssertionError):
 class CopiesInFlight:
     """The copies of one worker that have begun and were not reported as ended.
 
-    False where there are none, so that asking costs nothing.
-
     Args:
         rank: the worker, for messages.
+
+    Attributes:
+        num_jobs: how many; where there are none, nothing else need be asked.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._read: dict[int, int] = {}
         self._written: dict[int, int] = {}
-        self._num_jobs = 0
-
-    def __bool__(self) -> bool:
-        return self._num_jobs > 0
+        self.num_jobs = 0
 
     def begin(self, job: CopyJob) -> None:
         """A copy begins. Raises ``CopyConflictError`` if another one is in its way."""
@@ -39,7 +37,7 @@ class CopiesInFlight:
         counts = self._written if is_load else self._read
         for block_id in job.block_ids:
             counts[block_id] = counts.get(block_id, 0) + 1
-        self._num_jobs += 1
+        self.num_jobs += 1
 
     def end(self, job: CopyJob) -> None:
         """A copy has ended, and whoever started it has been told."""
@@ -49,7 +47,7 @@ class CopiesInFlight:
                 del counts[block_id]
             else:
                 counts[block_id] -= 1
-        self._num_jobs -= 1
+        self.num_jobs -= 1
 
     def check_read(self, block_ids: Iterable[int], request_id: str) -> None:
         """A forward pass reads these blocks."""

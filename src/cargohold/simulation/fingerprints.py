@@ -52,7 +52,9 @@ class PrefixChains:
 
     def chain(self, request_id: str, num_tokens: int) -> list[int]:
         """One number per token, for the prefix that ends with it; at least ``num_tokens`` of them."""
-        chain = self._chains.setdefault(request_id, [])
+        chain = self._chains.get(request_id)
+        if chain is None:
+            chain = self._chains[request_id] = []
         if len(chain) < num_tokens:
             previous = chain[-1] if chain else self._root_of(request_id)
             for token in self._tokens_of(request_id)[len(chain) : num_tokens]:
@@ -65,8 +67,8 @@ class PrefixChains:
         coded = self._coded.get((request_id, salt))
         if coded is None:
             coded = self._coded[request_id, salt] = bytearray()
-        num_coded = len(coded) // FINGERPRINT_BYTES
-        if num_coded < num_tokens:
+        if len(coded) < num_tokens * FINGERPRINT_BYTES:
+            num_coded = len(coded) // FINGERPRINT_BYTES
             chain = self.chain(request_id, num_tokens)
             coded += array("Q", [link ^ salt for link in chain[num_coded:num_tokens]]).tobytes()
         return coded
@@ -133,9 +135,11 @@ class FingerprintRunner:
         self._vocab_size = vocab_size
         salt = (rank + 1) * 0x9E3779B97F4A7C15 & _MASK
         self._salts = [salt ^ group.index for group in layout.groups]
-        self._copies = copies
+        self._copies = copies or CopiesInFlight(rank)
         self._as_tensors = as_tensors
         self._bytes = bytearray(layout.num_blocks * layout.block_bytes)
+        # Per group, the bytes of each block that hold its tokens: joining them is faster than slicing the whole.
+        self._blocks = [self._views(group.block_tokens) for group in layout.groups]
         self.memory: Fingerprints = np.frombuffer(self._bytes, dtype=np.uint64).reshape(layout.num_blocks, block_tokens)
         self.wrong: dict[str, WrongTokenError] = {}
         self.before_forward: Callable[[], None] = lambda: None
@@ -168,6 +172,10 @@ class FingerprintRunner:
                 self._compare(share, group, share.write_from, _end(share))
         return {share.request_id: self._next_token(share) for share in step.scheduled if share.sample is not None}
 
+    def _views(self, block_tokens: int) -> list[memoryview]:
+        memory, used_bytes = memoryview(self._bytes), block_tokens * FINGERPRINT_BYTES
+        return [memory[at : at + used_bytes] for at in range(0, len(memory), self._block_bytes)]
+
     def _run_layers(self, step: SchedulerStep, hooks: LayerHooks) -> None:
         for group in self._groups:
             for name in group.layer_names:
@@ -187,7 +195,7 @@ class FingerprintRunner:
         start = group.num_skipped_tokens(share.num_computed_tokens)
         if start < share.write_from:
             self._compare(share, group, start, share.write_from)
-            if self._copies:
+            if self._copies.num_jobs:
                 blocks = share.block_ids[group.index][start // group.block_tokens :]
                 self._copies.check_read(blocks, share.request_id)
 
@@ -197,7 +205,7 @@ class FingerprintRunner:
         first = share.write_from // group.block_tokens
         if NULL_BLOCK_ID in table[first:]:
             raise WrongTokenError(f"request {share.request_id} writes KV of group {group.index} to the null block")
-        if self._copies:
+        if self._copies.num_jobs:
             self._copies.check_write(table[first:], share.request_id)
         if share.request_id in self.wrong:
             coded = bytearray(_GARBAGE * end)
@@ -215,26 +223,23 @@ class FingerprintRunner:
 
     def _compare(self, share: ScheduledTokens, group: KVCacheGroup, start: int, end: int) -> None:
         """Compare the memory of tokens ``[start, end)`` with what it should hold."""
-        table = share.block_ids[group.index]
-        coded = self._chains.coded(share.request_id, end, self._salts[group.index])
-        memory, block_tokens, block_bytes = self._bytes, group.block_tokens, self._block_bytes
-        at = start
-        while at < end:
-            index, offset = divmod(at, block_tokens)
-            stop = min(end, at + block_tokens - offset)
-            place = table[index] * block_bytes + offset * FINGERPRINT_BYTES
-            size = (stop - at) * FINGERPRINT_BYTES
-            if memory[place : place + size] != coded[at * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES]:
-                self._note_wrong(share, group, range(at, stop))
-                return
-            at = stop
+        index, blocks = group.index, self._blocks[group.index]
+        coded = self._chains.coded(share.request_id, end, self._salts[index])
+        first = start // group.block_tokens
+        held = b"".join(
+            [blocks[block_id] for block_id in share.block_ids[index][first : -(-end // group.block_tokens)]]
+        )
+        held_from = first * group.block_tokens
+        found = held[(start - held_from) * FINGERPRINT_BYTES : (end - held_from) * FINGERPRINT_BYTES]
+        if found != coded[start * FINGERPRINT_BYTES : end * FINGERPRINT_BYTES]:
+            self._note_wrong(share, group, range(start, end))
 
     def _note_wrong(self, share: ScheduledTokens, group: KVCacheGroup, positions: range) -> None:
+        table, block_tokens = share.block_ids[group.index], group.block_tokens
         coded = self._chains.coded(share.request_id, positions.stop, self._salts[group.index])
         expected = np.frombuffer(bytes(coded), dtype=np.uint64)
-        block = share.block_ids[group.index][positions.start // group.block_tokens]
-        found = self.memory[block]
-        at = next(at for at in positions if found[at % group.block_tokens] != expected[at])
+        at = next(at for at in positions if self.memory[table[at // block_tokens], at % block_tokens] != expected[at])
+        block = table[at // block_tokens]
         self.wrong.setdefault(
             share.request_id,
             WrongTokenError(

@@ -89,6 +89,8 @@ class LinkTransfers(TransferWorker):
 
     def advance(self) -> None:
         """Let time do its work. Mutates paged KV and tier."""
+        if not self._copies:
+            return
         now = self._clock()
         ended = []
         for copy in self._copies:
@@ -108,8 +110,7 @@ class LinkTransfers(TransferWorker):
 
     def poll(self) -> list[CopyResult]:
         """What has ended."""
-        if self._copies:
-            self.advance()
+        self.advance()
         results, self._results = self._results, []
         return results
 

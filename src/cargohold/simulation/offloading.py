@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +25,12 @@ MakeTransfers: TypeAlias = Callable[[ByteRows, ByteRows, WorkerEnvironment], Any
 """Makes a worker's transfers from its paged KV, its shard of the tier, and where it lives."""
 
 
+@cache
+def offload_config(options: tuple[tuple[str, Any], ...]) -> OffloadConfig:
+    """Options with these fields, checked once: that takes as long as several steps. Host memory is somebody else's."""
+    return OffloadConfig(host_bytes=1, **dict(options))
+
+
 class SimulatedOffloading:
     """Makes offloading connectors whose copies a test controls. Satisfies ``KVConnectorFactory``.
 
@@ -35,6 +41,7 @@ class SimulatedOffloading:
         lookahead: blocks ahead of eviction that a lazy connector keeps safe; ``None`` for an eager one.
         make_transfers: how bytes move; by default when a test says so.
         wrap_manager: puts something around the manager.
+        record_events: whether the manager does, for engines that emit them.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
@@ -49,18 +56,19 @@ class SimulatedOffloading:
         lookahead: int | None = None,
         make_transfers: MakeTransfers | None = None,
         wrap_manager: Callable[[OffloadManager], OffloadManager] = lambda manager: manager,
+        record_events: bool = True,
         **options: Any,
     ) -> None:
-        self.config = OffloadConfig(host_bytes=1, **options)
+        self.config = offload_config(tuple(options.items()))
         self.num_slots = num_slots
         self.lookahead = lookahead
         self._make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
         manager: OffloadManager
         if lookahead is None:
-            manager = make_manager(self.config.policy, num_slots, record_events=True)
+            manager = make_manager(self.config.policy, num_slots, record_events=record_events)
             self._make_stores = EagerStores
         else:
-            manager = BlockPoolManager(num_slots, record_events=True)
+            manager = BlockPoolManager(num_slots, record_events=record_events)
             self._make_stores = partial(LazyStores, lookahead=lookahead)
         self.manager = wrap_manager(manager)
         self.transfers: list[Any] = []

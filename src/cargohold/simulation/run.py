@@ -122,7 +122,7 @@ class Run:
     def _play_actions(self) -> None:
         actions = self._scenario.actions
         at = 0
-        while at < len(actions) or self._engine.scheduler.has_work():
+        while True:
             while at < len(actions) and actions[at].at <= self._clock.now:
                 self._apply(actions[at])
                 at += 1
@@ -131,6 +131,8 @@ class Run:
                 self._step(next_action)
             elif next_action < float("inf"):
                 self._clock.advance(next_action - self._clock.now)
+            else:
+                return
 
     def _apply(self, action: Action) -> None:
         self._timeline.note(self._clock.now, str(action))

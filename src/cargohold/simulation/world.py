@@ -105,6 +105,7 @@ class World:
             lookahead=plan.lookahead,
             make_transfers=make_transfers,
             wrap_manager=self._faulty_manager if may_change else _unchanged,
+            record_events=self._scenario.shape.scheduler["emit_events"],
             **plan.options,
         )
         self.tiers.append(tier)

@@ -92,18 +92,18 @@ class CopyOracle(Oracle):
         self._is_stopping = num_broken > self._num_broken
         self._num_broken = num_broken
         for copies in self._copies:
-            if copies and not self._is_stopping:
+            if copies.num_jobs and not self._is_stopping:
                 free = [block_id for block_id in copies.block_ids() if not self._pool.get_block(block_id).ref_cnt]
                 copies.check_free(free, "there is in the free queue")
 
     def at_end(self) -> None:
         """Nothing is copied any more."""
         for copies in self._copies:
-            self.require(not copies, f"blocks {sorted(copies.block_ids())} are still being copied")
+            self.require(not copies.num_jobs, f"blocks {sorted(copies.block_ids())} are still being copied")
 
     def _allocate_watched(self, num_blocks: int) -> list[KVCacheBlock]:
         blocks = self._allocate(num_blocks)
         for copies in self._copies:
-            if copies and not self._is_stopping:
+            if copies.num_jobs and not self._is_stopping:
                 copies.check_free([block.block_id for block in blocks], "somebody was given")
         return blocks
