@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -686,3 +687,27 @@ def test_what_was_written_is_not_written_again_with_every_use() -> None:
             world.end(command, [True] * 4)
         world.clock.advance(60)
     assert world.lower.tiers[0].stats["stored_chunks"] == 4
+
+
+def test_no_more_is_announced_than_can_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: a disk evicts by itself, and all that was ever written to it was remembered for ever."""
+    monkeypatch.setattr("cargohold.offload.tiering.lower_tier.MAX_ANNOUNCED", 5)
+    world = World()
+    (tier,) = world.lower.tiers
+    index: set[bytes] = set()
+
+    def follow() -> None:
+        for event in tier.take_events():
+            (index.update if isinstance(event, ChunksStored) else index.difference_update)(event.keys)
+
+    for first in range(0, 12, 3):
+        tier.note_presence(KEYS[first : first + 3], [True] * 3)
+        follow()
+        assert len(index) <= 5 and index >= set(KEYS[first : first + 3])
+    tier.note_presence(KEYS[7:8], [True])  # heard of again, so it is not the next to be given up
+    tier.note_presence(KEYS[:3], [True] * 3)
+    follow()
+    assert index == {KEYS[0], KEYS[1], KEYS[2], KEYS[7], KEYS[11]}
+    tier.note_presence(KEYS, [True] * len(KEYS))
+    follow()
+    assert index == set(KEYS[-5:]), "also if a single answer is longer"

@@ -101,6 +101,10 @@ class TierEvents:
             )
 
     def _removed(self, keys: Sequence[OffloadKey]) -> Iterator[BlockRemoved]:
+        # All of a group at once: a tier that is left alone takes everything back.
+        of_group: dict[int, list[bytes]] = {}
         for key in keys:
             block_hash, group = split_key(key)
-            yield BlockRemoved((block_hash,), group, self._medium)
+            of_group.setdefault(group, []).append(block_hash)
+        for group, hashes in of_group.items():
+            yield BlockRemoved(tuple(hashes), group, self._medium)

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 ANSWERS_PER_SLOT = 4
 """Answers remembered, and chunks known to have been seen once, per slot of host memory; but no more than is good for it."""
 MAX_ANSWERS = 2**18
+MAX_ANNOUNCED = 2**18
+"""Chunks of a tier that are announced at the same time, where anyone listens; those heard of longest ago are taken back."""
 MAX_ANSWER_AGE_S = 10.0
 REMEASURE_S = 30.0
 """A tier that was too slow is tried again after this time."""
@@ -64,8 +66,8 @@ class LowerTier:
         # Chunks used once, for admission; oldest first.
         self._seen: OrderedDict[OffloadKey, None] = OrderedDict()
         self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
-        # Chunks whose presence was announced, where anyone listens.
-        self._announced: set[OffloadKey] | None = set() if config.record_events else None
+        # Chunks whose presence was announced, where anyone listens; those heard of last are last.
+        self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if config.record_events else None
         self._events: list[ManagerEvent] = []
 
     @property
@@ -181,20 +183,29 @@ class LowerTier:
     def _withdraw(self) -> None:
         """Nothing of what was announced can be found any more."""
         if self._announced:
-            self._announce(list(self._announced), ChunksRemoved)
+            self._events.append(ChunksRemoved(tuple(self._announced)))
+            self._announced.clear()
 
     def _announce_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
-        if self._announced is not None and not self.is_off:
-            self._announce([key for key, is_there in zip(keys, are_there, strict=True) if is_there], ChunksStored)
-            self._announce([key for key, is_there in zip(keys, are_there, strict=True) if not is_there], ChunksRemoved)
-
-    def _announce(self, keys: Sequence[OffloadKey], kind: type[ChunksStored | ChunksRemoved]) -> None:
-        assert self._announced is not None
-        is_stored = kind is ChunksStored
-        news = tuple(key for key in keys if (key in self._announced) is not is_stored)
-        if news:
-            self._events.append(kind(news))
-            (self._announced.update if is_stored else self._announced.difference_update)(news)
+        announced = self._announced
+        if announced is None or self.is_off:
+            return
+        stored, removed = [], []
+        for key, is_there in zip(keys, are_there, strict=True):
+            if is_there:
+                if key not in announced:
+                    stored.append(key)
+                    announced[key] = None
+                announced.move_to_end(key)
+            elif key in announced:
+                removed.append(key)
+                del announced[key]
+        # It evicts by itself, and need not say so.
+        forgotten = [announced.popitem(last=False)[0] for _ in range(len(announced) - MAX_ANNOUNCED)]
+        if stored:
+            self._events.append(ChunksStored(tuple(stored)))
+        if removed or forgotten:
+            self._events.append(ChunksRemoved((*removed, *forgotten)))
 
     def _is_admitted(self, key: OffloadKey) -> bool:
         if self.options.admission is Admission.ALL or key in self._seen:
