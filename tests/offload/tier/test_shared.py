@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.store import MemoryStore
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier import BreakerConfig, LoadOutcome, QueueConfig, StoreOutcome, Tier, TierQueue, TierState
@@ -15,6 +20,7 @@ from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.factory import open_tier
 from cargohold.offload.tier.inventory.factory import open_inventory
 from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
+from cargohold.offload.tier.object_listing import StoreBudget, StoredObject, list_ours
 from cargohold.simulation.clock import VirtualClock
 from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
@@ -264,3 +270,57 @@ except ConfigError as error:
         [sys.executable, "-c", script], env={"KV_KEY": "ab" * 32}, capture_output=True, text=True, check=True
     )
     assert f"pip install 'cargohold[{extra}]'" in run.stdout
+
+
+class TestBudget:
+    """The limit of a store, by itself; every chunk has one byte."""
+
+    def setup_method(self) -> None:
+        self.store = MemoryStore()
+        self.budget = StoreBudget(self.store, 32)
+
+    def put(self, number: int) -> bool:
+        with self.budget.room_for(1) as is_granted:
+            if is_granted:
+                obstore.put(self.store, f"{'0' * 32}/00/{number:04x}", b"x")
+        return is_granted
+
+    def test_what_is_just_being_written_counts(self) -> None:
+        """Found by reading: who looked at the store did not see it, so eight threads could exceed the limit by seven chunks."""
+        with ExitStack() as writing:
+            granted = [writing.enter_context(self.budget.room_for(1)) for _ in range(40)]
+            assert sum(granted) == 32
+
+    def test_nobody_waits_while_another_makes_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Found by reading: a listing of a large bucket takes minutes, and held all threads, so loads failed meanwhile too."""
+        for number in range(33):
+            assert self.put(number)
+        arrived, opened = threading.Event(), threading.Event()
+
+        def slow_list(store: object, prefix: str = "") -> Iterator[StoredObject]:
+            arrived.set()
+            assert opened.wait(WAIT_S)
+            return list_ours(self.store, prefix)
+
+        monkeypatch.setattr("cargohold.offload.tier.object_listing.list_ours", slow_list)
+        num_free = 0
+        looker = threading.Thread(target=lambda: [self.put(number) for number in range(100, 110)], daemon=True)
+        looker.start()
+        assert arrived.wait(WAIT_S)
+        while self.put(200 + num_free):
+            num_free += 1
+        assert num_free < 16, "there is a limit also while it is looked at"
+        opened.set()
+        looker.join(WAIT_S)
+        assert not looker.is_alive()
+        assert len(list(list_ours(self.store))) <= 32
+
+    def test_a_store_that_fails_while_it_is_looked_at_is_looked_at_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def failing(*_: object) -> Iterator[StoredObject]:
+            raise OSError("no answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("cargohold.offload.tier.object_listing.list_ours", failing)
+            with pytest.raises(OSError, match="no answer"):
+                self.put(0)
+        assert self.put(0)

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,7 +69,7 @@ class StoreBudget:
 
     The store is looked at before the first chunk, whenever the limit seems to be reached, and each time a sixteenth of the
     limit was written here. So one engine alone never exceeds the limit; each further one may, by what it writes between two
-    looks.
+    looks. A look may take minutes where there are many objects: one thread looks, and nobody waits for it.
 
     Args:
         store: the bucket and prefix.
@@ -79,25 +80,57 @@ class StoreBudget:
         self._store = store
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._num_bytes = 0
-        self._unseen = max_bytes  # what was written since the last look; there was none yet
+        self._is_looking = False
+        # What is there and what is being written; nobody has looked yet.
+        self._num_bytes = max_bytes
+        self._unseen = 0  # what was written since the last look
+        self._writing = 0
+        self._new = 0  # what a look that is under way may not see
 
-    def reserve(self, num_bytes: int) -> bool:
-        """Make room for a chunk; false if it is larger than the limit. Raises the store's errors."""
-        if num_bytes > self._max_bytes:
-            return False
+    @contextmanager
+    def room_for(self, num_bytes: int) -> Iterator[bool]:
+        """Make room for a chunk that is written inside the ``with``; whether there is. Raises the store's errors.
+
+        There is none if the chunk is larger than the limit, or as long as another thread makes room.
+        """
+        is_granted = num_bytes <= self._max_bytes and self._reserve(num_bytes)
+        try:
+            yield is_granted
+        finally:
+            if is_granted:
+                with self._lock:
+                    self._writing -= num_bytes
+
+    def _reserve(self, num_bytes: int) -> bool:
         with self._lock:
             is_full = self._num_bytes + num_bytes > self._max_bytes
-            if is_full or (self._unseen + num_bytes) * _LOOKS_PER_BUDGET > self._max_bytes:
-                self._look(num_bytes)
-            self._num_bytes += num_bytes
-            self._unseen += num_bytes
+            is_due = (self._unseen + num_bytes) * _LOOKS_PER_BUDGET > self._max_bytes
+            must_look = (is_full or is_due) and not self._is_looking
+            if must_look:
+                self._is_looking = True
+                self._new = self._writing
+            else:
+                return not is_full and self._grant(num_bytes)
+        try:
+            total = self._look(num_bytes)
+            with self._lock:
+                self._num_bytes, self._unseen = total + self._new, self._new
+                return self._num_bytes + num_bytes <= self._max_bytes and self._grant(num_bytes)
+        finally:
+            self._is_looking = False
+
+    def _grant(self, num_bytes: int) -> bool:
+        self._num_bytes += num_bytes
+        self._unseen += num_bytes
+        self._writing += num_bytes
+        self._new += num_bytes
         return True
 
-    def _look(self, num_wanted: int) -> None:
-        """Count, and delete the oldest chunks if ``num_wanted`` bytes would be too many."""
+    def _look(self, num_wanted: int) -> int:
+        """Count, and delete the oldest chunks if ``num_wanted`` bytes would be too many; what is left."""
         objects = list(list_ours(self._store))
         total = sum(known.num_bytes for known in objects)
+        num_wanted += self._new
         if total + num_wanted > self._max_bytes:
             before = total
             limit = min(self._max_bytes - num_wanted, int(_KEPT * self._max_bytes))
@@ -108,4 +141,4 @@ class StoreBudget:
                     delete_if_there(self._store, known.path)
                     total -= known.num_bytes
             logger.info("shared tier: %d bytes of the oldest chunks were deleted to make room", before - total)
-        self._num_bytes, self._unseen = total, 0
+        return total

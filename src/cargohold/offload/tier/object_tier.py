@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -105,11 +105,11 @@ class ObjectTier(SharedTier):
         """Connections close when the store is not referred to any more."""
 
     def _put(self, key: OffloadKey, value: bytearray) -> bool:
-        with self._errors():
-            if self._budget is not None and not self._budget.reserve(len(value)):
-                return False
-            obstore.put(self._store, self._path(key), value)
-        return True
+        room = nullcontext(True) if self._budget is None else self._budget.room_for(len(value))
+        with self._errors(), room as has_room:
+            if has_room:
+                obstore.put(self._store, self._path(key), value)
+        return has_room
 
     def _get(self, key: OffloadKey) -> memoryview | None:
         with self._errors():
