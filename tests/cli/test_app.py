@@ -21,29 +21,51 @@ BAD: dict[str, tuple[list[str], str]] = {
     "unknown command": (["swim"], "No such command 'swim'"),
     "unknown option": (["run", MODEL, "--host-byte", "1GiB"], "No such option: --host-byte"),
     "no model": (["run"], "Missing argument 'MODEL'"),
-    "no number": (["run", MODEL, "--max-tokens", "many"], "'--max-tokens'"),
+    "no number": (["run", MODEL, "--max-tokens", "many"], "--max-tokens='many' .* it must be a valid integer"),
+    "a range": (["demo", "--turns", "9"], "--turns='9' .* less than or equal to 4"),
+    "no disk": (["run", MODEL, "-p", "x", "--disk-bytes", "1GiB"], "--disk-bytes='1GiB' .* without --disk-dir"),
+    "disk alone": (
+        ["run", MODEL, "-p", "x", "--disk-dir", "/tmp"],
+        "not possible without --host-bytes: .* such as 1GiB",
+    ),
+    "tiny disk": (
+        ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--disk-dir", "DIRECTORY", "--disk-bytes", "1"],
+        "--disk-bytes='1' .* one chunk of one worker needs",
+    ),
+    "no directory for a disk": (
+        ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--disk-dir", "/dev/null/kv"],
+        "--disk-dir='/dev/null/kv' .* a directory where files can be written",
+    ),
+    "no directory for the demo's disk": (["demo", "--disk-dir", "/dev/null"], "--disk-dir='/dev/null' .* a directory"),
+    "no store": (
+        ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--shared-url", "ftp://host"],
+        "--shared-url='ftp://host' .* one of s3",
+    ),
     "no prompt": (["run", MODEL], "there is no prompt; give it with --prompt or pipe one in"),
     "empty prompt": (["run", MODEL, "-p", ""], "the prompt is empty"),
-    "max_tokens": (["run", MODEL, "-p", "x", "--max-tokens", "0"], "max_tokens=0 .* an integer from 1"),
-    "temperature": (["chat", MODEL, "--temperature=-1"], "temperature=-1.0 .* a number from 0"),
-    "contradiction": (["run", MODEL, "-p", "x", "--top-k", "5"], "top_k=5 .* or set temperature above 0"),
-    "top_p": (["run", MODEL, "-p", "x", "--top-p", "1.5"], "top_p=1.5 .* at most 1"),
-    "seed": (["run", MODEL, "-p", "x", "--seed=-3"], "seed=-3 .* an integer from 0"),
-    "host_bytes": (["run", MODEL, "-p", "x", "--host-bytes", "lots"], "host_bytes='lots' .* such as 2GiB"),
-    "host_bytes too many": (["chat", MODEL, "--host-bytes", "9000TiB"], "host_bytes='9000TiB' .* this machine allows"),
-    "host_bytes in demo": (["demo", "--host-bytes", "lots"], "host_bytes='lots' .* such as 2GiB"),
+    "max_tokens": (["run", MODEL, "-p", "x", "--max-tokens", "0"], "--max-tokens=0 .* an integer from 1"),
+    "temperature": (["chat", MODEL, "--temperature=-1"], "--temperature=-1.0 .* a number from 0"),
+    "contradiction": (["run", MODEL, "-p", "x", "--top-k", "5"], "--top-k=5 .* or set temperature above 0"),
+    "top_p": (["run", MODEL, "-p", "x", "--top-p", "1.5"], "--top-p=1.5 .* at most 1"),
+    "seed": (["run", MODEL, "-p", "x", "--seed=-3"], "--seed=-3 .* an integer from 0"),
+    "host_bytes": (["run", MODEL, "-p", "x", "--host-bytes", "lots"], "--host-bytes='lots' .* such as 2GiB"),
+    "host_bytes too many": (
+        ["chat", MODEL, "--host-bytes", "9000TiB"],
+        "--host-bytes='9000TiB' .* this machine allows",
+    ),
+    "host_bytes in demo": (["demo", "--host-bytes", "lots"], "--host-bytes='lots' .* such as 2GiB"),
     "pool too small": (
         ["run", MODEL, "-p", "x", "--num-device-blocks", "1"],
-        "num_device_blocks=1 .* needs 513 blocks",
+        "--num-device-blocks=1 .* needs 513 blocks",
     ),
     "pool too large": (
         ["run", MODEL, "-p", "x", "--num-device-blocks", "999999999999"],
-        "num_device_blocks.*use at most",
+        "--num-device-blocks.*use at most",
     ),
-    "no blocks": (["run", MODEL, "-p", "x", "--num-device-blocks", "0"], "num_device_blocks=0 .* an integer from 1"),
-    "dtype": (["run", MODEL, "-p", "x", "--dtype", "int4"], "dtype='int4' .* auto, float32, bfloat16, float16"),
-    "device": (["run", MODEL, "-p", "x", "--device", "abacus"], "device='abacus' .* cpu, cuda"),
-    "too long a model": (["run", MODEL, "-p", "x", "--max-model-len", "9999"], "max_model_len=9999 .* at most 8192"),
+    "no blocks": (["run", MODEL, "-p", "x", "--num-device-blocks", "0"], "--num-device-blocks=0 .* an integer from 1"),
+    "dtype": (["run", MODEL, "-p", "x", "--dtype", "int4"], "--dtype='int4' .* auto, float32, bfloat16, float16"),
+    "device": (["run", MODEL, "-p", "x", "--device", "abacus"], "--device='abacus' .* cpu, cuda"),
+    "too long a model": (["run", MODEL, "-p", "x", "--max-model-len", "9999"], "--max-model-len=9999 .* at most 8192"),
     "no file": (["run", "./nothing.gguf", "-p", "x"], "model './nothing.gguf': there is no such file"),
     "no directory": (["run", "./no/such/place", "-p", "x"], "there is no such directory"),
     "no name": (["run", "", "-p", "x"], "the name is empty"),
@@ -52,15 +74,21 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_work_is_told_in_one_line_before_weights_are_loaded(
-    case: str, cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+    case: str, cargohold: Command, chat_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: object) -> None:
         raise AssertionError("weights were loaded before the error was found")
 
-    if case != "empty prompt":  # which is only known to be empty when the tokenizer has seen it
+    needs_weights = {
+        "empty prompt",
+        "tiny disk",
+        "no directory for a disk",
+    }  # a worker opens its tiers, and reads prompts
+    if case not in needs_weights:
         monkeypatch.setattr("cargohold.engine.model.hf_runner.load_model", load)
     args, expected = BAD[case]
-    result = cargohold(*(chat_model if arg is MODEL else arg for arg in args))
+    stand_ins = {MODEL: chat_model, "DIRECTORY": str(tmp_path)}
+    result = cargohold(*(stand_ins.get(arg, arg) for arg in args))
     assert result.status == 2
     assert result.out == ""
     _assert_is_one_line(result.err, expected)
@@ -136,6 +164,11 @@ def test_without_a_subcommand_it_shows_its_help_and_fails(cargohold: Command) ->
     assert all(name in result.out for name in ("chat", "demo", "run", "--version"))
 
 
+def test_a_group_without_a_subcommand_shows_its_help_and_fails(cargohold: Command) -> None:
+    result = cargohold("cache")
+    assert result.status == 2 and "verify" in result.out and result.err == ""
+
+
 @pytest.mark.parametrize(
     ("subcommand", "expected"),
     [
@@ -150,6 +183,24 @@ def test_help(subcommand: list[str], expected: list[str], cargohold: Command) ->
     assert result.status == 0
     assert result.err == ""
     assert not [text for text in expected if text not in result.out], result.out
+
+
+def test_no_progress_is_shown_where_nobody_watches(cargohold: Command) -> None:
+    result = cargohold("simulate", "--workload", "small", "--seeds", "2", "--jobs", "1")
+    assert result.status == 0 and result.err == ""
+
+
+@pytest.mark.parametrize("name", ["os:path", "os:fspath", "os:nothing", "nothing:at_all"])
+def test_a_connector_that_is_none_is_refused_in_one_line(name: str, cargohold: Command) -> None:
+    result = cargohold("simulate", "--connector", name)
+    assert result.status == 2 and result.out == ""
+    _assert_is_one_line(result.err, f"--connector='{name}' is not possible")
+
+
+def test_one_seed_is_played_alone(cargohold: Command) -> None:
+    result = cargohold("simulate", "--replay", "5", "--seeds", "3")
+    assert result.status == 2
+    _assert_is_one_line(result.err, "--replay=5 .* leave out --seeds")
 
 
 def test_version(cargohold: Command) -> None:
@@ -176,7 +227,7 @@ def test_as_a_module_it_is_the_same_and_needs_no_torch_to_refuse() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    _assert_is_one_line(done.stderr, "host_bytes='lots'")
+    _assert_is_one_line(done.stderr, "--host-bytes='lots'")
 
 
 def _assert_is_one_line(text: str, expected: str) -> None:

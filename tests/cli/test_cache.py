@@ -92,6 +92,12 @@ def test_good_chunks_are_good(place: Place) -> None:
     assert "5 chunks are good, 0 damaged" in run("verify", place.name)
 
 
+@pytest.mark.parametrize("kind", ["disk"])
+def test_no_progress_is_shown_where_nobody_watches(place: Place) -> None:
+    place.fill(3)
+    assert CliRunner().invoke(app, ["cache", "verify", place.name]).stderr == ""
+
+
 def damage(kind: str, directory: Path) -> None:
     pattern, offset = ("*/segment-00000.data", 20) if kind == "disk" else (f"*/*/{key(0).hex()}", HEADER_BYTES + 20)
     (path,) = directory.glob(pattern)
@@ -180,6 +186,7 @@ def test_what_is_not_ours_is_not_touched(place: Place, tmp_path: Path) -> None:
     ("words", "reason"),
     [
         (["ls", "/no/such/directory"], "there is no such directory"),
+        (["ls", "file:///no/such/directory"], "there is no such directory"),
         (["ls", "ftp://host"], "the scheme must be one of"),
         (["rm", "PLACE"], "give --all for every one"),
         (["rm", "PLACE", "--all", "ab"], "give --all for every one"),

@@ -76,8 +76,11 @@ def test_it_fails_if_an_answer_differs(cargohold: Command, chat_model: str, monk
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--num-device-blocks", "40"), "num_device_blocks=40 .* longest conversation alone needs about [0-9]+ blocks"),
-        (("--turns", "9"), "'--turns'.* 4"),
+        (
+            ("--num-device-blocks", "40"),
+            "--num-device-blocks=40 .* longest conversation alone needs about [0-9]+ blocks",
+        ),
+        (("--turns", "9"), "--turns='.* 4"),
     ],
 )
 def test_what_cannot_work_is_told_before_the_first_visit(

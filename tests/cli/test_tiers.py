@@ -25,10 +25,10 @@ def test_the_next_run_finds_what_this_one_has_kept(cargohold: Command, chat_mode
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--disk-dir", "kv"), "host_bytes"),
-        (("--host-bytes", "8MiB", "--disk-dir", "/proc/kv"), "directory"),
-        (("--host-bytes", "8MiB", "--disk-dir", "kv", "--disk-bytes", "lots"), "max_bytes"),
-        (("--host-bytes", "8MiB", "--shared-url", "ftp://kv"), "url"),
+        (("--disk-dir", "kv"), "--host-bytes"),
+        (("--host-bytes", "8MiB", "--disk-dir", "/proc/kv"), "--disk-dir='/proc/kv'"),
+        (("--host-bytes", "8MiB", "--disk-dir", "kv", "--disk-bytes", "lots"), "--disk-bytes='lots'"),
+        (("--host-bytes", "8MiB", "--shared-url", "ftp://kv"), "--shared-url='ftp://kv'"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(

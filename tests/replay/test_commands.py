@@ -111,16 +111,25 @@ class TestReplay:
             (["SMALL", "-s", "1GiB"], "--bytes-per-token"),
             (["SMALL", "-s", "100B", "--bytes-per-token", "8"], "at least one chunk"),
             (["SMALL", "--disk", "no"], "disk"),
-            (["SMALL", "--disk", "4", "--disk-policy", "optimum"], "disk_policy"),
-            (["SMALL", "--session", "nobody"], "nothing to replay"),
+            (["SMALL", "--disk", "4", "--disk-policy", "optimum"], "--disk-policy="),
+            (["SMALL", "--disk", "5GiB"], "--disk='5GiB'"),
+            (["SMALL", "--disk", "1B", "--bytes-per-token", "8"], "--disk='1B'"),
+            (["SMALL", "--disk-policy", "fifo"], "--disk-policy='fifo' is not possible: there is no disk"),
+            (["SMALL", "--kv-dtype-bytes", "1"], "--kv-dtype-bytes=1 is not possible"),
+            (["SMALL", "--jobs", "two"], "--jobs='two'"),
+            (["SMALL", "--session", "nobody"], "--session='nobody' is not possible: there is nothing to replay"),
+            (["SMALL", "--session", "s1", "--until", "0.5"], "no request is of it in that time"),
             (["SMALL", "--from", "5", "--until", "3"], "window"),
-            (["SMALL", "--blocks-per-chunk", "0"], "blocks_per_chunk"),
+            (["SMALL", "--from", "nan"], "--from=nan"),
+            (["SMALL", "--from", "99"], "the trace ends 3.0 s after its first request"),
+            (["SMALL", "--blocks-per-chunk", "9"], "no request has so many blocks"),
+            (["SMALL", "--blocks-per-chunk", "0"], "--blocks-per-chunk="),
             (["SMALL", "--on-bad-line", "cry"], "stop or skip"),
             (["SMALL", "--tokenizer", "/no/such/model"], "/no/such/model"),
             (["SMALL", "--model", "/no/such/model"], "/no/such/model"),
-            (["SMALL", "--bytes-per-token", "0"], "bytes_per_token"),
-            (["SMALL", "--host-bandwidth", "fast"], "host_bandwidth"),
-            (["SMALL", "--prefill-tokens-per-s", "0"], "prefill_tokens_per_s"),
+            (["SMALL", "--bytes-per-token", "0"], "--bytes-per-token="),
+            (["SMALL", "--host-bandwidth", "fast"], "--host-bandwidth="),
+            (["SMALL", "--prefill-tokens-per-s", "0"], "--prefill-tokens-per-s="),
             (["SMALL", "--html", "/no/such/dir/page.html"], "html"),
         ],
     )
@@ -140,6 +149,30 @@ class TestReplay:
         facts = json.loads(skipped.out)
         assert facts["trace"]["requests"] == 4
         assert "1 broken line(s)" in facts["remarks"][0] and "line 3" in skipped.err
+
+    def test_lines_that_are_all_broken_are_no_empty_trace(self, cargohold: Command, tmp_path: Path) -> None:
+        (tmp_path / "prose").write_text("Once upon\na time\n")
+        result = cargohold("replay", str(tmp_path / "prose"), "--on-bad-line", "skip")
+        assert result.status == 1 and "all 2 line(s) are broken" in result.err and "line 1" in result.err
+
+    def test_a_tier_larger_than_memory_is_only_as_large_as_what_there_is_to_keep(
+        self, cargohold: Command, small: str
+    ) -> None:
+        options = ("-p", "lru,arc,fifo,reuse-index,infinite", "--bytes-per-token", "8", "--json")
+        result = cargohold("replay", small, "-s", "900TiB", "--disk", "900TiB", *options)
+        assert result.status == 0, result.err
+        found = json.loads(result.out)["results"]
+        assert {one["prefix_hits"] for one in found} == {found[-1]["prefix_hits"]}
+        assert found[0]["tiers"][1]["capacity_chunks"] == 900 * 1024**4 // (8 * 16)
+
+    def test_tables_fit_a_terminal(self, cargohold: Command, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        cost = ("--bytes-per-token", "131072", "--prefill-tokens-per-s", "8000")
+        policies = "lru,arc,fifo,reuse-index,optimum,infinite"
+        result = cargohold("replay", small, "-p", policies, "-s", "4MiB,10MiB", "--disk", "64GiB", *cost)
+        assert result.status == 0, result.err
+        assert "…" not in result.out and "prefill" in result.out
+        assert max(map(len, result.out.splitlines()[1:])) <= 80
 
     def test_an_empty_trace(self, cargohold: Command, tmp_path: Path) -> None:
         (tmp_path / "empty").touch()
@@ -191,7 +224,7 @@ class TestPlan:
             (["--trace", "SMALL", "--bytes-per-token", "8", "--disk-bytes", "1GiB"], "host memory above"),
             (["--trace", "SMALL", "--bytes-per-token", "8", "--host-bytes", "1B"], "at least one chunk"),
             (["--trace", "SMALL", "--bytes-per-token", "8", "--policy", "optimum"], "policy"),
-            (["--trace", "SMALL", "--bytes-per-token", "8", "--disk-dir", "/no/such/dir"], "disk_dir"),
+            (["--trace", "SMALL", "--bytes-per-token", "8", "--disk-dir", "/no/such/dir"], "--disk-dir="),
             (["--trace", "SMALL", "--bytes-per-token", "8", "--model", "smollm2"], "one of the two"),
         ],
     )

@@ -18,6 +18,10 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
+_OPTIONS_OF_TIERS = {"directory": "disk_dir", "max_bytes": "disk_bytes", "url": "shared_url"}
+"""What the command line calls options of tiers."""
+
+
 class _Commands(TyperGroup):
     """Ends every subcommand the way a shell expects: errors that we raise on purpose are one line, without a traceback."""
 
@@ -26,7 +30,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except CargoholdError as error:
-            typer.echo(f"cargohold: {error}", err=True)
+            typer.echo(f"cargohold: {self._describe(ctx, error)}", err=True)
             is_usage = isinstance(error, ConfigError | ModelError | RequestError)
             raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILED) from error
         except KeyboardInterrupt as interrupt:
@@ -35,6 +39,20 @@ class _Commands(TyperGroup):
             # The reader has seen enough. What is left in the buffer must go somewhere when the interpreter exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit from error
+
+    def _describe(self, ctx: Any, error: CargoholdError) -> str:
+        """The error, with an option named as it is on the command line."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        if not isinstance(error, ConfigError) or command is None:
+            return str(error)
+        known = {name for parameter in command.params for name in parameter.opts}
+        names = (f"--{key.replace('_', '-')}" for key in (error.key, _OPTIONS_OF_TIERS.get(error.key, "")))
+        option = error.key if error.key.startswith("--") else next((name for name in names if name in known), None)
+        if option is None:
+            return str(error)
+        if error.value is None:
+            return f"not possible without {option}: {error.expected}"
+        return str(ConfigError(option, error.value, error.expected))
 
 
 app = typer.Typer(

@@ -14,6 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cargohold.cli.app import EXIT_FAILED, app
+from cargohold.cli.console import errors
 from cargohold.errors import ConfigError
 from cargohold.offload.tier.inventory import Finding, Holding, Inventory, open_inventory
 from cargohold.units import format_bytes, parse_bytes
@@ -108,7 +109,7 @@ def rm(
 ) -> None:
     """Delete namespaces with all their chunks."""
     if bool(ids) is everything:
-        raise ConfigError("--all", everything, "name namespaces, or give --all for every one")
+        raise ConfigError("--all", everything or None, "name namespaces, or give --all for every one")
     inventory = open_inventory(place)
     chosen = _chosen(inventory, ids)
     gone = _remove(inventory, chosen)
@@ -192,4 +193,4 @@ def _ago(holding: Holding) -> str:
 
 def _progress() -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed}/{task.total}"), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
+from cargohold.cli.console import errors
 from cargohold.engine.model.source import is_kept_converted
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.llm import LLM
-
-errors = Console(stderr=True)
-"""Where progress and remarks go, so that standard output has the answers and nothing else."""
 
 
 def remark(text: str, style: str = "dim") -> None:

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from cargohold.cli.app import app
-from cargohold.cli.common import errors, loaded, quiet_transformers
+from cargohold.cli.common import loaded, quiet_transformers
+from cargohold.cli.console import errors
 from cargohold.cli.conversations import Conversation, load_conversations
 from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_all
 from cargohold.connector.offloading import OffloadConfig
@@ -23,6 +24,7 @@ from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.llm import LLM
 from cargohold.offload.tier import DiskTierConfig
+from cargohold.offload.tier.disk.root import make_private
 
 _DISK_BYTES: Final = "4GiB"
 
@@ -49,6 +51,8 @@ def demo(
     """Show what offloading does for conversations that come back: same answers, first token much sooner."""
     tiers = () if disk_dir is None else (DiskTierConfig(directory=disk_dir, max_bytes=_DISK_BYTES),)
     offload = OffloadConfig(host_bytes=host_bytes, tiers=tiers)  # what it refuses is refused before minutes are spent
+    if disk_dir is not None:
+        _check_directory(disk_dir)
     conversations = load_conversations(turns)
     out = Console()
     out.print(
@@ -107,6 +111,18 @@ def _visit_all(
             return Answer(output.text, output.token_ids, output.metrics)
 
         return visit_all(conversations, ask, tick)
+
+
+def _check_directory(directory: str) -> None:
+    """Raise ``ConfigError`` unless files can be written there: it is used only when half of the demo is over."""
+    path = Path(directory).expanduser().absolute()
+    try:
+        make_private(path)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        expected = f"it must be a directory where files can be written: {error.strerror}"
+        raise ConfigError("disk_dir", directory, expected) from error
 
 
 def _warm_up(llm: LLM) -> None:

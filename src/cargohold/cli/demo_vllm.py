@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 
 from cargohold.cli.app import app
-from cargohold.cli.common import errors, quiet_transformers
+from cargohold.cli.common import quiet_transformers
+from cargohold.cli.console import errors
 from cargohold.cli.conversations import Conversation, load_conversations
 from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_all
 from cargohold.engine.model.source import locate_model
 from cargohold.engine.outputs import RequestMetrics
-from cargohold.errors import ConfigError
 from cargohold.integrations.vllm.server import serving
 from cargohold.integrations.vllm.settings import Settings
 
@@ -41,7 +41,7 @@ def demo_vllm(
     """Show what offloading does inside vLLM for conversations that come back."""
     for package in ("vllm", "openai"):
         if find_spec(package) is None:
-            raise ConfigError("demo-vllm", package, "a package that is not installed here; make demo-vllm installs it")
+            raise typer.BadParameter(f"the package {package} is not installed here; make demo-vllm installs it")
     extra = {"host_bytes": host_bytes}
     Settings.parse(extra)  # what it refuses is refused before minutes are spent
     conversations = load_conversations(turns)

@@ -19,7 +19,8 @@ def main() -> int:
 
         return int(app(standalone_mode=False, prog_name="cargohold") or 0)
     except _UsageError as error:
-        typer.echo(_describe(error), err=True)
+        if getattr(error, "message", None) != "" or hasattr(error, "param"):  # otherwise the help has been shown
+            typer.echo(_describe(error), err=True)
         return EXIT_USAGE
     except (KeyboardInterrupt, typer.Abort):  # before a subcommand has begun
         return interrupted()
@@ -28,5 +29,15 @@ def main() -> int:
 def _describe(error: Any) -> str:
     """One line for an error in the command line."""
     command = "cargohold" if error.ctx is None else error.ctx.command_path
-    message = " ".join(error.format_message().split())
+    message = " ".join((_describe_value(error) or error.format_message()).split())
     return f"{command}: {message.rstrip('.')}; see {command} --help"
+
+
+def _describe_value(error: Any) -> str | None:
+    """What is wrong with a value, which Typer leaves out where pydantic has parsed it; ``None`` if it is something else."""
+    parsed = getattr(error.__cause__, "errors", None)
+    if parsed is None or getattr(error, "param", None) is None:
+        return None
+    found = parsed()[0]
+    expected = found["msg"].partition(",")[0].replace("Input should", "it must", 1)
+    return f"{error.param.opts[0]}={found['input']!r} is not possible: {expected}"

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -15,6 +15,8 @@ from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError
 from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
+
+DEFAULT_DISK_BYTES: Final = "20GiB"
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A directory, a GGUF file, a Hugging Face hub id, or smollm2.", metavar="MODEL")
@@ -46,7 +48,9 @@ class EngineOptions:
     disk_dir: Annotated[
         str | None, typer.Option(metavar="DIRECTORY", help="Keep KV here, too: it is found again by the next run.")
     ] = None
-    disk_bytes: Annotated[str, typer.Option(help="What the directory may take at most.")] = "20GiB"
+    disk_bytes: Annotated[
+        str | None, typer.Option(help=f"What the directory may take at most; by default {DEFAULT_DISK_BYTES}.")
+    ] = None
     shared_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Share KV with others: s3://bucket/prefix, redis://host:6379, ...")
     ] = None
@@ -73,7 +77,10 @@ class EngineOptions:
     def _offload(self) -> OffloadConfig | None:
         tiers: list[TierConfig] = []
         if self.disk_dir is not None:
-            tiers.append(DiskTierConfig(directory=self.disk_dir, max_bytes=self.disk_bytes))
+            max_bytes = DEFAULT_DISK_BYTES if self.disk_bytes is None else self.disk_bytes
+            tiers.append(DiskTierConfig(directory=self.disk_dir, max_bytes=max_bytes))
+        elif self.disk_bytes is not None:
+            raise ConfigError("disk_bytes", self.disk_bytes, "there is no disk without --disk-dir")
         if self.shared_url is not None:
             tiers.append(SharedTierConfig(url=self.shared_url))
         if self.host_bytes is not None:

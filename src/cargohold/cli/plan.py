@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
@@ -85,7 +86,7 @@ def plan(
     if not what.trace:
         raise ConfigError("trace", None, "there must be one: --trace FILE")
     budget = what.budget()
-    disk_policy = disk_options.checked_policy()
+    disk_policy = disk_options.checked_policy(has_disk=what.disk_bytes is not None)
     machine = what.machine()
     costs = cost_options.costs(what.model)
     if costs.bytes_per_token is None:
@@ -118,7 +119,9 @@ def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions, disk_policy
 def _show(planner: Planner, found: Plan, words: list[str]) -> None:
     console = Console()
     for sentence in words:
-        console.print(f"* {sentence}", highlight=False, soft_wrap=True)
+        # Whatever reads a pipe can wrap lines itself.
+        lines = wrap(sentence, console.width - 2) if console.is_terminal else [sentence]
+        console.print("* " + "\n  ".join(lines), highlight=False, markup=False, soft_wrap=True)
     has_time = found.knee.saved_s is not None
     per = " per hour" if planner.per_hour(1) is not None else ""
     console.print(f"\n{found.policy}, by size of host memory", style="bold", highlight=False)

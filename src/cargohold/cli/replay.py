@@ -79,11 +79,12 @@ def replay(
     A hit is a block found with all blocks before it. The optimum knows the future; infinite never evicts.
     """
     policies = grid.policies()
-    disk_policy = disk_options.checked_policy()
+    disk_policy = disk_options.checked_policy(has_disk=grid.disk is not None)
     sizes, disk = grid.sizes()
     costs = cost_options.costs(grid.model)
     if costs.bytes_per_token is None:
-        _refuse_bytes([*sizes, *disk])
+        _refuse_bytes("size", sizes)
+        _refuse_bytes("disk", disk)
     trace = load_trace(traces, trace_options)
     workload = trace.workload
     capacities = _capacities(workload, sizes, disk, costs)
@@ -98,10 +99,10 @@ def replay(
         show_report(report)
 
 
-def _refuse_bytes(sizes: Sequence[Size]) -> None:
+def _refuse_bytes(key: str, sizes: Sequence[Size]) -> None:
     for size in sizes:
         if size.is_bytes:
-            raise ConfigError("size", size.text, "a size in bytes needs --bytes-per-token or --model")
+            raise ConfigError(key, size.text, "a size in bytes needs --bytes-per-token or --model")
 
 
 def _capacities(workload: Workload, sizes: Sequence[Size], disk: Sequence[Size], costs: CostModel) -> list[Capacities]:
@@ -122,13 +123,13 @@ def show_report(report: Report) -> None:
 def _ratios(report: Report) -> Table:
     table = Table(box=None, pad_edge=False)
     has_disk = any(len(size) > 1 for size in report.sizes)
-    table.add_column("host + disk" if has_disk else "host", justify="right")
+    table.add_column("host\n+ disk" if has_disk else "host", justify="right")
     for policy in report.policies:
         table.add_column(policy, justify="right")
     for size in report.sizes or ((0,),):
         found = [report.find(policy, size) for policy in report.policies]
         cells = ["" if result is None else f"{100 * result.prefix_hit_ratio:.2f}" for result in found]
-        table.add_row(describe_size(report, size), *cells)
+        table.add_row(_stacked(describe_size(report, size)), *cells)
     return table
 
 
@@ -142,7 +143,7 @@ def _details(report: Report) -> Table:
     for policy in report.policies:
         for result in sorted((r for r in report.results if r.policy == policy), key=lambda r: r.capacities):
             saved = report.costs.saved_s(result, report.workload.chunk_tokens)
-            size = "everything" if policy == INFINITE else describe_size(report, result.capacities)
+            size = "everything" if policy == INFINITE else _stacked(describe_size(report, result.capacities))
             cells = [policy, size, f"{100 * result.block_hit_ratio:.2f}", *_traffic(report, result)]
             table.add_row(*cells, *([format_seconds(saved)] if has_time else []))
     return table
@@ -152,5 +153,9 @@ def _traffic(report: Report, result: ReplayResult) -> list[str]:
     if not result.tiers:
         return ["", "", ""]
     columns = zip(*((tier.loaded, tier.stored, tier.evicted) for tier in result.tiers), strict=True)
-    loaded, stored, evicted = (" + ".join(describe_amount(report, amount) for amount in column) for column in columns)
-    return [loaded, stored, evicted]
+    return [_stacked(" + ".join(describe_amount(report, amount) for amount in column)) for column in columns]
+
+
+def _stacked(sum_of_tiers: str) -> str:
+    """A line per tier: side by side they would not fit a terminal."""
+    return sum_of_tiers.replace(" + ", "\n+ ")

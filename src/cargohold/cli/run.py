@@ -12,7 +12,8 @@ import typer
 from rich.progress import Progress
 
 from cargohold.cli.app import app
-from cargohold.cli.common import describe_reuse, errors, loaded, remark
+from cargohold.cli.common import describe_reuse, loaded, remark
+from cargohold.cli.console import errors
 from cargohold.cli.options import EngineOptions, ModelArgument, SamplingOptions, takes_groups
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
@@ -61,7 +62,7 @@ def _stream(llm: LLM, prompt: str, sampling: SamplingParams) -> None:
 
 
 def _generate(llm: LLM, prompts: Sequence[str], sampling: SamplingParams) -> list[RequestOutput]:
-    with Progress(console=errors, transient=True) as bar:
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("generating", total=len(prompts))
         return llm.generate(prompts, sampling, progress=lambda done, _: bar.update(task, completed=done))
 

@@ -15,10 +15,10 @@ from time import monotonic
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cargohold.cli.app import EXIT_FAILED, app
+from cargohold.cli.console import errors
 from cargohold.cli.options import takes_groups
 from cargohold.errors import ConfigError
 from cargohold.simulation.campaign import Recipe, SeedReport, Totals, play_seeds
@@ -32,8 +32,6 @@ from cargohold.simulation.workloads import WORKLOADS
 DEFAULT_SEEDS = 500
 OWN = "cargohold"
 VLLM = "vllm"
-
-errors = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +109,9 @@ def simulate(
     """
     recipe = what.recipe()
     seed = show.replay
+    if seed is not None and amount != AmountOptions():
+        expected = "it plays this seed alone; leave out --seeds, --first-seed, --minutes and --jobs"
+        raise ConfigError("replay", seed, expected)
     if seed is None:
         started = monotonic()
         totals = Totals()
@@ -129,7 +130,7 @@ def simulate(
 def _first_failure(reports: Iterable[SeedReport], totals: Totals, num_seeds: int | None) -> SeedReport | None:
     """Follow the reports up to the first failure, or to the end."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("simulating", total=num_seeds)
         for report in reports:
             totals.add(report)
@@ -180,7 +181,8 @@ def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions) -> bool:
 
 
 def _shrunk(recipe: Recipe, scenario: Scenario) -> Scenario:
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=errors, transient=True) as progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("looking for a shorter run that fails", total=None)
 
         def show() -> None:
@@ -201,7 +203,7 @@ def _show_run(scenario: Scenario, timeline: RecentTimeline) -> None:
 def _show_totals(totals: Totals, seconds: float) -> None:
     rate = totals.num_steps / seconds if seconds else 0.0
     typer.echo(f"{totals.num_seeds:,} seed(s), {totals.num_steps:,} steps in {seconds:.1f} s: {rate:,.0f} steps/s")
-    typer.echo(f"  {_counts(totals.tallies)}")
+    typer.echo(f"  {_counts(totals.tallies) or 'nothing was played'}")
     typer.echo(f"  faults: {_counts(totals.struck) or 'none'}")
 
 

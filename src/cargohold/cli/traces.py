@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cargohold.cli.common import errors, quiet_transformers, remark
+from cargohold.cli.common import quiet_transformers, remark
+from cargohold.cli.console import errors
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
@@ -46,10 +47,12 @@ class DiskOptions:
         DEFAULT_DISK_POLICY
     )
 
-    def checked_policy(self) -> str:
-        """Its name. Raises ``ConfigError``."""
+    def checked_policy(self, *, has_disk: bool) -> str:
+        """Its name. Raises ``ConfigError``, also where there is no disk for another policy than the default."""
         if self.disk_policy not in POLICIES:
-            raise ConfigError("disk_policy", self.disk_policy, f"one of {', '.join(sorted(POLICIES))}")
+            raise ConfigError("disk_policy", self.disk_policy, f"it must be one of {', '.join(sorted(POLICIES))}")
+        if self.disk_policy != DEFAULT_DISK_POLICY and not has_disk:
+            raise ConfigError("disk_policy", self.disk_policy, "there is no disk; say how large it is")
         return self.disk_policy
 
 
@@ -112,6 +115,8 @@ class CostOptions:
                 raise ConfigError("bytes_per_token", per_token, "the model tells; give one of the two")
             quiet_transformers()
             per_token = describe_kv(model, self.kv_dtype_bytes).bytes_per_token
+        elif self.kv_dtype_bytes is not None:
+            raise ConfigError("kv_dtype_bytes", self.kv_dtype_bytes, "it changes what --model tells; give one")
         return CostModel(
             bytes_per_token=per_token,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
@@ -161,7 +166,7 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
             on_progress=lambda num_bytes: bar.advance(task, num_bytes),
             decode=decode,
         )
-        workload = load_workload(_counted(requests, files), selection)
+        workload = load_workload(_counted(requests, files, skipped), selection)
     num_misplaced = workload.count_misplaced()
     remarks = remarks_on(workload, num_misplaced, len(skipped))
     if skipped:
@@ -205,9 +210,13 @@ def _num_processes(workload: Workload, num_tasks: int, jobs: int | None) -> int:
     return 1 if is_short else os.cpu_count() or 1
 
 
-def _counted(requests: Iterator[TraceRequest], files: Sequence[str]) -> Iterator[TraceRequest]:
+def _counted(
+    requests: Iterator[TraceRequest], files: Sequence[str], skipped: Sequence[TraceError]
+) -> Iterator[TraceRequest]:
     """The same requests. Raises ``TraceError`` if there is none at all."""
     request = next(requests, None)
+    if request is None and skipped:
+        raise TraceError(" ".join(files), None, f"all {len(skipped)} line(s) are broken; the first: {skipped[0]}")
     if request is None:
         raise TraceError(" ".join(files), None, "the trace is empty")
     yield request

@@ -54,7 +54,7 @@ def describe_size(report: Report, capacities: Sequence[int]) -> str:
     """The tiers' sizes: ``1,000 (5%)`` or ``64 GiB (5%) + 1.0 TiB (80%)``."""
     shares = (100 * capacity / report.workload.num_unique for capacity in capacities)
     return " + ".join(
-        f"{describe_amount(report, capacity)} ({_trimmed(share)}%)"
+        f"{describe_amount(report, capacity)} ({_trimmed(share) if share <= 100 else '>100'}%)"
         for capacity, share in zip(capacities, shares, strict=True)
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 from cargohold.errors import ConfigError
 from cargohold.replay.traces import TraceRequest
 from cargohold.replay.workload import UNKNOWN, Ints, Workload
-from cargohold.units import is_positive_int
+from cargohold.units import is_number, is_positive_int
 
 _LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
 _BELIEVED_FROM: Final = 0.95
@@ -40,6 +40,9 @@ class Selection:
             raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "it must be an integer from 1")
         if self.block_tokens is not None and not is_positive_int(self.block_tokens):
             raise ConfigError("block_tokens", self.block_tokens, "it must be an integer from 1")
+        for key, value in (("from", self.from_s), ("until", self.until_s)):
+            if value is not None and not is_number(value):
+                raise ConfigError(key, value, "it must be a number of seconds")
         if self.from_s is not None and self.until_s is not None and self.from_s >= self.until_s:
             raise ConfigError(
                 "until", self.until_s, f"the window must end after it starts, which is at {self.from_s} s"
@@ -78,6 +81,7 @@ class WorkloadBuilder:
         self._blocks, self._tokens, self._reused = array("q"), array("q"), array("q")
         self._times_ms = array("d")
         self._first_ms: float | None = None
+        self._last_s = 0.0
         self._block_tokens: int | None = None
         self._step_tokens: int | None = None
 
@@ -87,6 +91,7 @@ class WorkloadBuilder:
         if self._first_ms is None:
             self._first_ms = arrival_ms
         since_first_s = None if arrival_ms is None or self._first_ms is None else (arrival_ms - self._first_ms) / 1000
+        self._last_s = max(self._last_s, since_first_s or 0.0)
         if not self._selection.includes(request, since_first_s):
             return
         step = self._selection.blocks_per_chunk
@@ -104,9 +109,8 @@ class WorkloadBuilder:
 
     def build(self) -> Workload:
         """The workload of all requests added, in the order of their times. Raises ``ConfigError`` if there are none."""
-        if not self._lengths or not self._chunks:
-            what = "no request of the trace is selected" if self._first_ms is not None else "it has no blocks"
-            raise ConfigError("trace", f"{len(self._lengths)} requests", f"there is nothing to replay: {what}")
+        if not self._chunks:
+            raise self._nothing_to_replay()
         ends = np.cumsum(np.array(self._lengths, dtype=np.int64))
         starts = np.concatenate(([0], ends[:-1]))
         times = np.array(self._times_ms)
@@ -125,6 +129,19 @@ class WorkloadBuilder:
             is_sorted=is_sorted,
         )
         return workload if is_sorted or np.isnan(times).any() else _reordered(workload, times.argsort(kind="stable"))
+
+    def _nothing_to_replay(self) -> ConfigError:
+        """Why, by the option that has left nothing over."""
+        wanted, nothing = self._selection, "there is nothing to replay: "
+        if self._lengths and wanted.blocks_per_chunk > 1:
+            return ConfigError("blocks_per_chunk", wanted.blocks_per_chunk, f"{nothing}no request has so many blocks")
+        if not self._lengths and wanted.sessions:
+            when = " in that time" if wanted.needs_times else ""
+            return ConfigError("session", ", ".join(sorted(wanted.sessions)), f"{nothing}no request is of it{when}")
+        if not self._lengths and wanted.needs_times:
+            key, value = ("until", wanted.until_s) if wanted.from_s is None else ("from", wanted.from_s)
+            return ConfigError(key, value, f"{nothing}the trace ends {self._last_s:.1f} s after its first request")
+        return ConfigError("trace", f"{len(self._lengths)} requests", f"{nothing}they have no blocks")
 
     def _implied_block_tokens(self) -> int | None:
         """The block size for which prompts of so many tokens have so many blocks; ``None`` if none is convincing."""

@@ -46,7 +46,7 @@ def check_policies(policies: Sequence[str]) -> None:
     known = sorted([*POLICIES, *BOUNDS])
     for policy in policies:
         if policy not in known:
-            raise ConfigError("policy", policy, f"one of {', '.join(known)}")
+            raise ConfigError("policy", policy, f"it must be one of {', '.join(known)}")
 
 
 def _production(workload: Workload, policy: str, capacities: Capacities, disk_policy: str) -> ReplayResult:

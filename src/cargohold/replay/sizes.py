@@ -28,11 +28,13 @@ class Size:
     """How large a tier is.
 
     Attributes:
+        key: the option's name.
         text: as it was written.
         amount: in ``unit``.
         unit: what of.
     """
 
+    key: str
     text: str
     amount: Fraction
     unit: _Unit
@@ -50,12 +52,12 @@ class Size:
             size = int(self.amount) // workload.blocks_per_chunk
             least = f"{workload.blocks_per_chunk} blocks"
         elif chunk_bytes is None:
-            raise ConfigError("size", self.text, "bytes need --bytes-per-token or --model, and --block-tokens")
+            raise ConfigError(self.key, self.text, "bytes need --bytes-per-token or --model, and --block-tokens")
         else:
             size = int(self.amount) // chunk_bytes
             least = f"{chunk_bytes} bytes"
         if not size:
-            raise ConfigError("size", self.text, f"it must hold at least one chunk, which is {least}")
+            raise ConfigError(self.key, self.text, f"it must hold at least one chunk, which is {least}")
         return size
 
 
@@ -64,12 +66,12 @@ def parse_size(key: str, text: str) -> Size:
     text = text.strip()
     percent = _PERCENT.fullmatch(text)
     if percent:
-        size = Size(text, Fraction(percent[1]), _Unit.PERCENT)
+        size = Size(key, text, Fraction(percent[1]), _Unit.PERCENT)
     elif text.isdecimal():
-        size = Size(text, Fraction(text), _Unit.BLOCKS)
+        size = Size(key, text, Fraction(text), _Unit.BLOCKS)
     else:
         try:
-            size = Size(text, Fraction(parse_bytes(key, text)), _Unit.BYTES)
+            size = Size(key, text, Fraction(parse_bytes(key, text)), _Unit.BYTES)
         except ConfigError as error:
             raise ConfigError(key, text, _EXPECTED) from error
     if not size.amount:

@@ -73,9 +73,11 @@ class TierRun:
 class _Tier:
     """A manager and what went through it."""
 
-    def __init__(self, name: str, manager: OffloadManager) -> None:
+    def __init__(self, name: str, policy: str, capacity: int, num_unique: int) -> None:
         self.name = name
-        self.manager = manager
+        self.capacity = capacity
+        # What has room for everything keeps everything: more slots would take memory and change nothing.
+        self.manager: OffloadManager = make_manager(policy, min(capacity, num_unique))
         self.loaded = 0
         self.stored = 0
 
@@ -98,7 +100,7 @@ class _Tier:
         assert manager.num_free + manager.num_ready == manager.capacity, "slots are lost"
         assert manager.num_ready <= self.stored, "chunks are there that nobody stored"
         evicted = self.stored - manager.num_ready
-        return TierTraffic(self.name, manager.capacity, self.loaded, self.stored, evicted, manager.num_ready)
+        return TierTraffic(self.name, self.capacity, self.loaded, self.stored, evicted, manager.num_ready)
 
 
 def run_tiers(
@@ -119,7 +121,9 @@ def run_tiers(
         if not is_positive_int(capacity):
             raise ConfigError(f"{name} size", capacity, "a tier has at least one chunk")
     kinds = ((HOST, policy), (DISK, disk_policy))
-    tiers = [_Tier(name, make_manager(kind, size)) for (name, kind), size in zip(kinds, capacities, strict=False)]
+    tiers = [
+        _Tier(name, kind, size, workload.num_unique) for (name, kind), size in zip(kinds, capacities, strict=False)
+    ]
     names = _names(workload.num_unique)
     hits = np.zeros(workload.num_requests, dtype=np.int64)
     num_present = 0

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from cargohold.connector.multi import MultiConnectorFactory
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, one_line
 from cargohold.offload.policy import POLICIES
 from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
@@ -161,7 +161,12 @@ def custom_factory(name: str) -> KVConnectorFactory:
         make = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError("connector", name, f"MODULE:FACTORY, importable from here ({error})") from error
-    factory: KVConnectorFactory = make()
+    if not callable(make):
+        raise ConfigError("connector", name, "a callable without arguments that gives a KVConnectorFactory")
+    try:
+        factory: KVConnectorFactory = make()
+    except TypeError as error:
+        raise ConfigError("connector", name, f"a callable without arguments: {one_line(error)}") from error
     if not (callable(getattr(factory, "make_scheduler_side", None)) and hasattr(factory, "make_worker_side")):
         raise ConfigError("connector", name, "a callable without arguments that gives a KVConnectorFactory")
     return factory

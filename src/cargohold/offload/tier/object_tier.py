@@ -150,7 +150,7 @@ class ObjectTier(SharedTier):
         except _ACCESS_ERRORS as error:
             raise ConfigError("url", config.url, f"the store refuses access: {first_line(error)}") from error
         except (store_errors.BaseError, OSError, ValueError) as error:
-            if any(place in str(error) for place in _NO_CREDENTIALS):
+            if lacks_credentials(error):
                 raise ConfigError("url", config.url, "no credentials were found in the environment") from error
             logger.warning("shared tier: %s does not answer yet: %s", config.url, first_line(error))
 
@@ -160,6 +160,11 @@ class ObjectTier(SharedTier):
             yield
         except (store_errors.BaseError, OSError, ValueError) as error:
             raise TierError(self.name, first_line(error)) from error
+
+
+def lacks_credentials(error: Exception) -> bool:
+    """Whether a store could not be asked because nobody has said who asks."""
+    return any(place in str(error) for place in _NO_CREDENTIALS)
 
 
 def first_line(error: Exception) -> str:

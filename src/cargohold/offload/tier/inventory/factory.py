@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from cargohold.errors import ConfigError
 from cargohold.offload.tier.config import REDIS_SCHEMES, SharedTierConfig
 from cargohold.offload.tier.inventory.base import Inventory
 from cargohold.offload.tier.inventory.disk import DiskInventory
@@ -26,6 +28,8 @@ def open_inventory(place: str) -> Inventory:
         from cargohold.offload.tier.redis_tier import open_client  # noqa: PLC0415  # an optional package
 
         return RedisInventory(open_client(config))
+    if config.scheme == "file" and not Path(unquote(urlsplit(place).path)).is_dir():
+        raise ConfigError("PLACE", place, "there is no such directory")  # a tier would make it
     from cargohold.offload.tier.inventory.objects import ObjectInventory  # noqa: PLC0415  # an optional package
     from cargohold.offload.tier.object_tier import open_store  # noqa: PLC0415  # an optional package
 

@@ -15,7 +15,7 @@ from obstore.store import ObjectStore
 from cargohold.errors import TierError
 from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, check_value
 from cargohold.offload.tier.object_listing import DESCRIPTION, StoredObject, delete_if_there, list_ours
-from cargohold.offload.tier.object_tier import first_line
+from cargohold.offload.tier.object_tier import first_line, lacks_credentials
 
 _NAME = "shared"
 
@@ -106,4 +106,5 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except (store_errors.BaseError, OSError, ValueError) as error:
-        raise TierError(_NAME, first_line(error)) from error
+        reason = "no credentials were found in the environment" if lacks_credentials(error) else first_line(error)
+        raise TierError(_NAME, reason) from error
