@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,28 +93,35 @@ def test_a_role_in_which_vllm_does_not_protect_what_is_loaded_is_refused(
     assert restored(ask_twice(engine, make_prompts(2, 330))) == 640
 
 
-def test_attention_that_looks_ahead_is_not_served() -> None:
+def obstacles(parallel: Mapping[str, Any] = MappingProxyType({}), **attention: Any) -> tuple[str, ...]:
+    """Why a model with one group of full attention is not served."""
     import torch  # noqa: PLC0415  # slow to import
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec  # noqa: PLC0415  # see above
 
-    if "non_causal" not in FullAttentionSpec.__dataclass_fields__:
+    if not attention.keys() <= FullAttentionSpec.__dataclass_fields__.keys():
         pytest.skip("this version of vLLM has no such attention")
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32, **attention)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
+        model_config=SimpleNamespace(),
+        parallel_config=SimpleNamespace(**{"world_size": 1, "distributed_executor_backend": "mp", **parallel}),
+    )
+    groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    return translate(config, groups, reports_requests=True).obstacles
 
-    def obstacles(*, non_causal: bool) -> tuple[str, ...]:
-        spec = FullAttentionSpec(
-            block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32, non_causal=non_causal
-        )
-        config = SimpleNamespace(
-            cache_config=SimpleNamespace(enable_prefix_caching=False),
-            kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
-            model_config=SimpleNamespace(),
-            parallel_config=SimpleNamespace(),
-        )
-        groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-        return translate(config, groups, reports_requests=True).obstacles
 
+def test_attention_that_looks_ahead_is_not_served() -> None:
     assert obstacles(non_causal=False) == ()
     assert obstacles(non_causal=True) == ("group 0 has attention that looks ahead: its KV depends on what follows it",)
+
+
+def test_workers_of_which_the_scheduler_does_not_hear_are_not_served() -> None:
+    # With torchrun there is a scheduler in every process, which heard of its own worker alone: no copy ever ended.
+    launched = {"distributed_executor_backend": "external_launcher"}
+    assert obstacles(launched) == ()
+    (sentence,) = obstacles({**launched, "world_size": 2})
+    assert "external_launcher" in sentence and "use mp or ray" in sentence
 
 
 def test_a_version_that_lacks_something_is_served_without(

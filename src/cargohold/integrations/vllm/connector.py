@@ -36,7 +36,7 @@ _NEEDS = {
     "kv_transfer_config": ("is_kv_consumer", "kv_connector_extra_config", "kv_load_failure_policy", "kv_role"),
     "load_config": ("load_format",),
     "model_config": ("dtype", "hf_overrides", "model", "quantization", "revision", "served_model_name"),
-    "parallel_config": ("rank", "world_size"),
+    "parallel_config": ("distributed_executor_backend", "rank", "world_size"),
     "scheduler_config": ("max_num_batched_tokens",),
 }
 

@@ -159,7 +159,10 @@ def _parallel_obstacles(parallel_config: Any) -> list[str]:
         "decode_context_parallel_size": "decode context parallelism",
         "prefill_context_parallel_size": "prefill context parallelism",
     }
-    return [f"{what} is not served" for name, what in names.items() if getattr(parallel_config, name, 1) > 1]
+    obstacles = [f"{what} is not served" for name, what in names.items() if getattr(parallel_config, name, 1) > 1]
+    if parallel_config.world_size > 1 and parallel_config.distributed_executor_backend == "external_launcher":
+        obstacles.append("with external_launcher every scheduler hears of one worker alone; use mp or ray")
+    return obstacles
 
 
 def _group(index: int, spec: Any) -> KVCacheGroup | str:

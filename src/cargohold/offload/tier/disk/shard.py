@@ -81,7 +81,8 @@ class Shard:
                 self._lock.release()
                 raise
         except BlockingIOError as error:
-            raise ConfigError("directory", config.directory, "another process uses it for the same model") from error
+            reason = "another process uses it for the same model; give each engine a directory of its own"
+            raise ConfigError("directory", config.directory, reason) from error
         except OSError as error:
             reason = f"it must be a directory where files can be written: {error.strerror}"
             raise ConfigError("directory", config.directory, reason) from error
