@@ -10,21 +10,14 @@ from cargohold.protocol import BlockIds
 
 
 class StepPlan:
-    """The requests of a step and their shares, within a budget of tokens. Once closed, satisfies ``StepView``.
+    """The requests of a step and their shares, within a budget of tokens.
 
     Args:
         max_tokens: tokens that the step may compute.
-
-    Attributes:
-        num_tokens_left: tokens that it may still compute.
-        scheduled, preempted_req_ids, finished_req_ids: see ``SchedulerStep``; known once it is closed.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.num_tokens_left = max_tokens
-        self.scheduled: tuple[ScheduledTokens, ...] = ()
-        self.preempted_req_ids: frozenset[str] = frozenset()
-        self.finished_req_ids: frozenset[str] = frozenset()
         self._entries: list[tuple[Request, ScheduledTokens]] = []
         self._loading: set[str] = set()
 
@@ -35,6 +28,10 @@ class StepPlan:
 
     def __iter__(self) -> Iterator[tuple[Request, ScheduledTokens]]:
         return iter(self._entries)
+
+    def shares(self) -> tuple[ScheduledTokens, ...]:
+        """The shares alone, as workers see them."""
+        return tuple([share for _, share in self._entries])
 
     def add(self, request: Request, num_new_tokens: int, block_ids: BlockIds, *, loads_in_step: bool = False) -> None:
         """Compute the request's next ``num_new_tokens`` tokens.
@@ -58,22 +55,11 @@ class StepPlan:
         if loads_in_step:
             self._loading.add(request.request_id)
 
-    def close(self, preempted_req_ids: frozenset[str], finished_req_ids: frozenset[str]) -> None:
-        """Nothing is added any more: the connector may look at it.
-
-        Args:
-            preempted_req_ids, finished_req_ids: since the last step.
-        """
-        self.scheduled = tuple([share for _, share in self._entries])
-        self.preempted_req_ids = preempted_req_ids
-        self.finished_req_ids = finished_req_ids
-
     def take_out_loading(self) -> list[Request]:
-        """Remove and return the requests whose KV this step, which is closed, was to load."""
+        """Remove and return the requests whose KV this step was to load."""
         taken = [request for request, _ in self._entries if request.request_id in self._loading]
         self._entries = [entry for entry in self._entries if entry[0].request_id not in self._loading]
         self._loading.clear()
-        self.scheduled = tuple([share for _, share in self._entries])
         return taken
 
 

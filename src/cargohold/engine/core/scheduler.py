@@ -233,16 +233,18 @@ class Scheduler:
     def _add_connector_metadata(self, plan: StepPlan) -> SchedulerStep:
         """Close the step: ask the connector what its workers are to do."""
         was_broken = self.connector.broken is not None
-        plan.close(*self._roster.take_news())
-        metadata = self.connector.build_connector_meta(plan)
+        step = SchedulerStep(plan.shares(), *self._roster.take_news())
+        scheduled = step.scheduled
+        metadata = self.connector.build_connector_meta(step)
         if self.connector.broken is not None and not was_broken:
             # Loads promised for this very step will not happen.
             for request in plan.take_out_loading():
                 self._roster.preempt(request)
+            scheduled = plan.shares()
         return SchedulerStep(
-            scheduled=plan.scheduled,
-            preempted_req_ids=plan.preempted_req_ids,
-            finished_req_ids=plan.finished_req_ids,
+            scheduled=scheduled,
+            preempted_req_ids=step.preempted_req_ids,
+            finished_req_ids=step.finished_req_ids,
             connector_metadata=metadata,
             drop_connector=self._reports.must_drop_connector,
         )
