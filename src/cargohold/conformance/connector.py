@@ -23,6 +23,7 @@ from cargohold.simulation.layouts import simulated_layout
 from cargohold.simulation.run import Run, RunResult
 from cargohold.simulation.scenario import Scenario, draw_scenario
 from cargohold.simulation.workloads import WORKLOADS
+from cargohold.simulation.world import World
 
 BLOCK_TOKENS = 4
 PROMPT_TOKENS = 40
@@ -167,7 +168,7 @@ class ConnectorConformance(ABC):
             scenario = self._scenario(seed, workload, faults)
             scenario = replace(scenario, connector=change(scenario.connector))
             idle = self._wait if self.takes_real_time else None
-            result = Run(scenario, on_idle=idle, prepare=prepare).play()
+            result = Run(scenario, on_idle=idle, world=World(scenario, prepare=prepare)).play()
             if _is_refusal(result):
                 refusal = str(result.error)
                 continue

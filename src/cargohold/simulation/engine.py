@@ -45,7 +45,7 @@ def root_of_salt(salt: str | None) -> int:
 
 
 class SimulatedEngine:
-    """An engine replica whose every step is checked for wrong tokens.
+    """An engine replica whose every step is checked for wrong tokens. Satisfies ``Replica``.
 
     Args:
         layout: the paged KV cache; see ``layout_of``. It has ``world_size`` workers.
@@ -118,6 +118,11 @@ class SimulatedEngine:
     def runner(self) -> FingerprintRunner:
         """The first worker's model."""
         return self.runners[0]
+
+    @property
+    def num_half_reported(self) -> int:
+        """Transfers that some workers have reported and others have not."""
+        return self.executor.aggregator.num_incomplete
 
     def add(
         self,

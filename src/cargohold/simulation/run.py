@@ -13,7 +13,7 @@ from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.errors import RequestError
 from cargohold.offload.tiering import TieringManager
 from cargohold.simulation.clock import VirtualClock
-from cargohold.simulation.engine import STEP_S, SimulatedEngine
+from cargohold.simulation.engine import STEP_S
 from cargohold.simulation.faults import BREAKING, Fault
 from cargohold.simulation.offloading import forget_engine, offloading_sides
 from cargohold.simulation.oracles import (
@@ -29,6 +29,7 @@ from cargohold.simulation.oracles import (
     RequestOracle,
     TierOracle,
 )
+from cargohold.simulation.replica import Replica
 from cargohold.simulation.scenario import Scenario
 from cargohold.simulation.timeline import NO_TIMELINE, Timeline
 from cargohold.simulation.traffic import Abort, Action, Ask, Reset, Restart
@@ -69,7 +70,6 @@ class Run:
         inspect_every: steps between thorough checks.
         checksums: whether tiers notice corruption.
         on_idle: called when nothing happens. Somebody else's copies may take real time, which can be spent here.
-        prepare: called with every engine before its first step.
         world: what surrounds the engines; made from ``scenario`` if it is not given.
     """
 
@@ -81,12 +81,10 @@ class Run:
         inspect_every: int = INSPECT_EVERY,
         checksums: bool = True,
         on_idle: Callable[[], None] | None = None,
-        prepare: Callable[[SimulatedEngine], None] = lambda _: None,
         world: World | None = None,
     ) -> None:
         self._scenario = scenario
         self._on_idle = on_idle
-        self._prepare = prepare
         self._timeline = timeline
         self._inspect_every = inspect_every
         self._world = world or World(scenario, checksums=checksums)
@@ -97,7 +95,7 @@ class Run:
         self._events: EventOracle | None = None
         self._result = RunResult()
         self._deadline = self._latest_end()
-        self._engine: SimulatedEngine
+        self._engine: Replica
         self._requests: RequestOracle
         self._oracles: list[Oracle]
         self._each_step: list[Oracle]
@@ -182,7 +180,7 @@ class Run:
 
     def _restart(self) -> None:
         self._count_engine()
-        forget_engine(self._engine.connector)
+        forget_engine(self._engine.scheduler.connector)
         self._start_engine()
         self._result.tallies["restarts"] += 1
         for request_id, expected in self._expected.items():
@@ -238,7 +236,6 @@ class Run:
     def _start_engine(self) -> None:
         scenario, world = self._scenario, self._world
         engine = self._engine = world.new_engine()
-        self._prepare(engine)
         may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"
         self._requests = RequestOracle(self._expected, may_fail=may_fail)
         self._oracles = [

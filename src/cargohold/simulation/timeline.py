@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from cargohold.engine.core.request import RequestStatus
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import KVConnectorOutput
-from cargohold.simulation.engine import SimulatedEngine
 from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.replica import Replica
 
 
 class Timeline:
@@ -18,7 +18,7 @@ class Timeline:
     def note(self, now: float, what: str) -> None:
         """Something happened between steps."""
 
-    def step(self, now: float, engine: SimulatedEngine, step: SchedulerStep, output: StepOutput) -> None:
+    def step(self, now: float, engine: Replica, step: SchedulerStep, output: StepOutput) -> None:
         """A step was made."""
 
 
@@ -43,7 +43,7 @@ class RecentTimeline(Timeline):
         """Something happened between steps."""
         self._lines.append(f"{now:8.3f} s            {what}")
 
-    def step(self, now: float, engine: SimulatedEngine, step: SchedulerStep, output: StepOutput) -> None:
+    def step(self, now: float, engine: Replica, step: SchedulerStep, output: StepOutput) -> None:
         """A step was made: who computed what, who waits, what is in flight, what was reported."""
         parts = [*_batch(step), *_waiting(engine), *_jobs(engine), *_report(output.connector)]
         if step.drop_connector:
@@ -66,7 +66,7 @@ def _batch(step: SchedulerStep) -> Iterator[str]:
         yield f"ended {_ids(step.finished_req_ids)}"
 
 
-def _waiting(engine: SimulatedEngine) -> Iterator[str]:
+def _waiting(engine: Replica) -> Iterator[str]:
     waiting = [request.request_id for request in engine.scheduler.waiting_requests()]
     loading = [name for name, request in engine.requests.items() if request.status is RequestStatus.LOADING]
     if waiting:
@@ -75,7 +75,7 @@ def _waiting(engine: SimulatedEngine) -> Iterator[str]:
         yield f"loading {' '.join(loading)}"
 
 
-def _jobs(engine: SimulatedEngine) -> Iterator[str]:
+def _jobs(engine: Replica) -> Iterator[str]:
     for side, _ in offloading_sides(engine.scheduler.connector):
         for load in side.jobs.loads():
             yield f"{side.name} load {load.job_id} into {_ids(load.block_ids)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -21,6 +22,7 @@ from cargohold.simulation.links import LinkTransfers
 from cargohold.simulation.lower import LinkedQueue, MediumPlan, TieredOffloading
 from cargohold.simulation.offloading import SimulatedOffloading
 from cargohold.simulation.oracles import Oracle
+from cargohold.simulation.replica import Replica
 from cargohold.simulation.scenario import Scenario
 from cargohold.simulation.tiers import SimulatedMedium
 from cargohold.simulation.transfers import ByteRows
@@ -36,6 +38,7 @@ class World:
     Args:
         scenario: what to build.
         checksums: whether tiers notice corruption; without, the oracles must.
+        prepare: called with every engine of ours before its first step.
 
     Attributes:
         clock: virtual time.
@@ -43,8 +46,15 @@ class World:
         tiers: in the order of the plan.
     """
 
-    def __init__(self, scenario: Scenario, *, checksums: bool = True) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        checksums: bool = True,
+        prepare: Callable[[SimulatedEngine], None] = lambda _: None,
+    ) -> None:
         self._scenario = scenario
+        self._prepare = prepare
         self._checksums = checksums
         self.clock = VirtualClock()
         random = Random(f"{scenario.seed}/chance")  # noqa: S311  # repeatable, on purpose
@@ -58,7 +68,7 @@ class World:
         self.tiers: list[SimulatedOffloading] = []
         self._factory = scenario.connector.build(self._make_tier, self._faulty_connector)
 
-    def new_engine(self) -> SimulatedEngine:
+    def new_engine(self) -> Replica:
         """An engine as after a start of its process."""
         shape, connector = self._scenario.shape, self._scenario.connector
         self._links, self._faulty, self._queues = [], [], []
@@ -74,9 +84,10 @@ class World:
             **shape.scheduler,
         )
         engine.runner.before_forward = self._advance_links
+        self._prepare(engine)
         return engine
 
-    def oracles(self, engine: SimulatedEngine) -> list[Oracle]:
+    def oracles(self, engine: Replica) -> list[Oracle]:
         """What else must hold in this engine, besides what must hold in all."""
         return []
 

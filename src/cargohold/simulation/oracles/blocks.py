@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from cargohold.blocks import KVCacheBlock
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.simulation.engine import SimulatedEngine
+from cargohold.protocol import KVCacheBlockView
 from cargohold.simulation.offloading import guards_of, offloading_sides
 from cargohold.simulation.oracles.base import Oracle
+from cargohold.simulation.replica import Replica
 
 
 class PoolOracle(Oracle):
@@ -21,7 +22,7 @@ class PoolOracle(Oracle):
 
     name = "pool"
 
-    def __init__(self, engine: SimulatedEngine) -> None:
+    def __init__(self, engine: Replica) -> None:
         self._engine = engine
 
     def inspect(self) -> None:
@@ -71,7 +72,7 @@ class CopyOracle(Oracle):
 
     name = "copies"
 
-    def __init__(self, engine: SimulatedEngine, *, holds: bool) -> None:
+    def __init__(self, engine: Replica, *, holds: bool) -> None:
         self._copies = engine.copies
         self._pool = engine.scheduler.kv.pool
         self._holds = holds
@@ -101,7 +102,7 @@ class CopyOracle(Oracle):
         for copies in self._copies:
             self.require(not copies.num_jobs, f"blocks {sorted(copies.block_ids())} are still being copied")
 
-    def _allocate_watched(self, num_blocks: int) -> list[KVCacheBlock]:
+    def _allocate_watched(self, num_blocks: int) -> Sequence[KVCacheBlockView]:
         blocks = self._allocate(num_blocks)
         for copies in self._copies:
             if copies.num_jobs and not self._is_stopping:

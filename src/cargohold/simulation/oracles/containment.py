@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.simulation.engine import SimulatedEngine
 from cargohold.simulation.offloading import guards_of
 from cargohold.simulation.oracles.base import Oracle
+from cargohold.simulation.replica import Replica
 
 
 class ContainmentOracle(Oracle):
@@ -20,7 +20,7 @@ class ContainmentOracle(Oracle):
 
     name = "containment"
 
-    def __init__(self, engine: SimulatedEngine, is_excused: Callable[[], bool]) -> None:
+    def __init__(self, engine: Replica, is_excused: Callable[[], bool]) -> None:
         self._guards = guards_of(engine.scheduler.connector)
         self._is_excused = is_excused
 

@@ -8,10 +8,10 @@ from cargohold.blocks import READY, extend_hashes
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.keys import offload_key
 from cargohold.protocol import MEDIUM_DEVICE, MEDIUM_HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from cargohold.simulation.engine import SimulatedEngine
 from cargohold.simulation.faulty_manager import FaultyManager
 from cargohold.simulation.offloading import offloading_sides
 from cargohold.simulation.oracles.base import Oracle
+from cargohold.simulation.replica import Replica
 
 Index = dict[str, Counter[tuple[bytes, int]]]
 """How often each prefix of a group is held, per medium. Several tiers may share a medium's name."""
@@ -29,7 +29,7 @@ class EventOracle(Oracle):
 
     name = "events"
 
-    def __init__(self, engine: SimulatedEngine, index: Index, *, knows_tiers: bool = True) -> None:
+    def __init__(self, engine: Replica, index: Index, *, knows_tiers: bool = True) -> None:
         self._engine = engine
         self._index = index
         self._knows_tiers = knows_tiers

@@ -12,9 +12,9 @@ from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.manager import OffloadManager
 from cargohold.offload.tiering import TieringManager
 from cargohold.protocol import ConnectorGuard
-from cargohold.simulation.engine import SimulatedEngine
 from cargohold.simulation.offloading import offloading_sides
 from cargohold.simulation.oracles.base import Oracle
+from cargohold.simulation.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TierOracle(Oracle):
 
     name = "tiers"
 
-    def __init__(self, engine: SimulatedEngine, is_excused: Callable[[], bool]) -> None:
+    def __init__(self, engine: Replica, is_excused: Callable[[], bool]) -> None:
         self._engine = engine
         self._is_excused = is_excused
         self._dedupes = engine.config.prefix_caching
@@ -85,7 +85,7 @@ class TierOracle(Oracle):
             counts = (manager.num_pins, manager.num_writing, manager.num_leaving)
             self.require(counts == (0, 0, 0), f"pinned, writing, leaving: {counts}")
         if not self._is_excused():
-            num_incomplete = self._engine.executor.aggregator.num_incomplete
+            num_incomplete = self._engine.num_half_reported
             self.require(num_incomplete == 0, f"{num_incomplete} transfers were not reported by all workers")
 
     def _live_sides(self) -> list[OffloadingScheduler]:
@@ -122,7 +122,7 @@ class LimitOracle(Oracle):
 
     name = "limits"
 
-    def __init__(self, engine: SimulatedEngine) -> None:
+    def __init__(self, engine: Replica) -> None:
         self._engine = engine
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep
-
-_GREEDY = SampleSpec()
+from cargohold.engine.core.step import GREEDY, ScheduledTokens, SchedulerStep
 
 
 @dataclass(slots=True)
@@ -74,5 +72,5 @@ class InputBatch:
             write_from=num_computed_tokens,
             block_ids=self._rows[request_id].tables,
             # The last known token is computed to learn the next one.
-            sample=_GREEDY if end >= num_known else None,
+            sample=GREEDY if end >= num_known else None,
         )

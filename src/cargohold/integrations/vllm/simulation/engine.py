@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -56,7 +55,7 @@ class _InFlight:
 
 
 class VllmEngine:
-    """An engine replica for a ``cargohold.simulation.run.Run``: has what that and the oracles use of a ``SimulatedEngine``.
+    """An engine replica for a ``cargohold.simulation.run.Run``. Satisfies ``cargohold.simulation.replica.Replica``.
 
     Args:
         shape: the engine, as ``recipe`` has fitted it for vLLM.
@@ -90,6 +89,11 @@ class VllmEngine:
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if options[ASYNC] else 1
         self._start(shape)
+
+    @property
+    def num_half_reported(self) -> int:
+        """Transfers that the adapter has heard of from some workers and not from others."""
+        return int(self.side._aggregator.num_incomplete)
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -228,7 +232,6 @@ class VllmEngine:
             log_stats=True,
         )
         self.side = self.vllm.connector._scheduler
-        self.connector = self.side.guard
         self.workers = [
             SimulatedWorker(
                 config_of_rank(config, rank),
@@ -239,5 +242,4 @@ class VllmEngine:
             for rank in range(shape.world_size)
         ]
         self.aggregator = KVOutputAggregator.from_connector(self.vllm.connector, shape.world_size)
-        self.executor = SimpleNamespace(aggregator=self.side._aggregator)
         self.scheduler = SchedulerView(self.vllm, self.side, lambda: bool(self._in_flight))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import Final, cast
+from typing import Final
 
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm.simulation.configuration import ASYNC, MAX_MODEL_LEN, num_blocks_needed
@@ -16,10 +16,10 @@ from cargohold.protocol import AttentionKind
 from cargohold.simulation.campaign import Recipe
 from cargohold.simulation.connectors import CONNECTORS
 from cargohold.simulation.copies import CopiesInFlight
-from cargohold.simulation.engine import SimulatedEngine
 from cargohold.simulation.layouts import GroupPlan
 from cargohold.simulation.layouts import num_blocks_needed as num_own_blocks_needed
 from cargohold.simulation.oracles import Oracle
+from cargohold.simulation.replica import Replica
 from cargohold.simulation.run import Run, RunResult, quiet_logging
 from cargohold.simulation.scenario import ANY, Scenario, draw_scenario
 from cargohold.simulation.timeline import NO_TIMELINE, Timeline
@@ -33,8 +33,8 @@ APPLICABLE: Final = tuple(name for name, kind in CONNECTORS.items() if kind.with
 class VllmWorld(World):
     """Makes engines around vLLM's scheduler, in the same world of links, tiers and faults."""
 
-    def new_engine(self) -> SimulatedEngine:
-        """An engine as after a start of its process. It is not a ``SimulatedEngine``, only the same to whoever looks."""
+    def new_engine(self) -> Replica:
+        """An engine as after a start of its process."""
         scenario = self._scenario
         self._links, self._faulty, self._queues = [], [], []
         self.copies = [CopiesInFlight(rank) for rank in range(scenario.shape.world_size)]
@@ -42,11 +42,12 @@ class VllmWorld(World):
         with standing_on(self._factory, self.clock):
             engine = VllmEngine(scenario.shape, clock=self.clock, copies=self.copies, random=random)
         engine.workers[0].runner.before_forward = self._advance_links
-        return cast("SimulatedEngine", engine)
+        return engine
 
-    def oracles(self, engine: SimulatedEngine) -> list[Oracle]:
+    def oracles(self, engine: Replica) -> list[Oracle]:
         """What must hold in vLLM."""
-        return [BridgeOracle(cast("VllmEngine", engine))]
+        assert isinstance(engine, VllmEngine)
+        return [BridgeOracle(engine)]
 
 
 class VllmRun(Run):
