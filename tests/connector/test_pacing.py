@@ -18,11 +18,17 @@ class Engine:
         self.clock = VirtualClock()
         self.pace = StepPace(self.clock, STEP_TOKENS)
 
-    def compute(self, num_tokens: int) -> None:
+    def begin(self, num_tokens: int) -> None:
         share = ScheduledTokens("r", (0,) * num_tokens, 0, 0, ((),), None)
-        self.pace.begin(SchedulerStep(scheduled=(share,)))
+        self.pace.begin(SchedulerStep(scheduled=(share,) if num_tokens else ()))
+
+    def end(self, num_tokens: int) -> None:
         self.clock.advance(0.05 + 0.001 * num_tokens)
         self.pace.end()
+
+    def compute(self, num_tokens: int) -> None:
+        self.begin(num_tokens)
+        self.end(num_tokens)
 
 
 def test_nothing_is_known_of_prompts_from_steps_of_one_token() -> None:
@@ -57,3 +63,24 @@ def test_a_step_without_tokens_is_not_measured() -> None:
     engine.clock.advance(1)
     engine.pace.end()
     assert engine.pace.predict(1) is None
+
+
+def test_a_step_that_is_planned_before_the_last_one_ended_is_measured_from_there() -> None:
+    """Found by reading: under asynchronous scheduling a long prompt's time was taken for that of the step behind it."""
+    engine = Engine()
+    for at in range(20):
+        engine.begin(400 if at % 10 == 0 else 1)
+        if at:
+            engine.end(400 if (at - 1) % 10 == 0 else 1)
+    engine.end(1)
+    assert engine.pace.predict(400) == pytest.approx(0.45, rel=0.01)
+    assert engine.pace.predict(1) == pytest.approx(0.051, rel=0.01)
+
+
+def test_time_in_which_nothing_was_planned_is_not_measured() -> None:
+    engine = Engine()
+    for num_tokens in (1, 0, 1):
+        engine.compute(num_tokens)
+        engine.pace.end()  # there is nothing that could have ended
+        engine.clock.advance(60)
+    assert engine.pace.predict(1) == pytest.approx(0.051, rel=0.01)

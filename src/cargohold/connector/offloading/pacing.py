@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,8 @@ _KEEP: Final = 0.8
 """Weight that the past keeps with each new measurement."""
 _REACH: Final = 4
 """Nothing is said of steps so many times larger than any that was measured."""
+_MOST_STEPS: Final = 16
+"""Steps under way at most: more than any engine has."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class _Steps:
 class StepPace:
     """Measures steps from the moment their work is handed out to the moment their report is in.
 
+    A step may be handed out before the last one has ended: then it is measured from that end on.
+
     Sizes are told apart by powers of two: a long answer is hundreds of steps of one token, which say nothing of how long a
     prompt takes, and must not make what was known of that forgotten.
 
@@ -45,19 +50,22 @@ class StepPace:
         self._clock = clock
         self._max_step_tokens = max_step_tokens
         self._measured: dict[int, _Steps] = {}
-        self._begun: tuple[int, float] | None = None
+        # Tokens of the steps that have not ended, and when they were handed out; oldest first.
+        self._begun: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)
+        self._ended_at = clock()
 
     def begin(self, step: StepView) -> None:
         """The workers are about to get a step."""
-        num_tokens = sum(share.num_scheduled_tokens for share in step.scheduled)
-        self._begun = (num_tokens, self._clock()) if num_tokens else None
+        self._begun.append((sum(share.num_scheduled_tokens for share in step.scheduled), self._clock()))
 
     def end(self) -> None:
-        """They have reported."""
-        if self._begun is None:
+        """They have reported the oldest step that has not ended."""
+        if not self._begun:
             return
-        (num_tokens, since), now = self._begun, self._clock()
-        self._begun = None
+        (num_tokens, since), now = self._begun.popleft(), self._clock()
+        since, self._ended_at = max(since, self._ended_at), now
+        if not num_tokens:
+            return
         steps = self._measured.get(num_tokens.bit_length())
         if steps is None or now - steps.noted_at > MAX_AGE_S:
             self._measured[num_tokens.bit_length()] = _Steps(num_tokens, now - since, now)

@@ -232,8 +232,11 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     # --- both ---------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[Any]:
-        """KV events since the last call."""
-        return () if self._scheduler is None else list(translate_events(self._scheduler.take_events()))
+        """KV events since the last call. vLLM asks behind every step's output, with reports of workers or without."""
+        if self._scheduler is None:
+            return ()
+        self._scheduler.end_step()
+        return list(translate_events(self._scheduler.take_events()))
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """Counters of both sides, from the scheduler's."""

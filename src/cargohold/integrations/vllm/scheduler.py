@@ -170,7 +170,6 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> StepMessage:
         """This step's message to the workers."""
         self._check_deadlines()
-        self._apply_report()
         if self._parked:
             for request_id in output.num_scheduled_tokens:
                 self._parked.pop(request_id, None)
@@ -203,9 +202,12 @@ class SchedulerSide:
             self._loading.pop(request_id, None)
         if not output.is_empty():
             self.guard.update_connector_output(output)
-        self._apply_report()
         if self._stopped_ranks.issuperset(ranks):
             self._release()
+
+    def end_step(self) -> None:
+        """A step's output is in, and what the ranks reported with it, if they did."""
+        self._apply_report()
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is nothing to compute."""
