@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cargohold.blocks import READY, extend_hashes, root_hash
+from cargohold.blocks import READY, KVCacheBlock, extend_hashes, root_hash
 from cargohold.engine.core.config import LoadFailurePolicy
 from cargohold.engine.core.request import FinishReason
 from cargohold.errors import RequestError
@@ -382,6 +382,35 @@ def test_what_a_request_leaves_unstored_is_stored_after_its_end(blocks_per_chunk
     engine.add("again", prompt(0, 49), 3)
     finish(engine, offloading)
     assert engine.tokens("again") == alone(prompt(0, 49), 3)
+
+
+def test_what_cannot_be_stored_yet_is_not_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by measuring: what 49 ended requests of 2000 tokens left behind cost each step 13 ms."""
+    offloading = SimulatedOffloading(400, max_inflight_fraction=0.05)
+    engine = SimulatedEngine(simulated_layout(400), offloading, max_num_batched_tokens=2000)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    for at in range(7):
+        engine.add(f"r{at}", prompt(at, 200), 1)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    looked_at: list[int] = []
+    pool = engine.scheduler.kv.pool
+    get_block = pool.get_block
+
+    def noted(block_id: int) -> KVCacheBlock:
+        looked_at.append(block_id)
+        return get_block(block_id)
+
+    monkeypatch.setattr(pool, "get_block", noted)
+    engine.step()
+    assert looked_at == [], "nothing more may be stored now"
+    transfers.complete(transfers.pending[0])
+    engine.step()
+    assert len(looked_at) <= 8 * 19, "some 19 blocks were given back, and as many looked at and held"
+    transfers.auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 7 * 50
 
 
 def test_a_chunk_may_be_stored_in_the_smallest_pool() -> None:

@@ -38,13 +38,14 @@ class Leftover:
     prints: tuple[list[_Print], ...]
     starts: tuple[int, ...]
 
-    def end_chunk(self, group: int, blocks_per_chunk: int, context: SchedulerContext) -> int:
-        """Number of the chunk before which all that were not offered are still what they were."""
+    def end_chunk(self, group: int, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
+        """Number of the chunk before which all that were not offered are still what they were; looks at ``limit`` at most."""
         table, prints, start = self.tables[group], self.prints[group], self.starts[group]
         number = self.state.next_chunk[group] * blocks_per_chunk
         if number < start:
             return self.state.next_chunk[group]  # to be offered again from before what is known
-        while number - start < len(prints):
+        end = min(start + len(prints), number + limit * blocks_per_chunk)
+        while number < end:
             held = prints[number - start]
             if held is not None and _print_of(table[number], context) != held:
                 break

@@ -51,6 +51,10 @@ class Shared:
         """Device blocks that further stores may hold now."""
         return max(0, self.max_store_blocks - self.jobs.num_store_blocks)
 
+    def num_storable_chunks(self) -> int:
+        """Chunks that further stores may hold now."""
+        return self.num_storable_blocks() // self.config.blocks_per_chunk
+
     def places(self, chunks: Sequence[ChunkBlocks], slots: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Device blocks of chunks, and the tier's rows for them, in parallel."""
         per_chunk = self.config.blocks_per_chunk

@@ -85,12 +85,16 @@ class EagerStores:
         assert self._shared.context is not None, "without it there are none"
         for leftover in self._leftovers:
             is_done = True
-            for group in range(len(leftover.state.keys)):
-                end = leftover.end_chunk(group, self._shared.config.blocks_per_chunk, self._shared.context)
+            for group, first in enumerate(leftover.state.next_chunk):
+                # No further than what can be stored now: all of them together are as long as the device's pool.
+                limit = self._shared.num_storable_chunks()
+                end = leftover.end_chunk(group, self._shared.config.blocks_per_chunk, self._shared.context, limit)
                 yield from self._offer(leftover.state, group, leftover.tables[group], end)
-                is_done &= leftover.state.next_chunk[group] >= end
+                is_done &= leftover.state.next_chunk[group] >= end and end - first < limit
             if is_done:
                 self._leftovers.remove(leftover)
+            if not self._shared.num_storable_chunks():
+                return
 
     def _plan_request(self, state: RequestState, share: ScheduledRequest, num_tokens: int) -> Iterator[StoreJob]:
         state.extend_keys()
@@ -101,11 +105,11 @@ class EagerStores:
     def _offer(self, state: RequestState, group: int, table: Sequence[int], end: int) -> Iterator[StoreJob]:
         """Offer a group's chunks before ``end``, as far as stores may hold their blocks now."""
         first = state.next_chunk[group]
-        num_allowed = self._shared.num_storable_blocks() // self._shared.config.blocks_per_chunk
+        num_allowed = self._shared.num_storable_chunks()
         if end - first > num_allowed:
             # What does not fit now is offered again in the next step.
             self._shared.stats["stores_deferred"] += 1
-            end = first + max(0, num_allowed)
+            end = first + num_allowed
         if first < end:
             job = self._plan_group(state, group, table, first, end)
             if job is not None:
