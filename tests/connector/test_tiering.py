@@ -130,6 +130,21 @@ def test_ranks_may_end_a_job_in_different_steps() -> None:
     assert restored(engine, "second") == {"disk": 24}
 
 
+def test_who_waits_for_a_place_is_restored_when_there_is_one() -> None:
+    tiering = SimulatedTiering(60)
+    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
+    clock = VirtualClock()
+    engine = make_engine(tiering, max_num_seqs=1, clock=clock)
+    engine.add("known", prompt(0, 45), 3)
+    engine.add("other", prompt(1, 9), 50)
+    for _ in range(50):
+        engine.step()
+        clock.advance(1)
+    finish(engine, tiering)
+    assert restored(engine, "known") == {"disk": 44}
+    assert not any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
+
+
 @pytest.mark.parametrize("trouble", ["is_gone", "stalls"])
 def test_the_engine_goes_on_without_a_tier_in_trouble_and_uses_it_when_it_is_back(trouble: str) -> None:
     tiering = SimulatedTiering(60)

@@ -39,6 +39,8 @@ class TierLookup:
     def find(self, state: RequestState, num_computed_tokens: int) -> Lookup:
         """The longest usable prefix of a request. Remembered in ``state`` and repeated while nothing has changed."""
         request = state.request
+        if state.recall is not None:
+            state.recall.was_asked_for = True
         basis = (self._manager.generation, self._jobs.version, request.num_tokens)
         lookup = state.lookup
         if lookup is None or lookup.basis != basis or lookup.num_computed_tokens != num_computed_tokens:

@@ -51,6 +51,7 @@ class LowerSide:
     def begin_step(self, step: StepView, new_id: Callable[[], int]) -> tuple[tuple[TierCommand, ...], tuple[int, ...]]:
         """What the workers are to start in this step, and which jobs they are to give up."""
         self._pace.begin(step)
+        self.recalls.note_step()
         return self.tiers.take_commands(new_id), self.tiers.take_cancelled()
 
     def end_step(self) -> None:

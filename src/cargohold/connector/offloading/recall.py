@@ -13,7 +13,8 @@
                          v
                        over, with the chunks held until the request is admitted
 
-At every point a deadline ends it: what has not come by then is computed.
+At every point a deadline ends it: what has not come by then is computed. While the engine has no place for the request, its
+deadline is put off: it would have to wait anyway.
 """
 
 from __future__ import annotations
@@ -51,6 +52,18 @@ class Recalls:
         self._lower = lower
         self._clock = clock
         self._pace = pace
+        self._live: list[Recall] = []
+        self._last_step = clock()
+
+    def note_step(self) -> None:
+        """A step was scheduled. Requests that were not asked for had no place in it: that time is not spent on lower tiers."""
+        now = self._clock()
+        self._live = [recall for recall in self._live if not recall.is_over]
+        for recall in self._live:
+            if not recall.was_asked_for:
+                recall.deadline += now - self._last_step
+            recall.was_asked_for = False
+        self._last_step = now
 
     def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
         """Whether a request should be looked up in host memory later. Mutates ``state``, host memory and lower tiers.
@@ -62,8 +75,10 @@ class Recalls:
         """
         recall = state.recall
         if recall is None:
-            recall = state.recall = Recall(self._clock() + self._lower.config.restore_timeout_s)
-            self._lower.wake_at(recall.deadline)
+            deadline = self._clock() + self._lower.config.restore_timeout_s
+            recall = state.recall = Recall(deadline, alarm_at=deadline)
+            self._live.append(recall)
+            self._lower.wake_at(deadline)
             state.notes += [
                 f"tier {tier.name} is off, for a worker cannot use it any more"
                 for tier in self._lower.tiers
@@ -71,13 +86,17 @@ class Recalls:
             ]
         if recall.is_over:
             return False
-        if self._clock() >= recall.deadline:
+        now = self._clock()
+        if recall.promotion is not None and not recall.promotion.num_running:
+            recall.is_over = True
+        elif now >= recall.deadline:
             state.notes.append(f"lower tiers took longer than {self._lower.config.restore_timeout_s:g} s")
             recall.end()
-        elif recall.promotion is not None:
-            recall.is_over = not recall.promotion.num_running
-        elif self._is_time(recall):
+        elif recall.promotion is None and self._is_time(recall):
             self._begin(recall, state, num_computed_tokens, limit_tokens)
+        if not recall.is_over and now >= recall.alarm_at:
+            recall.alarm_at = recall.deadline  # it was put off
+            self._lower.wake_at(recall.deadline)
         return not recall.is_over
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:

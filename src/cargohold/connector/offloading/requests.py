@@ -34,7 +34,9 @@ class Recall:
     """A request's chunks on their way up from lower tiers; see ``cargohold.connector.offloading.recall``.
 
     Attributes:
-        deadline: when the request goes on with what there is.
+        deadline: when the request goes on with what there is; later if nobody had a place for it meanwhile.
+        alarm_at: when it is looked at again if nothing happens: the deadline, as it was when the alarm was set.
+        was_asked_for: whether the engine has asked for the request since the last step.
         probes: what the tiers were asked for.
         look_again_at: not before this time, unless a probe has ended: looking costs time that others could use.
         promotion: what is being brought up.
@@ -42,6 +44,8 @@ class Recall:
     """
 
     deadline: float
+    alarm_at: float
+    was_asked_for: bool = True
     probes: Sequence[TierTask] = ()
     look_again_at: float = 0.0
     promotion: Promotion | None = None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from cargohold.protocol import Clock
+from cargohold.protocol import Clock, Patience
 
 
 class Deferrals:
     """How long each request has waited for the connector's answer, and for nothing else.
 
-    vLLM asks again only while it has a place for the request, which may be minutes later. So only the time between two steps
-    counts in both of which it was asked.
+    vLLM asks again only while it has a place for the request, which may be minutes later. So of the time between two steps
+    only that counts after which it was asked again.
 
     Args:
         clock: monotonic time in seconds.
@@ -17,18 +17,17 @@ class Deferrals:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._patience = Patience(clock)
         self._waited: dict[str, float] = {}
         self._asked: set[str] = set()
-        self._asked_before: set[str] = set()
         self._last_step = clock()
 
     def __len__(self) -> int:
-        return len(self._waited)
+        return len(self._waited.keys() | self._asked)
 
     def note(self, request_id: str) -> bool:
         """A request was told to ask again; whether for the first time."""
-        is_first = request_id not in self._waited
-        self._waited.setdefault(request_id, 0.0)
+        is_first = request_id not in self._waited and request_id not in self._asked
         self._asked.add(request_id)
         return is_first
 
@@ -36,19 +35,20 @@ class Deferrals:
         """It has its answer, or needs none any more."""
         self._waited.pop(request_id, None)
         self._asked.discard(request_id)
-        self._asked_before.discard(request_id)
 
     def clear(self) -> None:
         """Nobody is asked any more."""
         self._waited.clear()
         self._asked.clear()
-        self._asked_before.clear()
 
     def end_step(self, limit_s: float) -> str | None:
         """Call it when a step has been scheduled; a request that has waited for longer than this, if there is one."""
-        now = self._clock()
-        for request_id in self._asked & self._asked_before:
-            self._waited[request_id] += now - self._last_step
-        self._last_step = now
-        self._asked, self._asked_before = set(), self._asked
-        return next((request_id for request_id, waited in self._waited.items() if waited > limit_s), None)
+        asked, self._asked = sorted(self._asked), set()
+        before, self._last_step = self._last_step, self._clock()
+        if not asked:
+            return None
+        for request_id in asked:
+            waited = self._waited.get(request_id)
+            self._waited[request_id] = 0.0 if waited is None else waited + self._last_step - before
+        late = next((request_id for request_id in asked if self._waited[request_id] > limit_s), None)
+        return late if self._patience.ends_with(late, limit_s) else None
