@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from cargohold import __version__
 from cargohold.machine import memory_limit_bytes
 from tests.command import Command
+from tests.data.make_trace import TRACE
 
 MODEL = "(the tiny model)"
 
@@ -145,6 +147,21 @@ def test_a_cache_directory_that_cannot_be_written_is_told_in_one_line(
     _assert_is_one_line(result.err, "set CARGOHOLD_CACHE_DIR to another directory")
 
 
+@pytest.mark.real_model
+def test_a_cache_directory_without_room_for_a_model_is_told_in_one_line(
+    cargohold: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setenv("CARGOHOLD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", save)
+    result = cargohold("run", "smollm2", "--prompt", "x")
+    assert result.status == 2
+    assert "No space left on device; set CARGOHOLD_CACHE_DIR to another directory" in result.err.splitlines()[-1]
+    assert "Traceback" not in result.err and not list((tmp_path / "models").iterdir())
+
+
 def test_smollm2_says_how_to_install_it(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cargohold.engine.model.source.SMOLLM2_PACKAGE", "no_such_package")
     result = cargohold("chat", "smollm2")
@@ -217,6 +234,25 @@ def test_a_failure_of_ours_is_no_mistake_of_the_user(
     result = cargohold("run", chat_model, "--prompt", "Hello")
     assert result.status == 1
     _assert_is_one_line(result.err, "a step failed, the engine has stopped: the device fell off the bus")
+
+
+REPLAY = [sys.executable, "-m", "cargohold", "replay", str(TRACE), "-p", "lru", "-s", "64"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_behind_standard_output_is_told_in_one_line() -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(REPLAY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    _assert_is_one_line(done.stderr, "No space left on device")
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    with subprocess.Popen(REPLAY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # before anything is written
+        assert process.stderr.read() == ""
+        assert process.wait() == 0
 
 
 def test_as_a_module_it_is_the_same_and_needs_no_torch_to_refuse() -> None:

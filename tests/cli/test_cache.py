@@ -92,6 +92,13 @@ def test_good_chunks_are_good(place: Place) -> None:
     assert "5 chunks are good, 0 damaged" in run("verify", place.name)
 
 
+def test_a_look_leaves_nothing_behind(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
+    run("ls", str(tmp_path))
+    run("ls", f"file://{tmp_path}/not/there", status=2)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ["disk"])
 def test_no_progress_is_shown_where_nobody_watches(place: Place) -> None:
     place.fill(3)

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from cargohold import __version__
-from cargohold.errors import CargoholdError, ConfigError, ModelError, RequestError
+from cargohold.errors import CargoholdError, ConfigError, ModelError, RequestError, one_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -39,6 +39,12 @@ class _Commands(TyperGroup):
             # The reader has seen enough. What is left in the buffer must go somewhere when the interpreter exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit from error
+        except OSError as error:
+            # A full disk behind standard output, for one; what is left in the buffer would fail again.
+            logging.getLogger(__name__).info("where it failed:", exc_info=error)
+            typer.echo(f"cargohold: {one_line(error)}", err=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(EXIT_FAILED) from error
 
     def _describe(self, ctx: Any, error: CargoholdError) -> str:
         """The error, with an option named as it is on the command line."""

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cargohold.cli.app import EXIT_FAILED, app
-from cargohold.cli.console import errors
+from cargohold.cli.console import Answers, errors
 from cargohold.errors import ConfigError
 from cargohold.offload.tier.inventory import Finding, Holding, Inventory, open_inventory
 from cargohold.units import format_bytes, parse_bytes
@@ -41,7 +40,7 @@ def list_namespaces(place: Place, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([_as_dict(holding) for holding in holdings]))
         return
-    Console().print(_table(holdings) if holdings else f"nothing is stored in {place}")
+    Answers().print(_table(holdings) if holdings else f"nothing is stored in {place}")
 
 
 @cache.command()

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cargohold.cli.app import app
 from cargohold.cli.common import loaded, quiet_transformers
-from cargohold.cli.console import errors
+from cargohold.cli.console import Answers, errors
 from cargohold.cli.conversations import Conversation, load_conversations
 from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_all
 from cargohold.connector.offloading import OffloadConfig
@@ -54,7 +54,7 @@ def demo(
     if disk_dir is not None:
         _check_directory(disk_dir)
     conversations = load_conversations(turns)
-    out = Console()
+    out = Answers()
     out.print(
         f"{len(conversations)} conversations of {turns} questions, visited in turn. Together they are several times larger "
         f"than the device pool, so every visit finds its context evicted.\n"

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from cargohold.cli.app import app
 from cargohold.cli.common import quiet_transformers
-from cargohold.cli.console import errors
+from cargohold.cli.console import Answers, errors
 from cargohold.cli.conversations import Conversation, load_conversations
 from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_all
 from cargohold.engine.model.source import locate_model
@@ -45,7 +44,7 @@ def demo_vllm(
     extra = {"host_bytes": host_bytes}
     Settings.parse(extra)  # what it refuses is refused before minutes are spent
     conversations = load_conversations(turns)
-    out = Console()
+    out = Answers()
     out.print(
         f"{len(conversations)} conversations of {turns} questions, visited in turn, on vllm serve. Together they are several "
         f"times larger than the device pool, so every visit finds its context evicted.\n"

@@ -10,11 +10,11 @@ from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cargohold.cli.app import app
 from cargohold.cli.common import remark
+from cargohold.cli.console import Answers
 from cargohold.cli.options import takes_groups
 from cargohold.cli.traces import (
     CostOptions,
@@ -117,7 +117,7 @@ def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions, disk_policy
 
 
 def _show(planner: Planner, found: Plan, words: list[str]) -> None:
-    console = Console()
+    console = Answers()
     for sentence in words:
         # Whatever reads a pipe can wrap lines itself.
         lines = wrap(sentence, console.width - 2) if console.is_terminal else [sentence]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cargohold.cli.app import app
 from cargohold.cli.common import remark
+from cargohold.cli.console import Answers
 from cargohold.cli.options import takes_groups
 from cargohold.cli.traces import (
     CostOptions,
@@ -113,7 +113,7 @@ def _capacities(workload: Workload, sizes: Sequence[Size], disk: Sequence[Size],
 
 def show_report(report: Report) -> None:
     """Tables on standard output."""
-    console = Console()
+    console = Answers()
     console.print(describe_trace(report), highlight=False, soft_wrap=True)
     for title, table in (("prefix-hit ratio, per cent", _ratios(report)), ("what moved", _details(report))):
         console.print(f"\n{title}", style="bold", highlight=False)

@@ -163,6 +163,7 @@ def _convert_gguf(model: str, gguf_file: Path, target: Path) -> None:
             model, f"reading GGUF files needs {' and '.join(missing)}; run: pip install cargohold[gguf]"
         )
     import torch  # noqa: PLC0415  # slow to import, and only needed once per model
+    from safetensors import SafetensorError  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
@@ -176,8 +177,11 @@ def _convert_gguf(model: str, gguf_file: Path, target: Path) -> None:
         raise UnsupportedModelError(model, reason) from error
     if loading["missing_keys"]:
         raise ModelNotFoundError(model, f"it lacks weights, such as {min(loading['missing_keys'])}")
-    _without_quantization(quantized).save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    try:
+        _without_quantization(quantized).save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    except SafetensorError as error:  # what it makes of a disk that is full
+        raise OSError(one_line(error)) from error
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:

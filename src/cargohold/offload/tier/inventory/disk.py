@@ -35,6 +35,9 @@ class DiskInventory(Inventory):
 
     def holdings(self) -> list[Holding]:
         """What each shard says of itself, and the headers that are not empty."""
+        with _errors():
+            if not any(shards_in(self._root)):
+                return []  # perhaps a directory of somebody else's: leave no lock in it
         with _errors(), brief_lock(self._root):
             return [self._describe(shard) for shard in shards_in(self._root)]
 
@@ -118,4 +121,5 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TierError(_NAME, error.strerror or str(error)) from error
+        where = f"{error.filename}: " if error.filename else ""
+        raise TierError(_NAME, f"{where}{error.strerror or error}") from error
