@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from cargohold.blocks import ABSENT, NOT_YET
 from cargohold.offload.keys import ChunkKeys
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tiering import UNKNOWN, LowerTiers
 
+_LEAST_WIDTH: Final = 16
 _UNKNOWN_IS_NOT_YET = bytes.maketrans(bytes([UNKNOWN]), bytes([NOT_YET]))
 
 
@@ -46,16 +48,23 @@ class DeepStates:
 
     def run(self, first: int, end: int) -> bytes:
         """Up to the first absent one."""
-        keys = self._keys[first:end]
-        states = bytearray(self._host.lookup_run(keys))
-        while len(states) < len(keys):
-            rest = keys[len(states) :]
+        states = bytearray()
+        # Chunks of one tier mostly lie together. Where they do not, little is looked at in vain.
+        width = _LEAST_WIDTH
+        while (at := first + len(states)) < end:
+            keys = self._keys[at : min(at + width, end)]
+            found = self._host.lookup_run(keys)
+            states += found
+            if len(found) == len(keys):
+                width *= 2
+                continue
+            rest = keys[len(found) :]
             num_absent = _num_leading(self._host.lookup(rest), ABSENT)
             below = self._ask(rest[:num_absent], up_to_absent=True)
             states += below
             if len(below) < num_absent:
                 break
-            states += self._host.lookup_run(rest[num_absent:])
+            width = 2 * width if num_absent == len(rest) else _LEAST_WIDTH
         return bytes(states)
 
     def window(self, first: int, end: int) -> bytes:

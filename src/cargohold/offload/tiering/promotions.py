@@ -117,5 +117,6 @@ class Promotions:
 
     def _forget(self, promotion: Promotion) -> None:
         self._live.discard(promotion)
-        self._tasks.cancel(lambda task: task.promotion is promotion)
+        if promotion.num_running:  # seldom: it is waited for
+            self._tasks.cancel(lambda task: task.promotion is promotion)
         self.num_released += 1
