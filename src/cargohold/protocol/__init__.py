@@ -31,6 +31,7 @@ from cargohold.protocol.kv_cache import (
 )
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
+    NOTHING_TO_REPORT,
     CacheReport,
     ConnectorMetadata,
     EmptyMetadata,
@@ -52,6 +53,7 @@ __all__ = [
     "MEDIUM_HOST",
     "MEDIUM_STORAGE",
     "NOTHING_ENDED",
+    "NOTHING_TO_REPORT",
     "NULL_BLOCK_ID",
     "NULL_CONNECTOR",
     "AllBlocksCleared",

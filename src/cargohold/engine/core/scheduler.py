@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from cargohold.engine.core.admission import Admission, Verdict
 from cargohold.engine.core.config import SchedulerConfig
@@ -20,8 +21,7 @@ from cargohold.protocol import CacheReport, Clock, ConnectorGuard, KVCacheLayout
 _NO_REPORT = CacheReport()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(Struct, frozen=True):
     """News of one request.
 
     Attributes:
