@@ -167,9 +167,11 @@ class FingerprintRunner:
                     self._write(share, group)
         else:
             self._run_layers(step, hooks)
-        for share in step.scheduled:
-            for group in self._groups:
-                self._compare(share, group, share.write_from, _end(share))
+        if hooks is not None or len(step.scheduled) * len(self._groups) > 1 or len(step.scheduled[0].token_ids) > 1:
+            for share in step.scheduled:
+                for group in self._groups:
+                    self._compare(share, group, share.write_from, _end(share))
+        # else nobody can have overwritten the one token
         return {share.request_id: self._next_token(share) for share in step.scheduled if share.sample is not None}
 
     def _views(self, block_tokens: int) -> list[memoryview]:
