@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from cargohold import LLM, LazyOffloadConfig, OffloadConfig, RequestMetrics, RequestOutput, SamplingParams
+from cargohold import (
+    LLM,
+    DiskTierConfig,
+    LazyOffloadConfig,
+    OffloadConfig,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
 from cargohold.engine.config import EngineConfig
 from tests.command import Command
 from tests.data.make_trace import TRACE
@@ -96,6 +104,21 @@ def test_the_manual_mentions_every_field(kind: type) -> None:
     assert [field.name for field in dataclasses.fields(kind) if f"`{field.name}`" not in USAGE] == []
 
 
+COUNTERS = set(re.findall(r"`([\w<>]+)`", USAGE.split("| counter | counts |")[1].split("\n\n")[0]))
+
+
+def test_the_manual_lists_what_is_counted(chat_model: str, tmp_path: Path) -> None:
+    disk = DiskTierConfig(directory=tmp_path, max_bytes="64MiB", reserve_bytes=0)
+    offload = OffloadConfig(host_bytes="8MiB", tiers=[disk], restore="always")
+    sampling = SamplingParams(max_tokens=2)
+    with LLM(chat_model, offload=offload, num_device_blocks=40) as llm:
+        for start in [*range(8)] * 2:
+            llm.generate(f"{start} {'Once upon a time. ' * 20}", sampling)
+        counted = llm.stats()
+    assert {"loads", "disk_stored_chunks"} <= counted.keys()
+    assert {re.sub(r"^(host|disk)_", "<tier>_", name) for name in counted} <= COUNTERS
+
+
 def test_the_manual_does_not_mention_what_is_not_there() -> None:
     names = {
         name for kind in (EngineConfig, OffloadConfig, LazyOffloadConfig, SamplingParams) for name in _fields(kind)
@@ -103,7 +126,7 @@ def test_the_manual_does_not_mention_what_is_not_there() -> None:
     methods = {name for kind in (LLM, RequestOutput, RequestMetrics) for name in (*dir(kind), *_fields(kind))}
     written = set(re.findall(r"`(\w+_\w+)`", USAGE))
     elsewhere = {"add_request", "has_work", "if_faster", "make_scheduler_side", "make_worker_side"}
-    assert written - names - methods - elsewhere == set()
+    assert written - names - methods - elsewhere - COUNTERS == set()
 
 
 def _fields(kind: type) -> list[str]:

@@ -158,7 +158,7 @@ class LLM:
         return self.engine.take_events()
 
     def stats(self) -> dict[str, float]:
-        """Counters of the connector since the start: lookups, hits, blocks moved, failures; see ``docs/offloading.md``."""
+        """Counters of the connector since the start: lookups, hits, blocks moved, failures; see ``docs/usage.md``."""
         return self.engine.stats()
 
     def close(self) -> None:
