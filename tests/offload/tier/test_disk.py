@@ -20,6 +20,7 @@ from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk import DiskTier
 from cargohold.offload.tier.disk import files as disk_files
 from cargohold.offload.tier.disk import shard as disk_shard
+from cargohold.offload.tier.disk.locks import brief_lock
 from cargohold.offload.tier.disk.root import bytes_in
 from cargohold.offload.tier.factory import open_tier
 from tests.offload.tier.common import CHUNK, NAMESPACE, codec, disk_tier, key, load, payload
@@ -324,6 +325,20 @@ def test_two_never_share_a_directory(tmp_path: Path) -> None:
     assert other.returncode and "another process uses it" in other.stderr
     first.close()
     assert load(disk_tier(tmp_path), 1) == payload(1)
+
+
+def test_nobody_waits_for_ever_for_a_process_that_was_stopped_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: after Ctrl-Z in `cargohold cache ls`, an engine hung at its start, and said nothing."""
+    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MOST_BRIEF_S", 0.1)
+    tier = disk_tier(tmp_path)
+    with brief_lock(tmp_path):
+        with pytest.raises(ConfigError, match="another process has held"):
+            disk_tier(tmp_path)
+        with pytest.raises(TierError, match="another process has held"):
+            store(tier, 1)
+    assert store(tier, 1) is StoreOutcome.STORED
 
 
 def test_a_process_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from cargohold.offload.tier.disk.files import Descriptor
+
+MOST_BRIEF_S: Final = 60.0
+"""It takes a while to delete what other models left; but whoever was stopped in the middle must not stop everybody."""
+_POLL_S: Final = 0.05
 
 
 class DirectoryLock:
@@ -45,9 +52,23 @@ class DirectoryLock:
 
 @contextmanager
 def brief_lock(directory: Path) -> Iterator[None]:
-    """Hold what only one process may have at a time, for short work on ``directory``. Waits. Raises ``OSError``."""
-    file = Descriptor(directory / ".lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(file.number, fcntl.LOCK_EX)
+    """Hold what only one process may have at a time, for short work on ``directory``. Waits, a minute at most.
+
+    Raises:
+        OSError: the directory is not there or not writable, or another process does not let go of it.
+    """
+    path = directory / ".lock"
+    file = Descriptor(path, os.O_RDWR | os.O_CREAT)
+    end = time.monotonic() + MOST_BRIEF_S
+    while True:
+        try:
+            fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                reason = f"another process has held {path} for {MOST_BRIEF_S:g} s; `fuser {path}` tells which"
+                raise OSError(errno.EBUSY, reason) from None
+        time.sleep(_POLL_S)
     try:
         yield
     finally:
