@@ -156,9 +156,11 @@ def _reuse_index(hazards: Index) -> Index:
     spent = survival_before * _WIDTHS * np.where(risks > 1e-9, -np.expm1(-risks) / np.maximum(risks, 1e-9), 1.0)
     reuse = np.concatenate((np.zeros((len(hazards), 1)), 1.0 - survival), axis=1)
     time = np.concatenate((np.zeros((len(hazards), 1)), spent.cumsum(axis=1)), axis=1)
-    # What was survived before cancels out, so the index is the steepest line from here to anywhere ahead.
-    gain = reuse[:, None, 1:] - reuse[:, :-1, None]
-    cost = time[:, None, 1:] - time[:, :-1, None]
-    slopes = np.where(np.triu(np.ones((NUM_AGES, NUM_AGES), dtype=np.bool_)), gain / np.maximum(cost, 1e-300), 0.0)
-    index: Index = slopes.max(axis=2)
+    # What was survived before cancels out, so the index is the steepest line from here to anywhere ahead. One distance after the
+    # other: small arrays stay in the cache.
+    index: Index = np.zeros_like(hazards)
+    for ahead in range(1, NUM_AGES + 1):
+        gain, cost = (curve[:, ahead:] - curve[:, :-ahead] for curve in (reuse, time))
+        from_here = index[:, : gain.shape[1]]
+        np.maximum(from_here, gain / np.maximum(cost, 1e-300), out=from_here)
     return index
