@@ -156,8 +156,8 @@ def _reuse_index(hazards: Index) -> Index:
     spent = survival_before * _WIDTHS * np.where(risks > 1e-9, -np.expm1(-risks) / np.maximum(risks, 1e-9), 1.0)
     reuse = np.concatenate((np.zeros((len(hazards), 1)), 1.0 - survival), axis=1)
     time = np.concatenate((np.zeros((len(hazards), 1)), spent.cumsum(axis=1)), axis=1)
-    # What was survived before cancels out, so the index is the steepest line from here to anywhere ahead. One distance after the
-    # other: small arrays stay in the cache.
+    # What was survived before cancels out, so the index is the steepest line from here to anywhere ahead. One distance after
+    # the other: small arrays stay in the cache.
     index: Index = np.zeros_like(hazards)
     for ahead in range(1, NUM_AGES + 1):
         gain, cost = (curve[:, ahead:] - curve[:, :-ahead] for curve in (reuse, time))
