@@ -187,6 +187,19 @@ def test_a_connector_can_free_only_what_it_holds(guard: ConnectorGuard, inner: S
     assert (mine.ref_cnt, guard.num_held_references) == (1, 0)
 
 
+def test_what_the_pool_does_not_take_back_is_still_held(
+    guard: ConnectorGuard, inner: Scripted, context: Context
+) -> None:
+    (block,) = context.pool.allocate(1)
+    assert inner.context is not None
+    inner.context.touch([block])
+    context.pool.free_blocks([block])
+    context.pool.free_blocks([block])  # somebody else's mistake
+    with pytest.raises(BlockNotHeldError):
+        inner.context.free_blocks([block])
+    assert guard.held_references() == {block.block_id: 1}
+
+
 def test_locks_are_references_that_add_up(guard: ConnectorGuard, inner: Scripted) -> None:
     inner.report = KVConnectorSchedulerOutput(lock_block_ids=(2, 2))
     assert guard.report_to_scheduler() == inner.report

@@ -14,6 +14,8 @@ from cargohold.connector.multi.messages import (
     metadata_type_for,
 )
 from cargohold.protocol import (
+    NOTHING_ENDED,
+    NOTHING_TO_REPORT,
     ConnectorMetadata,
     EmptyMetadata,
     FinishedTransfers,
@@ -25,6 +27,8 @@ from cargohold.protocol import (
     WorkerMetadata,
     add_stats,
 )
+
+_NOTHING_TO_DO = MultiMetadata()
 
 
 class MultiConnectorWorker(KVConnectorWorker):
@@ -39,7 +43,7 @@ class MultiConnectorWorker(KVConnectorWorker):
     def __init__(self, children: Sequence[KVConnectorWorker]) -> None:
         self._children = [WorkerConnectorGuard(child) for child in children]
         self.metadata_type = metadata_type_for([child.metadata_type for child in children])
-        self._metadata = MultiMetadata()
+        self._metadata = _NOTHING_TO_DO
         self._outputs: list[KVConnectorOutput] = []
         # Ended requests, and the children that have not let go of their blocks on this worker.
         self._keepers: dict[str, set[int]] = {}
@@ -92,6 +96,10 @@ class MultiConnectorWorker(KVConnectorWorker):
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
         """What ended in any child. A request that several keep is passed on when all have let go of it."""
         self._outputs = [child.collect(finished_req_ids) for child in self._children]
+        metadata = self._metadata
+        is_quiet = all(output is NOTHING_TO_REPORT for output in self._outputs)
+        if is_quiet and not (self._keepers or metadata.fail_loads or metadata.fail_step):
+            return NOTHING_ENDED  # most steps
         received: set[str] = set()
         failed: set[str] = set()
         jobs: dict[int, TransferOutcome] = {}
@@ -125,24 +133,24 @@ class MultiConnectorWorker(KVConnectorWorker):
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Each child's own report; nothing if none has one."""
-        reports = tuple(
-            ChildReport(output.worker_meta, child.take_error())
-            for child, output in zip(self._children, self._outputs, strict=True)
-        )
-        if self._metadata.stop or any(report != ChildReport() for report in reports):
-            return MultiWorkerMetadata(reports, self._metadata.stop)
+        metas = [output.worker_meta for output in self._outputs]
+        errors = [child.take_error() for child in self._children]
+        if self._metadata.stop or any(said is not None for said in (*metas, *errors)):
+            reports = [ChildReport(meta, error) for meta, error in zip(metas, errors, strict=True)]
+            return MultiWorkerMetadata(tuple(reports), self._metadata.stop)
         return None
 
     def get_stats(self) -> Stats:
         """All children's counters, under the child's name."""
         stats: Stats = {}
         for child, output in zip(self._children, self._outputs, strict=False):
-            stats = add_stats(stats, {f"{child.name}.{key}": value for key, value in output.stats.items()})
+            if output.stats:
+                stats = add_stats(stats, {f"{child.name}.{key}": value for key, value in output.stats.items()})
         return stats
 
     def clear_connector_metadata(self) -> None:
         """All children."""
-        self._metadata = MultiMetadata()
+        self._metadata = _NOTHING_TO_DO
         self._outputs = []
         for child in self._children:
             child.clear_connector_metadata()

@@ -1,0 +1,100 @@
+"""A worker side that raises is stopped: what it had said by then counts, and nothing else of it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import pytest
+
+from cargohold.protocol import (
+    NOTHING_TO_REPORT,
+    ConnectorMetadata,
+    EmptyMetadata,
+    FinishedTransfers,
+    KVConnectorWorker,
+    Stats,
+    WorkerConnectorGuard,
+)
+
+
+class Scripted(KVConnectorWorker):
+    """Notes what is called, and raises where it is told to."""
+
+    def __init__(self, raises_in: str | None = None) -> None:
+        self.raises_in = raises_in
+        self.calls: list[str] = []
+        self.finished = FinishedTransfers()
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        self._note("bind_connector_metadata")
+
+    def handle_preemptions(self) -> None:
+        self._note("handle_preemptions")
+
+    def start_load_kv(self) -> None:
+        self._note("start_load_kv")
+
+    def wait_for_save(self) -> None:
+        self._note("wait_for_save")
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        self._note("get_finished")
+        return self.finished
+
+    def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
+        self._note("get_block_ids_with_load_errors")
+        return {7}
+
+    def get_stats(self) -> Stats:
+        self._note("get_stats")
+        return {"copies": 1}
+
+    def clear_connector_metadata(self) -> None:
+        self._note("clear_connector_metadata")
+
+    def shutdown(self) -> None:
+        self._note("shutdown")
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.raises_in:
+            raise ZeroDivisionError
+
+
+BEFORE_THE_MODEL = ["bind_connector_metadata", "handle_preemptions", "start_load_kv"]
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_it_is_stopped_at_the_first_call_that_raises(at: int) -> None:
+    inner = Scripted(BEFORE_THE_MODEL[at])
+    guard = WorkerConnectorGuard(inner)
+    guard.begin(EmptyMetadata())
+    guard.wait_for_save()
+    output = guard.collect(frozenset())
+    assert inner.calls == [*BEFORE_THE_MODEL[: at + 1], "shutdown"]
+    assert output.finished.step_failed
+    assert BEFORE_THE_MODEL[at] in (guard.take_error() or "")
+    # From the next step on it is as if there were none.
+    guard.begin(EmptyMetadata())
+    assert guard.collect(frozenset()).is_empty()
+    assert guard.take_error() is None
+
+
+def test_what_it_said_before_it_raised_counts() -> None:
+    inner = Scripted("get_stats")
+    inner.finished = FinishedTransfers(finished_recving=frozenset({"r1"}), failed_recving=frozenset({"r1"}))
+    guard = WorkerConnectorGuard(inner)
+    output = guard.collect(frozenset())
+    assert output.finished.finished_recving == output.finished.failed_recving == {"r1"}
+    assert output.finished.step_failed
+    assert output.invalid_block_ids == {7}
+    assert output.stats == {}
+    assert "get_stats" in (guard.take_error() or "")
+
+
+def test_saying_nothing_stays_saying_nothing() -> None:
+    """What is shared by all who have nothing to say is never changed."""
+    guard = WorkerConnectorGuard(Scripted("get_finished"))
+    assert guard.collect(frozenset()) != NOTHING_TO_REPORT
+    assert not NOTHING_TO_REPORT.finished.step_failed
+    assert NOTHING_TO_REPORT.is_empty()
