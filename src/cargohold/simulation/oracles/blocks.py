@@ -94,7 +94,8 @@ class CopyOracle(Oracle):
         self._num_broken = num_broken
         for copies in self._copies:
             if copies.num_jobs and not self._is_stopping:
-                free = [block_id for block_id in copies.block_ids() if not self._pool.get_block(block_id).ref_cnt]
+                get_block = self._pool.get_block
+                free = [block_id for block_id in copies.block_ids() if not get_block(block_id).ref_cnt]
                 copies.check_free(free, "there is in the free queue")
 
     def at_end(self) -> None:
