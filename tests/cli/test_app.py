@@ -214,6 +214,28 @@ def test_a_connector_that_is_none_is_refused_in_one_line(name: str, cargohold: C
     _assert_is_one_line(result.err, f"--connector='{name}' is not possible")
 
 
+def test_a_connector_in_the_current_directory_is_found(
+    cargohold: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_connector.py").write_text(
+        "from cargohold.connector.offloading import OffloadConfig\n"
+        "from cargohold.connector.factory import connector_factory\n"
+        "FACTORY = connector_factory(OffloadConfig(host_bytes='1MiB'))\n"
+        "make = lambda: FACTORY\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("FACTORY", "make"):
+        result = cargohold("simulate", "--connector", f"my_connector:{name}", "--seeds", "2", "--jobs", "1")
+        assert result.status == 0, result.err
+
+
+def test_engines_that_a_connector_refuses_are_left_out(cargohold: Command) -> None:
+    result = cargohold("simulate", "--connector", "tests.conformance.shelf:FACTORY", "--seeds", "4", "--jobs", "1")
+    assert result.status == 0, result.out
+    assert "engines refused by the connector" in result.out and " requests" in result.out
+
+
 def test_one_seed_is_played_alone(cargohold: Command) -> None:
     result = cargohold("simulate", "--replay", "5", "--seeds", "3")
     assert result.status == 2

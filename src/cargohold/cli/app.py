@@ -52,7 +52,8 @@ class _Commands(TyperGroup):
         if not isinstance(error, ConfigError) or command is None:
             return str(error)
         known = {name for parameter in command.params for name in parameter.opts}
-        names = (f"--{key.replace('_', '-')}" for key in (error.key, _OPTIONS_OF_TIERS.get(error.key, "")))
+        key = error.key.removeprefix("kv_connector_extra_config.")
+        names = (f"--{name.replace('_', '-')}" for name in (key, _OPTIONS_OF_TIERS.get(key, "")))
         option = error.key if error.key.startswith("--") else next((name for name in names if name in known), None)
         if option is None:
             return str(error)

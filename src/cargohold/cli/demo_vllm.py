@@ -32,7 +32,7 @@ def demo_vllm(
     device_blocks: Annotated[
         int,
         typer.Option(
-            "--num-device-blocks", help="Device pool, in blocks of 32 tokens: too small for two conversations."
+            "--num-device-blocks", min=2, help="Device pool, in blocks of 32 tokens: too small for two conversations."
         ),
     ] = 90,
     host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",

@@ -13,6 +13,7 @@ from itertools import count, islice
 from multiprocessing import get_context
 from time import monotonic
 
+from cargohold.errors import ConfigError
 from cargohold.simulation.faults import Fault
 from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import ANY, Scenario, check_names, draw_scenario
@@ -100,6 +101,8 @@ def play_seed(recipe: Recipe, seed: int) -> SeedReport:
             result = recipe.run(recipe.scenario(seed)).play()
     except Exception as error:  # noqa: BLE001  # a bug of the harness is a failure like any other
         return SeedReport(seed, failure=f"while the scenario was set up: {error!r}")
+    if ":" in recipe.connector and isinstance(result.error, ConfigError) and not result.num_steps:
+        return SeedReport(seed, tallies=Counter({"engines refused by the connector": 1}))  # as it may, by name
     failure = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
     struck = Counter({fault.value: times for fault, times in result.struck.items()})
     return SeedReport(seed, result.num_steps, failure, struck, result.tallies)

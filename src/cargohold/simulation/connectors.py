@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.errors import ConfigError, one_line
@@ -151,25 +153,40 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
 
 
 def custom_factory(name: str) -> KVConnectorFactory:
-    """The connector that ``MODULE:FACTORY`` names: a callable without arguments that gives a ``KVConnectorFactory``.
+    """The connector that ``MODULE:FACTORY`` names: a ``KVConnectorFactory``, or a callable without arguments that gives one.
+
+    Modules in the current directory are found, too.
 
     Raises:
         ConfigError: there is no such thing.
     """
     module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # behind all others; a command's own path lacks it
     try:
-        make = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError("connector", name, f"MODULE:FACTORY, importable from here ({error})") from error
-    if not callable(make):
-        raise ConfigError("connector", name, "a callable without arguments that gives a KVConnectorFactory")
+    if _is_factory(found):
+        return cast("KVConnectorFactory", found)
+    expected = "a KVConnectorFactory, or a callable without arguments that gives one"
+    if not callable(found):
+        raise ConfigError("connector", name, f"it must be {expected}")
     try:
-        factory: KVConnectorFactory = make()
+        factory: KVConnectorFactory = found()
     except TypeError as error:
-        raise ConfigError("connector", name, f"a callable without arguments: {one_line(error)}") from error
-    if not (callable(getattr(factory, "make_scheduler_side", None)) and hasattr(factory, "make_worker_side")):
-        raise ConfigError("connector", name, "a callable without arguments that gives a KVConnectorFactory")
+        raise ConfigError("connector", name, f"it must be {expected}: {one_line(error)}") from error
+    if not _is_factory(factory):
+        raise ConfigError("connector", name, f"it must be {expected}")
     return factory
+
+
+def _is_factory(value: object) -> bool:
+    is_class = isinstance(value, type)
+    return not is_class and all(
+        callable(getattr(value, side, None)) for side in ("make_scheduler_side", "make_worker_side")
+    )
 
 
 def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> TierPlan:
