@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import psutil
 
 
+@cache
 def memory_limit_bytes(root: Path = Path("/")) -> int:
     """Memory that this process may use: the machine's, or the lowest limit of its control groups if that is less.
+
+    Looked up once: a limit that is moved while the process runs is not noticed.
 
     Args:
         root: where the system's ``proc`` and ``sys`` are.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cargohold.connector.offloading import OffloadingScheduler, OffloadingWorker
+from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.manager import make_manager
 from cargohold.offload.tier import Answer, JobKind, JobStatus, TierJob, TierResult
@@ -16,7 +16,6 @@ from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager,
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 from cargohold.simulation.faults import Fault, FaultSource
-from cargohold.simulation.offloading import offload_config
 from cargohold.simulation.tiers import SimulatedMedium
 from cargohold.simulation.transfers import ByteRows, as_array
 
@@ -169,7 +168,7 @@ class TieredOffloading:
         make_queue: Callable[[SimulatedMedium, MediumPlan], LinkedQueue],
         **options: Any,
     ) -> None:
-        self.config = offload_config(tuple(options.items()))
+        self.config = OffloadConfig(host_bytes=1, **options)
         self._num_slots = num_slots
         self._plans = media
         self._make_transfers = make_transfers

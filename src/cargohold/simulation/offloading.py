@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,12 +23,6 @@ from cargohold.simulation.transfers import ByteRows, HeldTransfers, as_array
 
 MakeTransfers: TypeAlias = Callable[[ByteRows, ByteRows, WorkerEnvironment], Any]
 """Makes a worker's transfers from its paged KV, its shard of the tier, and where it lives."""
-
-
-@cache
-def offload_config(options: tuple[tuple[str, Any], ...]) -> OffloadConfig:
-    """Options with these fields, checked once: that takes as long as several steps. Host memory is somebody else's."""
-    return OffloadConfig(host_bytes=1, **dict(options))
 
 
 class SimulatedOffloading:
@@ -59,7 +53,7 @@ class SimulatedOffloading:
         record_events: bool = True,
         **options: Any,
     ) -> None:
-        self.config = offload_config(tuple(options.items()))
+        self.config = OffloadConfig(host_bytes=1, **options)
         self.num_slots = num_slots
         self.lookahead = lookahead
         self._make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
