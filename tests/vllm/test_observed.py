@@ -46,6 +46,19 @@ def test_counters_reach_prometheus(vllm_model: Callable[[str], str], start: Call
     assert series("cargohold_failures_total") == {"load": 0, "store": 0, "connector_off": 0}
 
 
+def test_a_connector_that_is_turned_off_holds_nothing_any_more(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    engine = start(vllm_model("llama"), EAGER)
+    ask_twice(engine, make_prompts(2, 330))
+    engine.ask(make_prompts(1, 40, seed=6), 1)
+    assert series("cargohold_tier_chunks")[""] > 0
+    engine.side.guard.break_off("made for this test")
+    engine.ask(make_prompts(1, 40, seed=7), 3)
+    assert series("cargohold_tier_chunks")[""] == 0
+    assert series("cargohold_failures_total")["connector_off"] == 1
+
+
 def test_an_index_built_from_events_is_what_the_tier_holds(
     vllm_model: Callable[[str], str], start: Callable[..., Any]
 ) -> None:

@@ -80,6 +80,11 @@ def metric_of(counter: str) -> Metric:
     return Metric("cargohold_connector", _OTHER, (("counter", counter),))
 
 
+def is_level(counter: str) -> bool:
+    """Whether a counter, with its connector's name in front or without, can go down."""
+    return metric_of(_last_name(counter)).is_level
+
+
 def for_vllm(stats: Stats, block_bytes: int) -> dict[str, float]:
     """The connectors' counters as vLLM's users want them: added up over connectors, and bytes instead of blocks.
 
@@ -89,10 +94,14 @@ def for_vllm(stats: Stats, block_bytes: int) -> dict[str, float]:
     """
     total: Counter[str] = Counter()
     for name, value in stats.items():
-        total[name.rpartition(".")[2]] += value  # type: ignore[assignment]  # seconds are not integers
+        total[_last_name(name)] += value  # type: ignore[assignment]  # seconds are not integers
     for direction in ("load", "store"):
         total[f"{direction}_bytes"] = total.pop(f"{direction}_blocks", 0) * block_bytes
     return {name: value for name, value in total.items() if value and name not in _NOT_SHOWN}
+
+
+def _last_name(counter: str) -> str:
+    return counter.rpartition(".")[2]
 
 
 _registered: list[Any] = []

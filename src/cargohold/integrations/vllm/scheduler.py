@@ -12,6 +12,7 @@ from cargohold.integrations.vllm import probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.deferrals import Deferrals
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
+from cargohold.integrations.vllm.metrics import is_level
 from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.integrations.vllm.step import Step
 from cargohold.protocol import (
@@ -84,6 +85,7 @@ class SchedulerSide:
         self._is_released = False
         self._has_seen_request = False
         self._is_broken_counted = False
+        self._levels: Counter[str] = Counter()
         self._stats: Counter[str] = Counter()
         self.guard.bind_scheduler_context(self._context)
 
@@ -231,9 +233,12 @@ class SchedulerSide:
         """Counters of both sides since the last call."""
         stats, self._stats = self._stats, Counter()
         stats.update(dict(self.guard.get_stats()))
+        # Levels come as differences: what was counted up must be counted down when nobody can find it any more.
+        self._levels.update({name: value for name, value in stats.items() if is_level(name)})
         if self.guard.broken is not None and not self._is_broken_counted:
             self._is_broken_counted = True
             stats["connectors_off"] = 1
+            stats.subtract(self._levels)
         return stats
 
     def shutdown(self) -> None:
