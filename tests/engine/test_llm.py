@@ -158,6 +158,15 @@ def test_who_reads_a_stream_slowly_does_not_turn_offloading_off(
     assert llm.engine.scheduler.connector.broken is None
 
 
+def test_an_id_that_is_made_up_is_nobody_elses(llama: MakeLLM) -> None:
+    llm = llama()
+    own = [llm.engine.add_request(prompt(at, 5), request_id=f"request-{at}") for at in (1, 2, 4)]
+    assert len(llm.generate([prompt(at, 5) for at in range(3)], SamplingParams(max_tokens=2))) == 3
+    for request_id in own:
+        llm.engine.abort(request_id)
+    llm.engine.step()
+
+
 def test_progress_counts_the_prompts_done(llama: MakeLLM) -> None:
     seen: list[tuple[int, int]] = []
     llama().generate(

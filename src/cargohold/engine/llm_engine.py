@@ -134,9 +134,8 @@ class LLMEngine:
                 "this model has no tokenizer, so it cannot stop at strings; use stop_token_ids", request_id
             )
         token_ids = self._token_ids(prompt, request_id)
-        self._num_requests += 1
         request = Request(
-            request_id=f"request-{self._num_requests}" if request_id is None else request_id,
+            request_id=self._unused_id() if request_id is None else request_id,
             all_token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
@@ -245,6 +244,14 @@ class LLMEngine:
         if not step.scheduled and not updates and output.connector.is_empty() and self.scheduler.has_work():
             self._sleep(IDLE_SLEEP_S)
         return self._outputs(updates)
+
+    def _unused_id(self) -> str:
+        """An id that no living request has, whatever its client has called it."""
+        while True:
+            self._num_requests += 1
+            request_id = f"request-{self._num_requests}"
+            if request_id not in self._live:
+                return request_id
 
     def _token_ids(self, prompt: object, request_id: str | None) -> list[int]:
         if isinstance(prompt, str):
