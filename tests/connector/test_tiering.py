@@ -68,6 +68,17 @@ def test_a_restarted_engine_finds_its_prompts_on_disk(
     assert restored(engine, "third") == {"host": 45 // chunk * chunk}, "it is in host memory now"
 
 
+def test_what_is_worth_little_in_host_memory_reaches_the_disk_all_the_same() -> None:
+    """Found by replaying: the default policy kept one-shot prompts out of host memory, and so off every tier below."""
+    tiering = SimulatedTiering(12)
+    engine = make_engine(tiering)
+    for number in range(40):
+        serve(engine, tiering, f"often {number}", prompt(0, 17), num=1)
+        serve(engine, tiering, f"once {number}", prompt(1 + number, 33), num=1)
+        evict_everything(engine)
+    assert len(tiering.media[0][0].chunks) == 4 + 40 * 8
+
+
 def test_without_the_medium_the_prompt_is_computed() -> None:
     """The control: it is the disk that gives the tokens back."""
     tiering = SimulatedTiering(60)

@@ -144,8 +144,8 @@ class TestTwoTiers:
     def test_a_large_disk_makes_up_for_little_memory(self, policy: str) -> None:
         workload = workload_of(conversations(2))
         longest = int((workload.ends - workload.starts).max())
-        alone = one(workload, "lru", longest)
-        both = one(workload, "lru", longest, workload.num_unique)
+        alone = one(workload, policy, longest)
+        both = one(workload, policy, longest, workload.num_unique)
         infinite = one(workload, "infinite", 1)
         assert alone.num_prefix_hits < both.num_prefix_hits == infinite.num_prefix_hits
         assert both.tiers[1].evicted == 0

@@ -124,6 +124,8 @@ def run_tiers(
     tiers = [
         _Tier(name, kind, size, workload.num_unique) for (name, kind), size in zip(kinds, capacities, strict=False)
     ]
+    if len(tiers) > 1:
+        tiers[0].manager.admit_all()
     names = _names(workload.num_unique)
     hits = np.zeros(workload.num_requests, dtype=np.int64)
     num_present = 0

@@ -108,6 +108,21 @@ def test_a_stream_of_one_shot_prompts_flushes_only_a_policy_that_stores_all(poli
         assert num_written < 0.5 * 400 * 80, "most of what will never be seen again is not even written"
 
 
+def test_above_other_tiers_everything_gets_in_and_what_is_worth_most_still_stays_longest() -> None:
+    """What is refused would reach no tier below, and what these have could not be brought up."""
+    manager = make_manager("reuse-index", 64)
+    manager.admit_all()
+    system = numbered(*range(8))
+    num_hits = 0
+    for number in range(400):
+        num_hits += len(manager.lookup_run(system))
+        request(manager, system)
+        one_shot = numbered(*range(10_000 + 30 * number, 10_030 + 30 * number))
+        assert request(manager, one_shot) == 30
+        assert manager.lookup(one_shot) == bytes([READY]) * 30
+    assert num_hits > 0.9 * 400 * 8
+
+
 def test_until_it_has_learned_something_it_evicts_the_oldest_leaf() -> None:
     manager = make_manager("reuse-index", 4, record_events=True)
     for first in (1, 2):

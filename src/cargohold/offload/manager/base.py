@@ -126,6 +126,12 @@ class OffloadManager(ABC):
 
     capacity: int
 
+    def admit_all(self) -> None:  # noqa: B027  # a manager that refuses nothing has nothing to do
+        """From now on every chunk is worth a slot.
+
+        For a tier with others below it: they get only what this one takes, and give it back only through this one.
+        """
+
     @property
     @abstractmethod
     def generation(self) -> int:
@@ -184,7 +190,10 @@ class OffloadManager(ABC):
 
     @abstractmethod
     def reset(self) -> bool:
-        """Forget everything. ``False``, and nothing forgotten, while a handle is out."""
+        """Forget everything. ``False``, and nothing forgotten, while something is being written.
+
+        What is being read stays where it is until it is given back, and is not found any more.
+        """
 
     @abstractmethod
     def take_events(self) -> list[ManagerEvent]:

@@ -118,8 +118,14 @@ class BlockPoolManager(OffloadManager):
                     self._use_first([block])
 
     def reset(self) -> bool:
-        """Forget everything, unless a handle is out."""
-        return not self._num_handles and self._pool.reset_cache()
+        """Forget everything, unless something is being written."""
+        if self._writing:
+            return False
+        for block in map(self._pool.get_block, range(self.capacity)):
+            if block.block_hash is not None and block.ref_cnt:
+                self._leaving.add(block)
+            self._pool.uncache_block(block)
+        return True
 
     def take_events(self) -> list[ManagerEvent]:
         """Events since the last call."""

@@ -25,6 +25,9 @@ class ForwardingManager(OffloadManager):
         self.inner = inner
         self.capacity = inner.capacity
 
+    def admit_all(self) -> None:  # noqa: D102
+        self.inner.admit_all()
+
     @property
     def generation(self) -> int:  # noqa: D102
         return self.inner.generation

@@ -75,6 +75,9 @@ class TierManager(OffloadManager):
         self._num_pins = 0
         self._num_removed = 0
 
+    def admit_all(self) -> None:  # noqa: D102
+        self.policy.admit_all()
+
     # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
@@ -164,7 +167,7 @@ class TierManager(OffloadManager):
         self._retire(slots)
 
     def reset(self) -> bool:  # noqa: D102
-        if self._writing or self._reading:
+        if self.num_writing:
             return False
         slots = self._table.slots_in(slot_table.READY)
         keys = self._index.keys_at(slots)

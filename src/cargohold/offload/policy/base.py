@@ -96,6 +96,9 @@ class ReplacementPolicy(ABC):
     @abstractmethod
     def __init__(self, capacity: int) -> None: ...
 
+    def admit_all(self) -> None:  # noqa: B027  # most policies do so anyway
+        """Refuse nothing from now on for what it is worth. See ``OffloadManager.admit_all``."""
+
     @abstractmethod
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
         """A request uses these chunks, in prefix order.

@@ -52,7 +52,8 @@ class ReuseIndexPolicy(ReplacementPolicy):
     was the last of its request, how its use continues others, and its age. Only leaves are evicted: chunks that no other in
     the tier follows. So there are never holes, and a prefix is worth at least what its best continuation is. A chunk that is
     worth less than the victim it needs is not stored, nor what follows it: one-shot prompts do not flush the tier, and are
-    not written. What is known of evicted and refused chunks is remembered for a while.
+    not written. What is known of evicted and refused chunks is remembered for a while. After ``admit_all`` it only chooses what
+    is evicted.
 
     Until it has learned something it behaves like LRU.
 
@@ -64,6 +65,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
 
     def __init__(self, capacity: int) -> None:
         self._now = 0
+        self._admits_all = False
         self._last_uses: Times = np.full(capacity, NEVER, dtype=np.int64)
         self._uses: Uses = np.full(capacity, 0, dtype=np.uint8)
         self._classes: Classes = np.full(capacity, 0, dtype=np.uint8)
@@ -74,6 +76,9 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._leaves = LeafQueue(self._last_uses, self._classes, self._tree, self._model.index)
         self._absent = AbsentChunks(capacity)
         self._newcomers = self._meet((), NO_SLOT)
+
+    def admit_all(self) -> None:  # noqa: D102
+        self._admits_all = True
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:  # noqa: D102
         if not len(slots):
@@ -92,6 +97,8 @@ class ReuseIndexPolicy(ReplacementPolicy):
             self._leaves.use_index(self._model.index)
         newcomers = self._newcomers = self._meet(offer.keys, offer.parent)
         worth = self._model.index[newcomers.classes[-num_slots:], 0]
+        if self._admits_all:
+            worth = np.full(num_slots, np.inf)
         victims, last_uses, is_refused = self._leaves.take(worth, self._now, busy)
         self._absent.remember(self._tags[victims], self._uses[victims], last_uses)
         return Room(victims, is_refused)

@@ -20,13 +20,14 @@ class TieringManager(ForwardingManager):
     """Host memory's chunks: what this manager calls ready is there. Lower tiers hear of what is stored and used.
 
     Args:
-        host: host memory's own manager.
+        host: host memory's own manager; from now on it refuses nothing, as what it refused would be missing below, too.
         lower: the tiers below it, made for the same ``host``.
         stores_chains: whether chunks that are stored together follow each other in one prefix.
     """
 
     def __init__(self, host: OffloadManager, lower: LowerTiers, *, stores_chains: bool = True) -> None:
         super().__init__(host)
+        host.admit_all()
         self.lower = lower
         self._stores_chains = stores_chains
 
