@@ -96,9 +96,10 @@ class NaiveTier:
         self.leaving &= set(self.read_slots)
 
     def reset(self) -> None:
-        could = not self.stores and not self.loads
+        could = not self.writing
         assert self.manager.reset() == could
         if could:
+            self.leaving |= set(self.ready.values()) & set(self.read_slots)
             self.ready.clear()
 
     # --- what must hold at all times ------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.offload.manager import CannotStore, ChunksStored, LoadHandle, StoreHandle, make_manager
+from cargohold.offload.manager import CannotStore, ChunksStored, LoadHandle, OffloadManager, StoreHandle, make_manager
+from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.tier import BreakerState, JobKind
 from cargohold.offload.tiering import (
     UNKNOWN,
@@ -46,9 +47,10 @@ class World:
         max_daily_chunks: int | None = None,
         admission: Admission = Admission.ALL,
         has_index: bool = True,
+        host: OffloadManager | None = None,
     ) -> None:
         self.clock = VirtualClock()
-        self.host = make_manager("lru", capacity)
+        self.host = make_manager("lru", capacity) if host is None else host
         self.lower = LowerTiers(
             self.host,
             [
@@ -286,7 +288,6 @@ def test_after_a_reset_chunks_have_other_names() -> None:
     world = World()
     world.keep(KEYS[:2])
     (store,) = world.step()
-    assert not world.manager.reset(), "not while something is being written"
     world.end(store, [True, True])
     assert world.manager.reset()
     assert world.lower.lookup([KEYS[0]])[0] == UNKNOWN
@@ -294,6 +295,37 @@ def test_after_a_reset_chunks_have_other_names() -> None:
     (probe,) = world.step()
     assert not set(probe.keys) & set(store.keys)
     assert [len(key) for key in probe.keys] == [36, 36] and all(key[-4:] == bytes(4) for key in probe.keys)
+
+
+@pytest.mark.parametrize("manager", ["lru", "pool"])
+@pytest.mark.parametrize("outcome", [TransferOutcome.DONE, TransferOutcome.ABANDONED])
+def test_a_reset_does_not_wait_for_a_slow_medium_that_still_writes(outcome: TransferOutcome, manager: str) -> None:
+    world = World(host=make_manager("lru", 8) if manager == "lru" else BlockPoolManager(8))
+    world.keep(KEYS[:3])
+    (store,) = world.step()
+    assert world.manager.reset()
+    assert world.manager.lookup(KEYS[:3]) == bytes([ABSENT] * 3)
+    assert world.lower.take_cancelled() == (store.job_id,)
+    assert len(store.keys) == 2 and world.manager.num_free == 6, "what workers may still read must not be overwritten"
+    world.manager.check()
+    world.keep(KEYS[:3])
+    assert world.manager.num_free == 3
+    world.end(store, [outcome is TransferOutcome.DONE] * 2, outcome)
+    assert world.manager.num_free == 5
+    world.manager.check()
+    assert list(world.lower.lookup(KEYS[:3])) == [UNKNOWN] * 3, "it was written under names that nobody uses any more"
+
+
+def test_a_reset_is_refused_while_chunks_are_brought_up() -> None:
+    world = World()
+    world.learn(KEYS[:2])
+    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], [])
+    assert not isinstance(promotion, CannotStore) and not world.manager.reset()
+    (load,) = world.step()
+    promotion.release()
+    assert not world.manager.reset(), "workers may still write there"
+    world.end(load, [False, False], TransferOutcome.ABANDONED)
+    assert world.manager.reset()
 
 
 def test_a_reset_does_not_wait_for_answers_and_ignores_them() -> None:

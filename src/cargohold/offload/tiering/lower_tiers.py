@@ -93,6 +93,11 @@ class LowerTiers:
         return not self._promotions and all(task.kind in _HARMLESS for task in self._tasks)
 
     @property
+    def is_bringing_up(self) -> bool:
+        """Whether chunks are on their way up, or held for somebody."""
+        return bool(self._promotions) or any(task.kind is JobKind.LOAD for task in self._tasks)
+
+    @property
     def is_settling(self) -> bool:
         """Whether steps are worth while even if there is nothing to compute: chunks stored lately are to be written."""
         now = self._clock()
@@ -177,8 +182,11 @@ class LowerTiers:
         self._upkeep.note_used([key for key, state in zip(keys, states, strict=True) if state == READY], keys)
 
     def reset(self) -> None:
-        """Forget everything; only while idle. What tiers hold is not found any more: chunks have other names from now on."""
-        assert self.is_idle, "chunks on their way would be remembered under the wrong name"
+        """Forget everything; only while nothing is being brought up. Chunks have other names in the tiers from now on.
+
+        Writes are cancelled. What they have written already has its old name, and is what that name says.
+        """
+        assert not self.is_bringing_up, "chunks on their way would be remembered under the wrong name"
         self._tasks.cancel(lambda _: True)
         for tier in self.tiers:
             tier.clear()
@@ -283,7 +291,7 @@ class LowerTiers:
                 assert task.pins is not None
                 task.pins.release()
                 tier.end_writing(task.keys, succeeded)
-                if outcome is TransferOutcome.DONE:
+                if outcome is TransferOutcome.DONE and not task.is_cancelled:  # their names may be others by now
                     tier.note_presence(task.keys, succeeded)
             case JobKind.REMOVE:
                 raise AssertionError("nobody removes")

@@ -57,8 +57,11 @@ class TieringManager(ForwardingManager):
         return WatchedStore(handle, partial(self.lower.note_stored, parents=parents))
 
     def reset(self) -> bool:
-        """Forget everything, lower tiers included; ``False`` while a handle is out or a job of theirs is in flight."""
-        if not self.lower.is_idle or not self.host.reset():
+        """Forget everything, lower tiers included; ``False`` while a slot is being filled, or chunks are held for somebody.
+
+        What is being written down does not stand in the way: a slow medium may take long for that.
+        """
+        if self.lower.is_bringing_up or not self.host.reset():
             return False
         self.lower.reset()
         return True
