@@ -99,6 +99,13 @@ def test_metadata_and_stats_are_merged_in_rank_order_and_blocks_united() -> None
     assert outputs[0].stats == {"a": 0, "b0": 1}, "inputs are left alone"
 
 
+@pytest.mark.parametrize("failed", [(True, False), (False, True), (True, True), (False, False)])
+def test_a_step_failed_if_it_failed_on_any_rank(failed: tuple[bool, ...]) -> None:
+    """Others may have computed rightly: tokens come from all of them together."""
+    outputs = [output(rank, step_failed=has_failed) for rank, has_failed in enumerate(failed)]
+    assert OutputAggregator(2).aggregate(outputs).finished.step_failed is any(failed)
+
+
 def test_a_second_report_of_the_same_rank_is_refused() -> None:
     aggregator = OutputAggregator(2)
     aggregator.aggregate([output(jobs={1: TransferOutcome.DONE}), None])
