@@ -27,7 +27,7 @@ def accused(asks: str, seconds: float = 1.0) -> set[str | None]:
         clock.now += seconds
         if name != ".":
             deferrals.note(name)
-        said.add(deferrals.end_step(LIMIT_S))
+        said.add(deferrals.note_step(LIMIT_S))
     return said - {None}
 
 
@@ -46,12 +46,16 @@ def test_a_pause_is_nobodys_fault() -> None:
     assert accused("aaaaaaa", seconds=1000.0) == {"a"}
 
 
+def test_those_that_are_asked_for_in_turns_have_waited_too() -> None:
+    assert accused("ab" * 20) == {"a", "b"}
+
+
 def test_an_answer_ends_the_wait() -> None:
     clock = Clock()
     deferrals = Deferrals(clock)
     assert deferrals.note("a")
     assert not deferrals.note("a")
-    deferrals.end_step(LIMIT_S)
+    deferrals.note_step(LIMIT_S)
     assert not deferrals.note("a")
     deferrals.forget("a")
     assert len(deferrals) == 0

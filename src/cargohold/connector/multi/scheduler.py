@@ -200,8 +200,8 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         )
 
     def reset_cache(self) -> bool:
-        """All children are asked, whatever the others answer; ``True`` if all could. Turned-off children have nothing."""
-        answers = [child.reset_cache() for child in self._children if child.broken is None]
+        """All children are asked, whatever the others answer; ``True`` if all could."""
+        answers = [child.reset_cache() for child in self._children]
         return all(answers)
 
     def get_stats(self) -> Stats:

@@ -208,8 +208,12 @@ class SchedulerSide:
             self._release()
 
     def end_step(self) -> None:
-        """A step's output is in, and what the ranks reported with it, if they did."""
-        self._apply_report()
+        """A step's output is in, and what the ranks reported with it, if they did: apply locks and unlocks."""
+        report = self.guard.report_to_scheduler()
+        if report is not None:
+            get = self._context.get_block
+            self._context.touch([get(block_id) for block_id in report.lock_block_ids])
+            self._context.free_blocks([get(block_id) for block_id in report.unlock_block_ids])
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is nothing to compute."""
@@ -227,7 +231,7 @@ class SchedulerSide:
 
     def reset_cache(self) -> bool:
         """Drop everything kept; see ``KVConnectorScheduler.reset_cache``."""
-        return self.guard.broken is not None or self.guard.reset_cache()
+        return self.guard.reset_cache()
 
     def take_stats(self) -> Stats:
         """Counters of both sides since the last call."""
@@ -272,16 +276,9 @@ class SchedulerSide:
         late = oldest[0] if oldest is not None and self._clock() - oldest[1] > self._timeout_s else None
         if self._patience.ends_with(late, self._timeout_s):
             self.guard.break_off(f"did not end the load of request {late} within {self._timeout_s:g} s")
-        undecided = self._deferrals.end_step(self._timeout_s)
+        undecided = self._deferrals.note_step(self._timeout_s)
         if undecided is not None:
             self.guard.break_off(f"did not decide on request {undecided} within {self._timeout_s:g} s")
-
-    def _apply_report(self) -> None:
-        report = self.guard.report_to_scheduler()
-        if report is not None:
-            get = self._context.get_block
-            self._context.touch([get(block_id) for block_id in report.lock_block_ids])
-            self._context.free_blocks([get(block_id) for block_id in report.unlock_block_ids])
 
     def _release(self) -> None:
         """All workers have stopped: nothing reads or writes the blocks any more."""
