@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -264,6 +265,38 @@ def test_a_failed_load_is_a_miss(failure: TransferOutcome, windows: tuple[int | 
     assert engine.outputs["second"].cache_report.restored_tokens == {}
     assert any("computed instead" in note for note in engine.outputs["second"].cache_report.notes)
     assert offloading.manager.num_ready == num_ready, "and replaced by the next store"
+
+
+@pytest.mark.parametrize(
+    ("options", "num_kept"), [({}, 12), ({"prefix_caching": False}, 0), ({"windows": (None, 6)}, 0)]
+)
+def test_reports_say_what_a_load_that_failed_in_part_has_restored(
+    options: dict[str, Any], num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloading = SimulatedOffloading(60)
+    layout = simulated_layout(60, windows=options.pop("windows", (None,)))
+    engine = SimulatedEngine(layout, offloading, **options)
+    engine.add("first", prompt(0, 30), 3)
+    engine.run()
+    evict_everything(engine)
+    engine.scheduler.connector.get_stats()
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("second", prompt(0, 30), 3)
+    engine.step()
+    (load,) = transfers.pending
+    transfers.complete(load)
+    (done,) = transfers.poll()
+    bad = replace(done, outcome=TransferOutcome.FAILED, failed_block_ids=frozenset(load.block_ids[3:4]))
+    with monkeypatch.context() as patched:
+        patched.setattr(transfers, "poll", lambda: [bad])
+        engine.step()
+    transfers.auto = True
+    finish(engine, offloading)
+    assert engine.tokens("second") == engine.tokens("first")
+    report, stats = engine.outputs["second"].cache_report, engine.scheduler.connector.get_stats()
+    assert sum(report.restored_tokens.values()) == stats.get("host_hit_tokens", 0) == num_kept
+    assert any(f"{28 - num_kept} tokens are computed instead" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("state", ["waiting", "loading", "running", "finished"])

@@ -33,6 +33,8 @@ class SchedulerEnvironment:
         full_hits: whether a request may be hit as a whole. The engine then computes its last token again, for its logits, and
             does not write that token's KV a second time. Where it would, a recurrent state would take the token in twice, so
             a hit must end before the last token.
+        keeps_partial_loads: whether what a failed load has brought before its first bad block is used. Where all of it is
+            computed again, nothing was restored.
     """
 
     layout: KVCacheLayout
@@ -42,6 +44,7 @@ class SchedulerEnvironment:
     applies_locks: bool = True
     emits_events: bool = False
     full_hits: bool = True
+    keeps_partial_loads: bool = True
 
 
 @dataclass(frozen=True, slots=True)

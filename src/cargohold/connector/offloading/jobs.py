@@ -11,6 +11,24 @@ from cargohold.protocol import Clock, Patience
 
 
 @dataclass(frozen=True, slots=True)
+class Origins:
+    """Where the tokens of a load came from.
+
+    Attributes:
+        names: of tiers, host memory's first.
+        tiers: one byte per token, an index into ``names``.
+    """
+
+    names: Sequence[str]
+    tiers: bytes
+
+    def count(self, num_tokens: int) -> Counter[str]:
+        """The first so many tokens, by tier; tiers without any are left out."""
+        counts = {name: self.tiers.count(at, 0, num_tokens) for at, name in enumerate(self.names)}
+        return Counter({name: count for name, count in counts.items() if count})
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """A load in flight.
 
@@ -21,6 +39,8 @@ class Load:
         num_computed_tokens: leading tokens that were on the device before it.
         block_ids: its destinations, held until it has ended on all workers.
         block_keys: which chunk fills each of them, parallel to ``block_ids``.
+        block_starts: the first token of each of them, counted from the request's start, parallel to ``block_ids``.
+        origins: where its tokens came from.
     """
 
     job_id: int
@@ -29,6 +49,8 @@ class Load:
     num_computed_tokens: int
     block_ids: tuple[int, ...]
     block_keys: Sequence[OffloadKey]
+    block_starts: Sequence[int]
+    origins: Origins
 
 
 @dataclass(slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from itertools import chain, islice
 
 from cargohold.connector.offloading.chunks import blocks_to_load, rows_to_load
-from cargohold.connector.offloading.jobs import Load
+from cargohold.connector.offloading.jobs import Load, Origins
 from cargohold.connector.offloading.messages import LoadJob
 from cargohold.connector.offloading.recall import Recalls
 from cargohold.connector.offloading.requests import RequestState
@@ -36,7 +37,7 @@ class Loads:
         """Load what lies between the computed tokens and the end of the hit into the request's blocks.
 
         Returns:
-            The tokens loaded, by the tier they came from.
+            The tokens to be loaded, by the tier they came from.
         """
         shared = self._shared
         per_chunk = shared.config.blocks_per_chunk
@@ -56,18 +57,25 @@ class Loads:
             rows += rows_to_load(part, list(islice(slots, len(part.chunks))), per_chunk)
         block_ids = tuple(chain.from_iterable(part.block_ids for _, part in parts))
         block_keys = [keys[number // per_chunk] for keys, part in parts for number in part.numbers]
+        block_starts = [
+            number * keys.group.block_tokens
+            for keys, (_, part) in zip(state.keys, parts, strict=True)
+            for number in part.numbers
+        ]
+        if self._recalls is not None:
+            origins = self._recalls.origins(state, num_computed_tokens, num_hit_tokens, shared.tier)
+        else:
+            origins = Origins((shared.tier,), bytes(num_hit_tokens - num_computed_tokens))
         shared.holder.hold(block_ids)
         request_id = state.request.request_id
-        load = Load(shared.jobs.new_id(), request_id, handle, num_computed_tokens, block_ids, block_keys)
+        load = Load(
+            shared.jobs.new_id(), request_id, handle, num_computed_tokens, block_ids, block_keys, block_starts, origins
+        )
         shared.jobs.add_load(load)
         self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), shared.config.transfer_timeout_s))
         shared.stats["loads"] += 1
         shared.stats["loaded_blocks"] += len(block_ids)
-        sources = Counter({shared.tier: num_hit_tokens - num_computed_tokens})
-        if self._recalls is not None:
-            sources = self._recalls.restored_from(state, num_computed_tokens, num_hit_tokens, shared.tier)
-        state.restored_tokens.update(sources)
-        return sources
+        return origins.count(len(origins.tiers))
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """The loads planned since the last call."""
@@ -93,10 +101,30 @@ class Loads:
         }
         load.handle.release(bad_keys)
         self._shared.holder.release(load.block_ids)
+        num_restored = len(load.origins.tiers)
         if outcome is not TransferOutcome.DONE:
-            self._note_failure(load, outcome, bad_keys)
+            num_restored = self._num_kept_tokens(load, bad_blocks, output)
+            self._note_failure(load, outcome, bad_keys, num_restored)
+        self._note_restored(load, num_restored)
 
-    def _note_failure(self, load: Load, outcome: TransferOutcome, bad_keys: set[OffloadKey]) -> None:
+    def _num_kept_tokens(self, load: Load, bad_blocks: AbstractSet[int], output: KVConnectorOutput) -> int:
+        """How many of the first tokens of a load that failed the engine uses all the same."""
+        is_whole = not bad_blocks or load.request_id in output.finished.failed_recving
+        if is_whole or not self._shared.keeps_partial_loads:
+            return 0
+        starts = zip(load.block_ids, load.block_starts, strict=True)
+        first_bad = min(start for block_id, start in starts if block_id in bad_blocks)
+        return max(0, first_bad - load.num_computed_tokens)
+
+    def _note_restored(self, load: Load, num_tokens: int) -> None:
+        counts = load.origins.count(num_tokens)
+        for tier, count in counts.items():
+            self._shared.stats[f"{tier}_hit_tokens"] += count
+        state = self._requests.get(load.request_id)
+        if state is not None:
+            state.restored_tokens.update(counts)
+
+    def _note_failure(self, load: Load, outcome: TransferOutcome, bad_keys: set[OffloadKey], num_kept: int) -> None:
         tier = self._shared.tier
         self._shared.stats["loads_failed"] += 1
         too_late = outcome is TransferOutcome.ABANDONED
@@ -104,6 +132,6 @@ class Loads:
         logger.warning("a load of %d blocks from %s %s", len(load.block_ids), tier, reason)
         state = self._requests.get(load.request_id)
         if state is not None:
-            state.notes.append(f"the load from {tier} {reason}; those tokens are computed instead")
-            state.restored_tokens.clear()
+            num_lost = len(load.origins.tiers) - num_kept
+            state.notes.append(f"the load from {tier} {reason}; {num_lost} tokens are computed instead")
             state.offer_again_from(load.num_computed_tokens)

@@ -23,8 +23,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
+from cargohold.connector.offloading.jobs import Origins
 from cargohold.connector.offloading.pacing import StepPace
-from cargohold.connector.offloading.recall_plan import chains_to_promote, count_sources, needed_keys
+from cargohold.connector.offloading.recall_plan import chains_to_promote, needed_keys, sources_per_token
 from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
 from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
@@ -165,16 +166,13 @@ class Recalls:
         )
         return num_computed_tokens, ()
 
-    def restored_from(
-        self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, host_name: str
-    ) -> Counter[str]:
-        """The tokens about to be loaded, by the tier they came from."""
+    def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, host_name: str) -> Origins:
+        """Where the tokens about to be loaded came from."""
         promotion = None if state.recall is None else state.recall.promotion
         if promotion is None:
-            return Counter({host_name: num_hit_tokens - num_computed_tokens})
-        names = [host_name, *(tier.name for tier in self._lower.tiers)]
-        counts = count_sources(state, promotion.sources, num_computed_tokens, num_hit_tokens)
-        return Counter({names[at + 1]: count for at, count in counts.items()})
+            return Origins((host_name,), bytes(num_hit_tokens - num_computed_tokens))
+        names = (host_name, *(tier.name for tier in self._lower.tiers))
+        return Origins(names, sources_per_token(state, promotion.sources, num_computed_tokens, num_hit_tokens))
 
     def _host_hit(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> int:
         """Leading tokens that need no lower tier."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
@@ -11,6 +10,8 @@ from cargohold.connector.offloading.requests import RequestState
 from cargohold.offload.keys import ChunkKeys
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tiering import Chain, LowerTiers
+
+_UNREAD = 255
 
 
 def needed_keys(state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> list[OffloadKey]:
@@ -31,18 +32,18 @@ def chains_to_promote(
     ]
 
 
-def count_sources(
+def sources_per_token(
     state: RequestState, sources: Mapping[OffloadKey, int], num_computed_tokens: int, num_hit_tokens: int
-) -> Counter[int]:
-    """Tokens to be loaded, by the tier they came from: -1 for host memory. The slowest counts where groups differ.
+) -> bytes:
+    """The tier that each token to be loaded came from: 0 for host memory. The slowest counts where groups differ.
 
     Leading tokens that no group reads any more, because windows have moved on, count like the first that is read.
 
     Args:
-        sources: tier of each chunk that was brought up.
+        sources: tier of each chunk that was brought up, from 0: here it is 1.
     """
-    # One mark per token: 0 if it is not read, 1 for host memory, 2 and up for tiers.
-    marks = bytearray(num_hit_tokens - num_computed_tokens)
+    # What no group reads has a mark of its own.
+    marks = bytearray([_UNREAD]) * (num_hit_tokens - num_computed_tokens)
     spans = sorted(
         (sources.get(keys.keys[index], -1), index * keys.chunk_tokens - num_computed_tokens, keys.chunk_tokens)
         for keys in state.keys
@@ -50,13 +51,10 @@ def count_sources(
     )
     for tier, start, length in spans:
         first = max(0, start)
-        marks[first : start + length] = bytes([tier + 2]) * (start + length - first)
-    num_unread = len(marks) - len(marks.lstrip(b"\0"))
-    if num_unread == len(marks):
-        return Counter({-1: num_unread})
-    counts = Counter({mark - 2: count for mark, count in Counter(marks[num_unread:]).items()})
-    counts[marks[num_unread] - 2] += num_unread
-    return counts
+        marks[first : start + length] = bytes([tier + 1]) * (start + length - first)
+    num_unread = len(marks) - len(marks.lstrip(bytes([_UNREAD])))
+    marks[:num_unread] = bytes(marks[num_unread : num_unread + 1] or b"\0") * num_unread
+    return bytes(marks)
 
 
 def _needed(state: RequestState, keys: ChunkKeys, num_computed_tokens: int, num_hit_tokens: int) -> range:

@@ -70,7 +70,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         chunk_tokens = [group.block_tokens * config.blocks_per_chunk for group in environment.layout.groups]
         events = TierEvents(manager, MEDIUM_HOST, chunk_tokens) if environment.emits_events else None
         jobs = JobTable(environment.clock)
-        self._shared = Shared(config, environment.layout, manager, tier, holder, jobs, events)
+        # Behind a window's start nothing was loaded that a shorter hit could stand on.
+        has_windows = any(group.kind is not AttentionKind.FULL for group in environment.layout.groups)
+        keeps_partial = environment.keeps_partial_loads and environment.prefix_caching and not has_windows
+        self._shared = Shared(config, environment.layout, manager, tier, holder, jobs, events, keeps_partial)
         self._requests: dict[str, RequestState] = {}
         self._lower = None
         if lower is not None:
@@ -299,5 +302,3 @@ class OffloadingScheduler(KVConnectorScheduler):
         )
         self._shared.stats["asked_tokens"] += num_tokens
         self._shared.stats["device_hit_tokens"] += num_computed_tokens
-        for tier, count in sources.items():
-            self._shared.stats[f"{tier}_hit_tokens"] += count

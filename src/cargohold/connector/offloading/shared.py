@@ -27,6 +27,7 @@ class Shared:
         holder: keeps blocks from being reused while they are copied.
         jobs: transfers in flight.
         events: what is announced of the tier; ``None`` if nobody listens.
+        keeps_partial_loads: whether the engine finds what a failed load has brought before its first bad block.
         context: the engine's block pool, where the engine gives one.
         stats: counters since they were last taken.
         max_store_blocks: device blocks that stores in flight may hold at most: in the smallest pool those of one chunk.
@@ -39,6 +40,7 @@ class Shared:
     holder: BlockHolder
     jobs: JobTable
     events: TierEvents | None = None
+    keeps_partial_loads: bool = True
     context: SchedulerContext | None = None
     stats: Counter[str] = field(default_factory=Counter)
     max_store_blocks: int = field(init=False)

@@ -292,6 +292,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
             emits_events=bool(events is not None and events.enable_kv_cache_events),
             full_hits=all(map(bears_full_hits, layout.groups)),
+            keeps_partial_loads=False,
         )
         try:
             inner = self._factory().make_scheduler_side(environment)
