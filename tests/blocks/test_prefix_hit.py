@@ -207,6 +207,20 @@ def test_a_window_does_not_ask_for_more_than_it_needs() -> None:
     assert states.asked == {98, 99}
 
 
+def test_a_run_may_show_the_absent_unit_at_its_end() -> None:
+    """``UnitStates`` leaves that open."""
+
+    class Shown(States):
+        def run(self, first: int, end: int) -> bytes:
+            return self.states[first : min(first + len(super().run(first, end)) + 1, end)]
+
+    full = group_of(0, FULL, 2)
+    for states in itertools.product((ABSENT, READY), repeat=4):
+        for num_computed in (0, 2, 4):
+            expected = naive([(full, 2)], [states], 9, num_computed)
+            assert longest_hit([GroupUnits(full, 2, Shown(states))], 9, num_computed) == PrefixHit(expected, False)
+
+
 def test_what_is_computed_is_not_asked_for() -> None:
     states = States([ABSENT, ABSENT, READY])
     assert longest_hit([GroupUnits(group_of(0, FULL, 2), 2, states)], 7, 4) == PrefixHit(6, False)
