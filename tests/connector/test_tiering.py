@@ -156,6 +156,30 @@ def test_who_waits_for_a_place_is_restored_when_there_is_one() -> None:
     assert not any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
 
 
+@pytest.mark.parametrize("kind", [JobKind.PROBE, JobKind.LOAD])
+def test_time_in_which_nobody_steps_is_not_held_against_a_tier(kind: JobKind) -> None:
+    """Before, a request whose chunks had come while a reader paused was told that lower tiers took too long."""
+    tiering = SimulatedTiering(60)
+    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
+    engine = make_engine(tiering)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({kind})
+    engine.add("known", prompt(0, 45), 3)
+    while not queue.pending:
+        engine.step()
+    queue.complete(queue.pending[0])
+    queue.held = frozenset()
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(120)
+    finish(engine, tiering)
+    assert engine.tokens("known") == alone(prompt(0, 45), 3)
+    assert restored(engine, "known") == {"disk": 44}
+    assert not any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
+    (tier,) = tiering.manager.lower.tiers
+    predicted_s = tier.pace.predict(11)
+    assert predicted_s is not None and predicted_s < 1, "nor is it slow"
+
+
 @pytest.mark.parametrize("trouble", ["is_gone", "stalls"])
 def test_the_engine_goes_on_without_a_tier_in_trouble_and_uses_it_when_it_is_back(trouble: str) -> None:
     tiering = SimulatedTiering(60)

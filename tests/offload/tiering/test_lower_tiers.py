@@ -252,6 +252,22 @@ def test_a_job_that_does_not_end_is_blamed_once_and_its_slots_stay_reserved_unti
     assert world.manager.num_writing == 0
 
 
+def test_a_pause_in_which_nobody_steps_makes_no_job_late() -> None:
+    world = World()
+    world.keep(KEYS[:1])
+    (store,) = world.step()
+    world.clock.advance(60.0)
+    world.lower.note_pause(60.0)
+    for _ in range(5):
+        world.step()
+    assert not world.lower.take_stats()["tier0_failures"] and not world.lower.take_cancelled()
+    world.clock.advance(6.1)
+    for _ in range(5):
+        world.step()
+    assert world.lower.take_stats()["tier0_failures"] == 1, "what does not end afterwards is late all the same"
+    assert world.lower.take_cancelled() == (store.job_id,)
+
+
 def test_chunks_are_written_in_prefix_order_with_their_parents() -> None:
     world = World(max_inflight_chunks=2)
     world.keep(KEYS[:3])

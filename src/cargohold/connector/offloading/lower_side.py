@@ -57,6 +57,7 @@ class LowerSide:
     def end_step(self) -> None:
         """The workers have reported."""
         self._pace.end()
+        self.recalls.note_step_end()
 
     def note_answers(self, output: KVConnectorOutput) -> None:
         """What some or all workers say of their jobs; whether a job has ended on all of them is said elsewhere."""

@@ -14,7 +14,7 @@
                        over, with the chunks held until the request is admitted
 
 At every point a deadline ends it: what has not come by then is computed. While the engine has no place for the request, its
-deadline is put off: it would have to wait anyway.
+deadline is put off: it would have to wait anyway. So it is by a pause in which nobody steps: answers may have come long ago.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from cargohold.protocol import Clock
 
 PATIENCE = 0.5
 """Part of the time a request may wait that loads are planned to take: estimates err."""
+PAUSE_S = 1.0
+"""Nobody steps: more than an engine sleeps that has nothing to compute while transfers run."""
 LOOK_AGAIN_S = 0.02
 """Pause between two looks at what others are doing."""
 
@@ -55,9 +57,16 @@ class Recalls:
         self._pace = pace
         self._live: list[Recall] = []
         self._last_step = clock()
+        # When a step ended, behind which none has begun.
+        self._idle_since: float | None = None
+
+    def note_step_end(self) -> None:
+        """What a step brought is known."""
+        self._idle_since = self._clock()
 
     def note_step(self) -> None:
         """A step was scheduled. Requests that were not asked for had no place in it: that time is not spent on lower tiers."""
+        self._forgive_pause()
         now = self._clock()
         self._live = [recall for recall in self._live if not recall.is_over]
         for recall in self._live:
@@ -74,6 +83,7 @@ class Recalls:
             num_computed_tokens: leading tokens that are on the device.
             limit_tokens: leading tokens that may be restored at most.
         """
+        self._forgive_pause()
         recall = state.recall
         if recall is None:
             deadline = self._clock() + self._lower.config.restore_timeout_s
@@ -99,6 +109,19 @@ class Recalls:
             recall.alarm_at = recall.deadline  # it was put off
             self._lower.wake_at(recall.deadline)
         return not recall.is_over
+
+    def _forgive_pause(self) -> None:
+        """A step begins: the time since the last one was nobody's, if it was long."""
+        idle_since, self._idle_since = self._idle_since, None
+        if idle_since is None:
+            return
+        pause_s = self._clock() - idle_since
+        if pause_s < PAUSE_S:
+            return
+        self._last_step += pause_s
+        for recall in self._live:
+            recall.deadline += pause_s
+        self._lower.note_pause(pause_s)
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:
         """Ask the tiers, or bring up what they have; end ``recall`` if that is not worth while."""

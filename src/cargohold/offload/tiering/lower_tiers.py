@@ -168,6 +168,11 @@ class LowerTiers:
         """
         return self._promotions.begin(chains, kept)
 
+    def note_pause(self, seconds: float) -> None:
+        """Nobody has stepped for so long. What came meanwhile will be heard of now: it is not late, and no tier was slow."""
+        self._tasks.put_off(seconds)
+        self._promotions.put_off(seconds)
+
     def note_stored(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Host memory has new chunks."""
         self._note_new(self.tiers, keys, parents)

@@ -76,6 +76,12 @@ class Promotions:
         if not promotion.is_released:
             promotion.pins.append(self._host.prepare_load(good))
 
+    def put_off(self, seconds: float) -> None:
+        """So much time has passed for nobody: not for those that wait, nor for the chunks that come up for them."""
+        for promotion in self._live:
+            promotion.started_at += seconds
+            promotion.expires_at += seconds
+
     def release_expired(self) -> None:
         """Nobody may hold chunks for ever."""
         now = self._clock()

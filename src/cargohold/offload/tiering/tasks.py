@@ -82,6 +82,11 @@ class TaskTable:
         cancelled, self._cancelled = self._cancelled, []
         return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
 
+    def put_off(self, seconds: float) -> None:
+        """Jobs in flight have so much more time."""
+        for task in self._in_flight.values():
+            task.deadline += seconds
+
     def newly_late(self) -> list[TierTask]:
         """Jobs in flight that are found to be late; they are cancelled. Call it once in every step."""
         now = self._clock()
