@@ -225,7 +225,8 @@ def test_a_block_may_be_locked_and_unlocked_in_one_report(guard: ConnectorGuard,
     [
         (KVConnectorSchedulerOutput(unlock_block_ids=(3,)), "block 3"),
         (KVConnectorSchedulerOutput(lock_block_ids=(0,)), "null block"),
-        (KVConnectorSchedulerOutput(lock_block_ids=(99,)), "block 99"),
+        (KVConnectorSchedulerOutput(lock_block_ids=(NUM_BLOCKS,)), f"block {NUM_BLOCKS}"),
+        (KVConnectorSchedulerOutput(lock_block_ids=(-1,)), "block -1"),
         (KVConnectorSchedulerOutput((1,), (1, 2)), "block 2"),
     ],
 )
