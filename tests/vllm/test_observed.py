@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from cargohold.offload.transfer.base import Direction
+from cargohold.protocol import TransferOutcome
+from tests.vllm.faults import Faults
+
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from prometheus_client import REGISTRY
@@ -44,6 +48,22 @@ def test_counters_reach_prometheus(vllm_model: Callable[[str], str], start: Call
     assert gone > 0
     assert series("cargohold_tier_chunks")[""] == stored - gone == engine.side.guard.inner.manager.num_ready
     assert series("cargohold_failures_total") == {"load": 0, "store": 0, "connector_off": 0}
+
+
+def test_tokens_whose_load_failed_are_counted_as_computed(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
+) -> None:
+    engine = start(vllm_model("llama"), EAGER)
+    prompts = make_prompts(2, 330)
+    engine.ask(prompts, 1)
+    forget(engine)
+    faults.outcome = lambda job: TransferOutcome.FAILED if job.direction is Direction.LOAD else TransferOutcome.DONE
+    assert restored(engine.ask(prompts, 1)) == 0
+    engine.settle()
+    engine.ask(make_prompts(1, 40, seed=6), 1)
+    tiers = series("cargohold_prompt_tokens_total")
+    assert tiers.get("host", 0) == tiers["device"] == 0
+    assert tiers["computed"] == 2 * 2 * 330 + 22 * 92 + 40, "as many as were asked"
 
 
 def test_a_connector_that_is_turned_off_holds_nothing_any_more(

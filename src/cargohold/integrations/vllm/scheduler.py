@@ -69,6 +69,7 @@ class SchedulerSide:
         self._requests: dict[str, Any] = {}
         # Loads in flight, with the time since when; the oldest first.
         self._loading: dict[str, float] = {}
+        self._num_loading_tokens: dict[str, int] = {}
         self._deferrals = Deferrals(clock)
         self._patience = Patience(clock)
         # Requests that were given blocks for a load and have not run since.
@@ -165,6 +166,7 @@ class SchedulerSide:
             self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
         if num_external_tokens:
             self._loading[request_id] = self._clock()
+            self._num_loading_tokens[request_id] = num_external_tokens
             self._parked[request_id] = request
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
         self.guard.update_state_after_alloc(request, tables, num_external_tokens)
@@ -189,6 +191,7 @@ class SchedulerSide:
             self._failed |= report.failed_loads & self._requests.keys()
             for request_id in report.failed_loads:
                 self._parked.pop(request_id, None)  # gives its blocks back before it asks for others
+                self._stats["computed_tokens"] += self._num_loading_tokens.pop(request_id, 0)
             if report.error is not None:
                 self.guard.break_off(report.error)
             if report.stopped:
@@ -202,6 +205,7 @@ class SchedulerSide:
         self._stats.update(dict(output.stats))
         for request_id in output.finished.finished_recving:
             self._loading.pop(request_id, None)
+            self._num_loading_tokens.pop(request_id, None)
         if not output.is_empty():
             self.guard.update_connector_output(output)
         if self._stopped_ranks.issuperset(ranks):
@@ -285,6 +289,7 @@ class SchedulerSide:
         unlocks = self.guard.release().unlock_block_ids
         self._context.free_blocks([self._context.get_block(block_id) for block_id in unlocks])
         self._loading.clear()
+        self._num_loading_tokens.clear()
         self._deferrals.clear()
         self._is_released = True
 
