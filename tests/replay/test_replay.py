@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -9,6 +10,7 @@ import pytest
 
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.offload.policy import POLICIES
+from cargohold.replay import grid
 from cargohold.replay.grid import plan_tasks, run_tasks
 from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import replay
@@ -273,3 +275,19 @@ class TestGrid:
             process.kill()
         with pytest.raises(CargoholdError, match="died"):
             list(results)
+
+    def test_who_stops_listening_waits_for_no_replay_and_leaves_no_process(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(grid, "_run_task", run_lru_alone)
+        results = run_tasks(workload_of(conversations(5)), plan_tasks(["lru", "arc"], [(10,)]), 2)
+        assert next(results) == []
+        results.close()
+        assert not multiprocessing.active_children()
+
+
+def run_lru_alone(task: grid.Task) -> list[ReplayResult]:
+    """In place of a replay: all others take for ever."""
+    if task.policy != "lru":
+        threading.Event().wait()
+    return []

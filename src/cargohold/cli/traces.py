@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -196,9 +197,10 @@ def replay_all(
     )
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         bar_id = bar.add_task("replaying", total=sum(len(task.capacities) for task in tasks))
-        for found in run_tasks(workload, tasks, num_processes):
-            results += found
-            bar.advance(bar_id, len(found))
+        with closing(run_tasks(workload, tasks, num_processes)) as finds:
+            for found in finds:
+                results += found
+                bar.advance(bar_id, len(found))
     return results
 
 

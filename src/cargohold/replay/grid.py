@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,8 +59,8 @@ def plan_tasks(
     return tasks
 
 
-def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1) -> Iterator[list[ReplayResult]]:
-    """The results of each task, as they come.
+def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1) -> Generator[list[ReplayResult]]:
+    """The results of each task, as they come. Closed early, it ends the processes that still replay.
 
     Args:
         workload: the requests.
@@ -74,11 +77,13 @@ def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1)
         return
     with tempfile.TemporaryDirectory(prefix="cargohold-replay-") as directory:
         shared = _share(workload, Path(directory))
+        context = multiprocessing.get_context("spawn")  # libraries with threads may have been imported here
+        their_end, lifeline = context.Pipe(duplex=False)
         pool = ProcessPoolExecutor(
             max_workers=min(num_processes, len(tasks)),
-            mp_context=multiprocessing.get_context("spawn"),  # libraries with threads may have been imported here
+            mp_context=context,
             initializer=_start_process,
-            initargs=(directory, shared),
+            initargs=(directory, shared, their_end),
         )
         try:
             for future in as_completed([pool.submit(_run_task, task) for task in tasks]):
@@ -86,7 +91,9 @@ def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1)
         except BrokenProcessPool as error:
             raise CargoholdError("a replay process died; was it out of memory? Use fewer with --jobs") from error
         finally:
+            lifeline.close()  # whoever still replays does so for nobody, and may take minutes
             pool.shutdown(cancel_futures=True)
+            their_end.close()
 
 
 def _share(workload: Workload, directory: Path) -> Workload:
@@ -101,11 +108,18 @@ _workload: Workload | None = None
 """In a process of the pool: what all its tasks replay."""
 
 
-def _start_process(directory: str, workload: Workload) -> None:
+def _start_process(directory: str, workload: Workload, lifeline: Connection) -> None:
     global _workload  # noqa: PLW0603  # how a pool gives its processes something once
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback of its own
     arrays: Mapping[str, Any] = {name: np.load(Path(directory) / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     _workload = dataclasses.replace(workload, **arrays)
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End this process when the other end of the pipe is closed, or its process has ended, however it did."""
+    wait([lifeline])
+    os._exit(1)
 
 
 def _run_task(task: Task) -> list[ReplayResult]:
