@@ -10,11 +10,12 @@ import pytest
 from cargohold.engine.core.config import LoadFailurePolicy
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.simulation.connectors import ConnectorPlan, TierPlan
+from cargohold.simulation.faults import Fault
 from cargohold.simulation.layouts import GroupPlan
 from cargohold.simulation.links import LinkProfile
 from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import Scenario, Shape
-from cargohold.simulation.traffic import Ask
+from cargohold.simulation.traffic import Action, Ask, Restart
 
 SCHEDULER = MappingProxyType(
     {
@@ -43,3 +44,18 @@ def test_requests_do_not_take_turns_in_loading_and_losing_their_blocks(gap_s: fl
     result = Run(Scenario(1, "by hand", shape, connector, {}, 0.0, asks)).play()
     assert result.error is None
     assert result.num_steps < 200
+
+
+def test_a_tier_may_outlive_what_was_taken_back_of_it() -> None:
+    # A bug of the simulator. A connector that is turned off takes back what it announced, but its tier keeps that, and the next
+    # process evicts it.
+    asks = [Ask(0.5 * at, f"r{at}", tuple(range(100 * at, 100 * at + 16)), 1) for at in range(8)]
+    shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile())
+    connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru"}),))
+    num_off = 0
+    for seed in range(20):
+        actions: tuple[Action, ...] = (*asks[:4], Restart(2.0), *asks[4:])
+        result = Run(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: 0.02}, 2.0, actions)).play()
+        assert result.error is None, f"seed {seed}"
+        num_off += result.tallies["turned off"]
+    assert num_off

@@ -248,9 +248,10 @@ class Run:
         ]
         if engine.config.emit_events:
             # Host memory above other tiers is empty in a new process; nobody says so.
-            is_new = self._events is None or (self._events.knows_tiers and not scenario.connector.has_lower_tiers)
-            knows_tiers = not scenario.connector.custom and is_new
-            self._events = EventOracle(engine, self._index, knows_tiers=knows_tiers)
+            before = self._events
+            is_known = before is None or (before.knows_tiers and not scenario.connector.has_lower_tiers)
+            knows_tiers = not scenario.connector.custom and is_known
+            self._events = EventOracle(engine, self._index, knows_tiers=knows_tiers, outlived=before is not None)
             self._oracles.append(self._events)
         self._oracles.append(PoolOracle(engine))
         self._each_step = [oracle for oracle in self._oracles if type(oracle).after_step is not Oracle.after_step]

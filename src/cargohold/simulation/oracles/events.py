@@ -25,14 +25,16 @@ class EventOracle(Oracle):
         index: what the media held before; changed.
         knows_tiers: whether ``index`` is right about the tiers and they are all known here. A connector that was turned off
             takes back what it announced itself; what is in its tier then is not known.
+        outlived: whether host memory may be that of an earlier engine, which goes on without announcing it again.
     """
 
     name = "events"
 
-    def __init__(self, engine: Replica, index: Index, *, knows_tiers: bool = True) -> None:
+    def __init__(self, engine: Replica, index: Index, *, knows_tiers: bool = True, outlived: bool = False) -> None:
         self._engine = engine
         self._index = index
         self._knows_tiers = knows_tiers
+        self._may_hold_more: set[str] = {MEDIUM_HOST} if outlived and not knows_tiers else set()
         index[MEDIUM_DEVICE] = Counter()
         self._were_empty = not index.setdefault(MEDIUM_HOST, Counter())
 
@@ -81,6 +83,8 @@ class EventOracle(Oracle):
             case BlockRemoved():
                 for block_hash in event.block_hashes:
                     prefix = (block_hash, event.group)
+                    if not held[prefix] and event.medium in self._may_hold_more:
+                        continue
                     self.require(held[prefix] > 0, f"{block_hash.hex()[:8]} was removed, and never stored")
                     held[prefix] -= 1
                     if not held[prefix]:
