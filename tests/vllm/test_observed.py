@@ -44,7 +44,7 @@ def test_counters_reach_prometheus(vllm_model: Callable[[str], str], start: Call
     block_bytes = engine.side.layout.block_bytes
     assert series("cargohold_transfer_bytes_total")["load"] == 30 * block_bytes
     assert series("cargohold_transfer_seconds_total")["load"] > 0
-    stored, gone = series("cargohold_stored_chunks_total")[""], series("cargohold_evicted_chunks_total")[""]
+    stored, gone = series("cargohold_stored_chunks_total")[""], series("cargohold_removed_chunks_total")[""]
     assert gone > 0
     assert series("cargohold_tier_chunks")[""] == stored - gone == engine.side.guard.inner.manager.num_ready
     assert series("cargohold_failures_total") == {"load": 0, "store": 0, "connector_off": 0}

@@ -61,7 +61,9 @@ METRICS: Mapping[str, Metric] = {
         "cargohold_deferred_stores", "Times that stores waited for room in the tier or in flight."
     ),
     "stored_chunks": Metric("cargohold_stored_chunks", "Chunks that entered host memory."),
-    "evicted_chunks": Metric("cargohold_evicted_chunks", "Chunks that left host memory."),
+    "removed_chunks": Metric(
+        "cargohold_removed_chunks", "Chunks that left host memory: evicted, found damaged, or dropped by a reset."
+    ),
     "ready_chunks": Metric("cargohold_tier_chunks", "Chunks that host memory holds.", is_level=True),
 }
 """By the name of the counter."""

@@ -88,6 +88,11 @@ class LowerTiers:
         return self._num_changes + self._promotions.num_released
 
     @property
+    def num_never_there(self) -> int:
+        """Chunks that host memory counts as removed, although they had never arrived."""
+        return self._promotions.num_never_there
+
+    @property
     def is_idle(self) -> bool:
         """Whether no chunk is on its way or held for somebody. Questions may be open."""
         return not self._promotions and all(task.kind in _HARMLESS for task in self._tasks)

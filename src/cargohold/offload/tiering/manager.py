@@ -41,6 +41,11 @@ class TieringManager(ForwardingManager):
         """Changes also when something becomes known of a lower tier, or somebody has waited long enough."""
         return self.host.generation + self.lower.num_changes
 
+    @property
+    def num_removed(self) -> int:
+        """Chunks that were in host memory and have gone."""
+        return self.host.num_removed - self.lower.num_never_there
+
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """A request uses these chunks."""
         self.host.touch(keys)

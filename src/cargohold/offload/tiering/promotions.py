@@ -27,6 +27,7 @@ class Promotions:
     Attributes:
         arriving: chunks on their way.
         num_released: promotions that were released so far: others may find slots then.
+        num_never_there: chunks that host memory has removed, although they had not arrived.
     """
 
     def __init__(self, host: OffloadManager, tasks: TaskTable, clock: Clock, timeout_s: float) -> None:
@@ -37,6 +38,7 @@ class Promotions:
         self._live: set[Promotion] = set()
         self.arriving: set[OffloadKey] = set()
         self.num_released = 0
+        self.num_never_there = 0
 
     def __bool__(self) -> bool:
         return bool(self._live)
@@ -73,6 +75,7 @@ class Promotions:
         # One handle has one end, so what did not arrive is ready for the length of these lines; nobody can see it.
         handle.commit()
         self._host.remove([key for key, is_good in zip(task.keys, succeeded, strict=True) if not is_good])
+        self.num_never_there += len(task.keys) - len(good)
         if not promotion.is_released:
             promotion.pins.append(self._host.prepare_load(good))
 
