@@ -15,7 +15,8 @@ from benchmarks.admission import measure_admission
 from benchmarks.contenders import Contender, MakeContender, contenders
 
 Batch = list[bytes]
-OPERATIONS = ("look-up hit", "look-up miss", "touch", "load", "store", "store with eviction")
+STORE_ONE = "store of one chunk with eviction"
+OPERATIONS = ("look-up hit", "look-up miss", "touch", "load", "store", "store with eviction", STORE_ONE)
 SIZES = (10_000, 100_000, 1_000_000)
 BATCHES = (64, 1_000)
 
@@ -64,6 +65,7 @@ def _measure(makers: dict[str, MakeContender], size: int, batch: int, rounds: in
             mine["load"].append(_time(tier.load, _copy(loaded)))
             mine["look-up miss"].append(_time(tier.lookup, _copy(absent)))
             mine["store with eviction"].append(_time(tier.store, _copy(incoming)))
+            mine[STORE_ONE].append(_time(tier.store, _new_prefix(3_000_000 + number, 1)))
             present[name].append(incoming)
     for name in names:
         for operation, seconds in times[name].items():
@@ -72,7 +74,7 @@ def _measure(makers: dict[str, MakeContender], size: int, batch: int, rounds: in
                 "chunks": size,
                 "batch": batch,
                 "operation": operation,
-                "ns_per_key": round(median(seconds) / batch * 1e9, 1),
+                "ns_per_key": round(median(seconds) / (1 if operation == STORE_ONE else batch) * 1e9, 1),
                 "longest_call_ms": round(max(seconds) * 1e3, 3),
             }
 

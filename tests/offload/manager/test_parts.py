@@ -127,6 +127,7 @@ def test_hashes_are_spread_and_only_the_seed_counts(length: int) -> None:
     assert len(set(hashes.tolist())) == len(keys)
     assert KeyHash(seed=3)(keys[::-1]).tolist() == hashes[::-1].tolist()
     assert KeyHash()(keys).tolist() != KeyHash()(keys).tolist() != hashes.tolist()
+    assert [KeyHash(seed=3).of(key) for key in keys] == hashes.tolist()
 
 
 def test_keys_of_other_lengths_are_refused() -> None:
@@ -137,3 +138,5 @@ def test_keys_of_other_lengths_are_refused() -> None:
     hashes([b"ab", b"cd"])
     with pytest.raises(ValueError, match=r"one length, not \[2, 3\]"):
         hashes([b"abc"])
+    with pytest.raises(ValueError, match=r"one length, not \[2, 3\]"):
+        hashes.of(b"abc")

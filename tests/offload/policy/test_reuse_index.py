@@ -19,6 +19,7 @@ from cargohold.offload.policy.base import NO_SLOT
 from cargohold.offload.policy.key_hash import KeyHash
 from cargohold.offload.policy.leaf_queue import NEVER, LeafQueue
 from cargohold.offload.policy.prefix_tree import PrefixTree
+from cargohold.offload.policy.reuse_index import ReuseIndexPolicy
 from cargohold.offload.policy.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_buckets
 from tests.offload.common import DEPTH, EVERY_PATH, chain, key, numbered
 from tests.offload.manager.naive_tier import NaiveTier
@@ -323,6 +324,28 @@ def test_what_is_known_of_absent_chunks_is_found_by_their_tags() -> None:
     absent.remember(tags[2:], np.array([255], dtype=np.uint8), np.array([1 << 32]))
     uses, ages = absent.recall(tags, now=(1 << 32) + 7)
     assert uses.tolist() == [3, 5, 255] and ages[2] == 7
+    absent.remember(tags[:0], np.array([], dtype=np.uint8), np.array([]))
+    one_by_one = [absent.recall_one(tag, (1 << 32) + 7) for tag in tags.tolist()]
+    assert one_by_one == list(zip(uses.tolist(), ages.tolist(), strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_one_chunk_is_met_as_many_are(data: st.DataObject) -> None:
+    policy = ReuseIndexPolicy(8)
+    manager = TierManager(8, policy)
+    names = numbered(*range(12))
+    for _ in range(data.draw(st.integers(0, 12))):
+        first = data.draw(st.integers(0, len(names) - 1))
+        request(manager, names[first : first + data.draw(st.integers(1, 3))])
+    for name in names:
+        for parent in (NO_SLOT, *range(8)):
+            one, many = policy._meet_one([name], parent), policy._meet_many([name], parent)
+            assert (one.tags.tolist(), one.uses.tolist(), one.classes.tolist()) == (
+                many.tags.tolist(),
+                many.uses.tolist(),
+                many.classes.tolist(),
+            )
 
 
 def use(tier: NaiveTier, keys: list[bytes]) -> None:

@@ -121,6 +121,8 @@ class ChainIndex:
         # Object arrays, not lists: the garbage collector does not walk through them.
         self._strands = np.full(capacity, None, dtype=object)
         self._positions = np.full(capacity, 0, dtype=np.uint8)
+        # The same memory: single elements are read and written three times faster this way.
+        self._position_of = self._positions.data
         self._last_run = _NO_RUN
 
     def __len__(self) -> int:
@@ -202,6 +204,8 @@ class ChainIndex:
         Fast where slots of one strand come together, from its end on: the order in which prefixes are evicted.
         """
         self._last_run = _NO_RUN
+        if len(slots) == 1:
+            return [self._remove_one(int(slots[0]))]
         removed = self.keys_at(slots)
         positions = self._positions[slots].tolist()
         elsewhere: dict[Strand, list[int]] = {}
@@ -258,9 +262,23 @@ class ChainIndex:
             at += length
         return pieces
 
+    def _remove_one(self, slot: int) -> bytes:
+        strand: Strand = self._strands[slot]
+        at = self._position_of[slot]
+        key = strand.key(at)
+        self._cut(strand, [at])
+        self._slots.remove([key])
+        self._strands[slot] = None
+        return key
+
     def _place(self, strand: Strand, first: int) -> None:
         """Register the chunks of a strand from ``first`` on."""
         slots = strand.slots[first:]
+        if len(slots) == 1:  # while a request generates, they come one by one
+            (slot,) = slots.tolist()
+            self._strands[slot] = strand
+            self._position_of[slot] = first
+            return
         self._strands[slots] = strand
         self._positions[slots] = np.arange(first, first + len(slots), dtype=np.uint8)
 

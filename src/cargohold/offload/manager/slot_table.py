@@ -45,6 +45,9 @@ class SlotTable:
         self._states = np.full(capacity + 1, FREE, dtype=np.uint8)
         # A stack; low slots are given first.
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        # The same memory: single elements are read and written three times faster this way, and while requests generate, chunks
+        # come one by one.
+        self._busy_of, self._state_of, self._free_at = self.busy.data, self._states.data, self._free.data
         self.num_free = capacity
         self.num_writing = self.num_ready = self.num_leaving = 0
 
@@ -62,16 +65,26 @@ class SlotTable:
         """Take free slots for a writer, in ascending order: neighbours are copied together."""
         assert num_slots <= self.num_free, "more slots reserved than are free"
         self.num_free -= num_slots
+        self.num_writing += num_slots
+        if num_slots == 1:
+            slot = self._free_at[self.num_free]
+            self._state_of[slot] = WRITING
+            self._busy_of[slot] = 1
+            return np.array([slot], dtype=np.intp)
         slots: Slots = np.sort(self._free[self.num_free : self.num_free + num_slots]).astype(np.intp)
         self._states[slots] = WRITING
         self.busy[slots] = 1
-        self.num_writing += num_slots
         return slots
 
     def publish(self, slots: Slots) -> None:
         """Written: ready from now on."""
-        self._states[slots] = READY
-        self.busy[slots] -= 1
+        if len(slots) == 1:
+            (slot,) = slots.tolist()
+            self._state_of[slot] = READY
+            self._busy_of[slot] -= 1
+        else:
+            self._states[slots] = READY
+            self.busy[slots] -= 1
         self.num_writing -= len(slots)
         self.num_ready += len(slots)
 
@@ -84,6 +97,9 @@ class SlotTable:
     def retire(self, slots: Slots) -> None:
         """Chunks are gone: their slots are free, or will be when nobody holds them any more."""
         self.num_ready -= len(slots)
+        if len(slots) == 1 and not self._busy_of[slots[0]]:
+            self._free_again(slots)
+            return
         held = self.busy[slots]
         if np.count_nonzero(held):
             leaving = slots[held > 0]

@@ -18,7 +18,8 @@ Times = npt.NDArray[np.int64]
 
 _ENTRIES_PER_SLOT: Final = 2
 _MIN_ENTRIES: Final = 1 << 14
-_USES: Final = np.uint32(0xFF)
+_USES_MASK: Final = 0xFF
+_USES: Final = np.uint32(_USES_MASK)
 
 
 class AbsentChunks:
@@ -40,6 +41,8 @@ class AbsentChunks:
         self._mask = np.uint32(min((1 << bits), NUM_TAGS) - 1)
         # One row each, for one cache miss: the tag, whose lowest bits the place tells, over the uses; and the time.
         self._entries = np.full((int(self._mask) + 1, 2), 0, dtype=np.uint32)
+        # The same memory: single elements are read and written three times faster this way.
+        self._entry_view = self._entries.data
 
     def recall(self, tags: Tags, now: int) -> tuple[Uses, Times]:
         """How often each chunk was used before, and how long ago the last time; zero where nothing is known."""
@@ -49,9 +52,24 @@ class AbsentChunks:
         # Modulo 2**32, like the times: longer than that nobody needs to tell.
         return uses.astype(np.uint8), (np.uint32(now % NUM_TAGS) - times).astype(np.int64)
 
+    def recall_one(self, tag: int, now: int) -> tuple[int, int]:
+        """``recall`` for one chunk: while a request generates, they come one by one."""
+        place = tag & int(self._mask)
+        known = self._entry_view[place, 0]
+        uses = known & _USES_MASK if known ^ tag <= _USES_MASK else 0
+        return uses, (now - self._entry_view[place, 1]) % NUM_TAGS
+
     def remember(self, tags: Tags, uses: Uses, times: Times) -> None:
         """Chunks leave the tier, or did not get in."""
+        if not len(tags):
+            return
         self.is_empty = False
+        if len(tags) == 1:
+            (tag,), (use,), (time,) = tags.tolist(), uses.tolist(), times.tolist()
+            place = tag & int(self._mask)
+            self._entry_view[place, 0] = tag & ~_USES_MASK | use
+            self._entry_view[place, 1] = time % NUM_TAGS
+            return
         entries = np.empty((len(tags), 2), dtype=np.uint32)
         entries[:, 0] = (tags & ~_USES) | uses
         entries[:, 1] = times % NUM_TAGS

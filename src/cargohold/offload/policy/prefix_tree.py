@@ -27,10 +27,15 @@ class PrefixTree:
 
     def link(self, slots: Slots, parent: int) -> None:
         """Add chunks, one behind the other, behind ``parent`` if there is one."""
-        self._parents[slots[1:]] = slots[:-1]
-        self._parents[slots[0]] = parent
-        self.num_children[slots] = 1
-        self.num_children[slots[-1]] = 0
+        if len(slots) == 1:  # while a request generates, they come one by one
+            (slot,) = slots.tolist()
+            self._parent_view[slot] = parent
+            self._children_view[slot] = 0
+        else:
+            self._parents[slots[1:]] = slots[:-1]
+            self._parents[slots[0]] = parent
+            self.num_children[slots] = 1
+            self.num_children[slots[-1]] = 0
         if parent != NO_SLOT:
             self._children_view[parent] += 1
 

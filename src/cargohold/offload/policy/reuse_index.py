@@ -135,6 +135,11 @@ class ReuseIndexPolicy(ReplacementPolicy):
 
     def _meet(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
         """What is known of chunks on offer. Changes nothing."""
+        if len(keys) == 1:
+            return self._meet_one(keys, parent)
+        return self._meet_many(keys, parent)
+
+    def _meet_many(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
         tags = self._tag_of(keys)
         uses: Uses = np.full(len(keys), 1, dtype=np.uint8)
         classes: Classes = np.full(len(keys), self._detail_behind(parent), dtype=np.uint8)
@@ -146,6 +151,19 @@ class ReuseIndexPolicy(ReplacementPolicy):
                 classes = np.where(is_known, _classes_of_known(uses, ages), classes)
         classes[-1:] += np.uint8(_LAST)
         return _Newcomers(keys, tags, uses, classes)
+
+    def _meet_one(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
+        """The same, in a third of the time: while a request generates, chunks come one by one."""
+        tag = self._tag_of.of(keys[0])
+        uses_before, age = (0, 0) if self._absent.is_empty else self._absent.recall_one(tag, self._now)
+        uses = min(uses_before + 1, _MAX_USES)
+        if uses_before:
+            detail = min((max(age, 1).bit_length() + 1) // 2, _DETAILS - 1)
+            chunk_class = int(_LEVEL_OF_USES[uses]) * _PER_LEVEL + detail
+        else:
+            chunk_class = self._detail_behind(parent)
+        classes = np.array([chunk_class + _LAST], dtype=np.uint8)
+        return _Newcomers(keys, np.array([tag], dtype=np.uint32), np.array([uses], dtype=np.uint8), classes)
 
     def _detail_behind(self, parent: int) -> int:
         """Detail of the class of new chunks that continue a prefix."""
