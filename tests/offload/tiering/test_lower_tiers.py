@@ -236,6 +236,17 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
     assert [command.kind for command in world.step()] == [JobKind.PROBE]
 
 
+def test_that_a_tier_is_left_alone_is_warned_of_once_and_not_with_every_trial(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    for at in range(6):
+        world.lower.probe([KEYS[at]])
+        (probe,) = world.step()
+        world.end(probe, [False], TransferOutcome.FAILED)
+        world.clock.advance(0 if at < 2 else 100)
+    assert world.lower.take_stats()["tier0_failures"] == 6
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
 def test_a_job_that_does_not_end_is_blamed_once_and_its_slots_stay_reserved_until_it_does() -> None:
     world = World()
     world.learn(KEYS[:2])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import READY
 from cargohold.offload.manager.base import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
-from cargohold.offload.tier.breaker import BreakerConfig, CircuitBreaker
+from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.offload.tier.config import Admission, WriteMode
 from cargohold.offload.tier.jobs import JobKind, reaches_medium
 from cargohold.offload.tiering.allowance import Allowance
@@ -168,8 +168,11 @@ class LowerTier:
         self.stats["failures"] += 1
         if self.is_off:
             return
+        was_trial = self.breaker.state is BreakerState.HALF_OPEN
         if self.breaker.note_failure():
-            logger.warning("tier %s is left alone for a while: %s", self.name, reason)
+            # Workers say of every trial why it failed.
+            level = logging.INFO if was_trial else logging.WARNING
+            logger.log(level, "tier %s is left alone for a while: %s", self.name, reason)
             # Nobody can load it now. What is still there when the tier is back is announced again when it is found.
             self._withdraw()
 
