@@ -52,6 +52,7 @@ class Script:
         self.loading: dict[str, Load] = {}
         self.sending: set[str] = set()
         self.ended = FinishedTransfers()
+        self.invalid: set[int] = set()
 
     def end_load(self, request_id: str, *, failed: bool) -> None:
         """Let an asynchronous load end in the next step."""
@@ -138,6 +139,10 @@ class ScriptedWorker(NullConnectorWorker):
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
         ended, self._script.ended = self._script.ended, FinishedTransfers()
         return ended
+
+    def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
+        invalid, self._script.invalid = self._script.invalid, set()
+        return invalid
 
 
 def scripted_connector(script: Script) -> ClassFactory:

@@ -161,6 +161,48 @@ def test_a_load_that_does_not_end_is_noticed_while_others_go_on() -> None:
     assert engine.tokens("stuck") == alone(prompt(1, 12), 3)
 
 
+@pytest.mark.parametrize("block_id", [-1, 0, 40])
+def test_a_connector_that_reports_a_block_that_does_not_exist_as_invalid_is_turned_off(block_id: int) -> None:
+    script = Script()
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("r", prompt(0, 12), 5)
+    engine.step()
+    script.invalid = {block_id, 39}
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is not None
+    assert f"do not exist as invalid: [{block_id}]" in engine.scheduler.connector.broken.rule
+    assert engine.tokens("r") == alone(prompt(0, 12), 5)
+
+
+def test_who_read_what_a_load_within_the_step_did_not_fill_starts_over() -> None:
+    script = Script(lambda load: script.invalid.update(load.blocks[0][1:2]))
+    script.offers["r"] = (12, False)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("r", prompt(0, 14), 5)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is None
+    assert engine.tokens("r") == alone(prompt(0, 14), 5)
+
+
+def test_a_block_that_turns_out_late_to_hold_garbage_is_found_by_nobody() -> None:
+    script = Script()
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("first", prompt(0, 14), 1)
+    (step, _) = engine.step()
+    (blocks,) = step.scheduled[0].block_ids
+    script.invalid = {blocks[1]}
+    engine.runner.memory[blocks[1]] = 0
+    engine.add("other", prompt(1, 9), 1)
+    engine.step()
+    engine.add("again", prompt(0, 14), 5)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.requests["again"].num_first_device_tokens == 4
+    assert engine.tokens("again") == alone(prompt(0, 14), 5)
+
+
 def test_reset_is_refused_while_a_request_runs_and_forgets_everything_after() -> None:
     engine = SimulatedEngine(simulated_layout(40))
     engine.add("a", prompt(0, 21), 2)
