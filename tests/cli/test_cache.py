@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -13,12 +14,13 @@ from typer.testing import CliRunner
 
 from cargohold.cli import cache as cache_command
 from cargohold.cli.app import app
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier import LoadOutcome, Tier
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.disk.root import bytes_in
 from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.inventory.disk import DiskInventory
 from cargohold.offload.tier.object_tier import ObjectTier
 from cargohold.offload.tier.redis_tier import RedisTier
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload
@@ -68,6 +70,27 @@ def run(*words: str, status: int = 0) -> str:
 
 def listed(place: Place) -> dict[str, dict[str, object]]:
     return {entry["id"]: entry for entry in json.loads(run("ls", place.name, "--json"))}
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_where_nothing_can_be_written_namespaces_are_listed_all_the_same(
+    place: Place, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount for reading only, or a directory of somebody else's. Tests may run as its owner, or as root."""
+    name = place.fill(3)
+    really_open = os.open
+
+    def open_for_reading(path: Path, flags: int, *rest: int) -> int:
+        if flags & (os.O_RDWR | os.O_CREAT | os.O_WRONLY):
+            raise OSError(number, os.strerror(number), str(path))
+        return really_open(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", open_for_reading)
+    entry = listed(place)[name]
+    assert (entry["chunks"], entry["in_use"]) == (3, False)
+    with pytest.raises(TierError, match=f"lock: {os.strerror(number)}"):
+        DiskInventory(Path(place.name)).remove(name)
 
 
 @pytest.mark.parametrize("kind", PLACES)

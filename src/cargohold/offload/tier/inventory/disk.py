@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
@@ -16,6 +17,7 @@ from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, i
 
 _NAME = "disk"
 _EMPTY = bytes(HEADER_BYTES)
+_NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class DiskInventory(Inventory):
@@ -38,7 +40,7 @@ class DiskInventory(Inventory):
         with _errors():
             if not any(shards_in(self._root)):
                 return []  # perhaps a directory of somebody else's: leave no lock in it
-        with _errors(), brief_lock(self._root):
+        with _errors(), _lock_if_writable(self._root):
             return [self._describe(shard) for shard in shards_in(self._root)]
 
     def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
@@ -114,6 +116,18 @@ def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
     payload = memoryview(bytearray(header.num_bytes))
     segment.read_payload(slot, payload)
     return Finding.GOOD if is_good(header, payload) else Finding.DAMAGED
+
+
+@contextmanager
+def _lock_if_writable(root: Path) -> Iterator[None]:
+    """Hold ``brief_lock`` where we may write. A look alone needs no more: what changes meanwhile is listed as it was seen."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(brief_lock(root))
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise
+        yield
 
 
 @contextmanager
