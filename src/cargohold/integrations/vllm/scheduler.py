@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any, Final
 
 from cargohold.errors import ContractError, RequestError
@@ -32,6 +34,19 @@ logger = logging.getLogger(__name__)
 
 EXPLAIN: Final = "cargohold_explain"
 """Key in a request's ``kv_transfer_params`` that asks for an explanation, and in the response that gives it."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load in flight.
+
+    Attributes:
+        since: when it began.
+        num_tokens: what it brings; nothing, once a rank has failed it.
+    """
+
+    since: float
+    num_tokens: int
 
 
 class SchedulerSide:
@@ -67,9 +82,8 @@ class SchedulerSide:
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         self._requests: dict[str, Any] = {}
-        # Loads in flight, with the time since when; the oldest first.
-        self._loading: dict[str, float] = {}
-        self._num_loading_tokens: dict[str, int] = {}
+        # By request, the oldest first.
+        self._loading: dict[str, _Load] = {}
         self._deferrals = Deferrals(clock)
         self._patience = Patience(clock)
         # Requests that were given blocks for a load and have not run since.
@@ -165,8 +179,7 @@ class SchedulerSide:
             self._stats["device_tokens"] += num_computed
             self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
         if num_external_tokens:
-            self._loading[request_id] = self._clock()
-            self._num_loading_tokens[request_id] = num_external_tokens
+            self._loading[request_id] = _Load(self._clock(), num_external_tokens)
             self._parked[request_id] = request
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
         self.guard.update_state_after_alloc(request, tables, num_external_tokens)
@@ -188,10 +201,7 @@ class SchedulerSide:
             return
         ranks = range(self.layout.world_size)
         for rank, report in sorted(message.reports.items()):
-            self._failed |= report.failed_loads & self._requests.keys()
-            for request_id in report.failed_loads:
-                self._parked.pop(request_id, None)  # gives its blocks back before it asks for others
-                self._stats["computed_tokens"] += self._num_loading_tokens.pop(request_id, 0)
+            self._note_failed(report.failed_loads)
             if report.error is not None:
                 self.guard.break_off(report.error)
             if report.stopped:
@@ -205,7 +215,6 @@ class SchedulerSide:
         self._stats.update(dict(output.stats))
         for request_id in output.finished.finished_recving:
             self._loading.pop(request_id, None)
-            self._num_loading_tokens.pop(request_id, None)
         if not output.is_empty():
             self.guard.update_connector_output(output)
         if self._stopped_ranks.issuperset(ranks):
@@ -275,9 +284,19 @@ class SchedulerSide:
         waiting = [request for request in self._requests.values() if not request.status.name.startswith("RUNNING")]
         return sorted(waiting, key=lambda request: request.status.name != "PREEMPTED")
 
+    def _note_failed(self, request_ids: AbstractSet[str]) -> None:
+        """A rank could not load for these requests."""
+        self._failed |= request_ids & self._requests.keys()
+        for request_id in request_ids:
+            self._parked.pop(request_id, None)  # gives its blocks back before it asks for others
+            load = self._loading.get(request_id)
+            if load is not None:
+                self._stats["computed_tokens"] += load.num_tokens
+                load.num_tokens = 0
+
     def _check_deadlines(self) -> None:
         oldest = next(iter(self._loading.items()), None)
-        late = oldest[0] if oldest is not None and self._clock() - oldest[1] > self._timeout_s else None
+        late = oldest[0] if oldest is not None and self._clock() - oldest[1].since > self._timeout_s else None
         if self._patience.ends_with(late, self._timeout_s):
             self.guard.break_off(f"did not end the load of request {late} within {self._timeout_s:g} s")
         undecided = self._deferrals.note_step(self._timeout_s)
@@ -289,7 +308,6 @@ class SchedulerSide:
         unlocks = self.guard.release().unlock_block_ids
         self._context.free_blocks([self._context.get_block(block_id) for block_id in unlocks])
         self._loading.clear()
-        self._num_loading_tokens.clear()
         self._deferrals.clear()
         self._is_released = True
 
