@@ -13,14 +13,14 @@ from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
-from cargohold.connector.factory import Offload, connector_factory
+from cargohold.connector.factory import Offload, check_places, connector_factory
 from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.recording import RecordingFactory
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.event_publisher import ZmqEventPublisher
-from cargohold.engine.executor.factory import make_executor
+from cargohold.engine.executor.factory import ExecutorKind, make_executor
 from cargohold.engine.executor.rank import RankSpec
 from cargohold.engine.llm_engine import EngineLimits, LLMEngine
 from cargohold.engine.model.info import describe_model
@@ -84,6 +84,8 @@ class LLM:
         if record is not None:
             factory = RecordingFactory(factory, os.fspath(record))
         self.plan = plan_engine(config, describe_model(config.model, config.dtype))
+        if self.plan.executor.kind is not ExecutorKind.RAY:  # whose workers may have other disks
+            check_places(offload, self.plan.layout)
         self.engine = build_engine(self.plan, factory)
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 

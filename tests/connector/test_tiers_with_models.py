@@ -141,6 +141,31 @@ def test_a_directory_that_cannot_be_is_refused_by_name(directory: str, tiny_mode
     assert caught.value.key == "directory"
 
 
+@pytest.mark.parametrize("kind", [OffloadConfig, LazyOffloadConfig])
+@pytest.mark.parametrize(
+    ("key", "option"),
+    [
+        ("directory", {"directory": "/dev/null/kv"}),
+        ("max_bytes", {"max_bytes": "1000000GiB"}),
+        ("max_bytes", {"max_bytes": "1KiB"}),
+        ("encryption_key", {"encryption_key": "env:CARGOHOLD_NO_SUCH_KEY"}),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # which may take minutes
+    kind: type[OffloadConfig | LazyOffloadConfig],
+    key: str,
+    option: dict[str, Any],
+    tmp_path: Path,
+    tiny_model: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("a worker was started"))
+    config = kind(host_bytes="16MiB", tiers=[replace(disk(tmp_path), **option)])
+    with pytest.raises(ConfigError) as caught:
+        LLM(tiny_model("llama"), offload=[config], **OPTIONS)
+    assert caught.value.key == key
+
+
 def test_a_small_host_over_a_large_disk(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:

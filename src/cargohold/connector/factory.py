@@ -7,9 +7,26 @@ from collections.abc import Sequence
 from cargohold.connector.lazy import LazyOffloadConfig, LazyOffloadingFactory
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
-from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
+from cargohold.connector.offloading.make_tiers import check_tiers
+from cargohold.protocol import NULL_CONNECTOR, KVCacheLayout, KVConnectorFactory
 
 Offload = OffloadConfig | LazyOffloadConfig | KVConnectorFactory
+
+
+def check_places(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout) -> None:
+    """Refuse tiers that cannot be opened on this machine. Knows nothing of other people's connectors.
+
+    Raises:
+        ConfigError: a directory or its budget cannot be, or there is no key for encryption.
+    """
+    match offload:
+        case OffloadConfig():
+            check_tiers(offload, layout)
+        case LazyOffloadConfig():
+            check_tiers(offload.common(), layout)
+        case Sequence():
+            for child in offload:
+                check_places(child, layout)
 
 
 def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:

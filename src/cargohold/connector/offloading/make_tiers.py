@@ -7,12 +7,18 @@ from collections import Counter
 from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.namespaces import namespace_of, served_model
 from cargohold.offload.manager import OffloadManager
-from cargohold.offload.tier import DiskTierConfig, QueueConfig, TierConfig, TierQueue, open_tier
+from cargohold.offload.tier import DiskTierConfig, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
 from cargohold.offload.tiering import Admission, LowerTiers, TieringConfig, TierOptions, WriteMode
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
 
 MAX_INFLIGHT_BYTES = 256 * 1024**2
 """What is being written to one tier at the same time, over all workers."""
+
+
+def check_tiers(config: OffloadConfig, layout: KVCacheLayout) -> None:
+    """Refuse tiers that workers on this machine could not open, before they load anything. Raises ``ConfigError``."""
+    for tier in config.tiers:
+        check_tier(tier, _shard_bytes(config, layout), layout.world_size)
 
 
 def make_lower_tiers(config: OffloadConfig, environment: SchedulerEnvironment, host: OffloadManager) -> LowerTiers:

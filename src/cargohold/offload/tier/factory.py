@@ -12,6 +12,25 @@ from cargohold.offload.tier.encryption import read_key
 from cargohold.offload.tier.namespace import Namespace
 
 
+def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
+    """Refuse, on the machine where it will be opened, a tier that ``open_tier`` would; what is asked of a server is left to it.
+
+    Args:
+        config: what and where.
+        chunk_bytes: bytes of the largest chunk of one worker.
+        num_shards: workers that share the limits in ``config``.
+
+    Raises:
+        ConfigError: the directory or its budget cannot be, or there is no key for encryption.
+    """
+    if config.encryption_key is not None:
+        read_key(config.encryption_key)
+    if isinstance(config, DiskTierConfig):
+        from cargohold.offload.tier.disk.shard import check_place  # noqa: PLC0415  # only what is used is imported
+
+        check_place(config, chunk_bytes, num_shards)
+
+
 def open_tier(
     config: TierConfig,
     namespace: Namespace,

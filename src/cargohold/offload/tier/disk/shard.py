@@ -44,6 +44,12 @@ class Budget:
     shard_bytes: int
     reserve_bytes: int
 
+    @classmethod
+    def of(cls, config: DiskTierConfig, num_shards: int) -> Budget:
+        """The share of one of so many workers."""
+        total = config.num_max_bytes
+        return cls(total, total // num_shards, config.num_reserve_bytes)
+
 
 class Shard:
     """Files, locked. Where it says so it raises ``OSError``; everything but ``grow`` and ``close`` may be
@@ -65,7 +71,7 @@ class Shard:
     """
 
     def __init__(self, config: DiskTierConfig, namespace: Namespace, chunk_bytes: int, budget: Budget) -> None:
-        self._root = Path(config.directory).expanduser().absolute()
+        self._root = _root_of(config)
         self._budget = budget
         self._direct_io = config.direct_io
         self.path = self._root / namespace.id
@@ -84,8 +90,7 @@ class Shard:
             reason = "another process uses it for the same model; give each engine a directory of its own"
             raise ConfigError("directory", config.directory, reason) from error
         except OSError as error:
-            reason = f"it must be a directory where files can be written: {error.strerror}"
-            raise ConfigError("directory", config.directory, reason) from error
+            raise _unusable(config, error) from error
 
     @property
     def num_slots(self) -> int:
@@ -161,10 +166,8 @@ class Shard:
         room = self._budget.shard_bytes - _OTHER_BYTES
         if known is not None and known.slot_bytes == slot_bytes and known.segment_bytes <= room:
             return known
+        _require_room(config, self._budget, slot_bytes)
         most = room // Geometry(slot_bytes, 1).segment_bytes
-        if most < 1:
-            need = format_bytes(Geometry(slot_bytes, 1).segment_bytes + _OTHER_BYTES)
-            raise ConfigError("max_bytes", config.max_bytes, f"one chunk of one worker needs {need}")
         self._delete_segments(0)
         geometry = Geometry(slot_bytes, max(1, min(_SEGMENT_BYTES // slot_bytes, most // _LEAST_SEGMENTS)))
         write_description(self.path, namespace.describe(), geometry)
@@ -217,6 +220,23 @@ def free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def check_place(config: DiskTierConfig, chunk_bytes: int, num_shards: int) -> None:
+    """Refuse what no shard could be opened with, as far as that can be told without a namespace. Makes the directory.
+
+    Raises:
+        ConfigError: the directory cannot be used, or the budget is impossible.
+    """
+    root, budget = _root_of(config), Budget.of(config, num_shards)
+    try:
+        make_private(root)
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        check_budget(root, config, budget)
+    except OSError as error:
+        raise _unusable(config, error) from error
+    _require_room(config, budget, padded(chunk_bytes))
+
+
 def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
     """Refuse a budget that the file system can never hold.
 
@@ -229,3 +249,20 @@ def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
     if budget.root_bytes + budget.reserve_bytes > total:
         reserve = f", of which {format_bytes(budget.reserve_bytes)} are a reserve" if budget.reserve_bytes else ""
         raise ConfigError("max_bytes", config.max_bytes, f"the file system has {format_bytes(total)}{reserve}")
+
+
+def _root_of(config: DiskTierConfig) -> Path:
+    return Path(config.directory).expanduser().absolute()
+
+
+def _unusable(config: DiskTierConfig, error: OSError) -> ConfigError:
+    reason = f"it must be a directory where files can be written: {error.strerror}"
+    return ConfigError("directory", config.directory, reason)
+
+
+def _require_room(config: DiskTierConfig, budget: Budget, slot_bytes: int) -> None:
+    """Raise ``ConfigError`` if there is none for a single slot."""
+    need = Geometry(slot_bytes, 1).segment_bytes
+    if budget.shard_bytes - _OTHER_BYTES < need:
+        need_all = format_bytes(need + _OTHER_BYTES)
+        raise ConfigError("max_bytes", config.max_bytes, f"one chunk of one worker needs {need_all}")

@@ -60,8 +60,7 @@ class DiskTier(Tier):
         self.chunk_bytes = chunk_bytes
         self._config = config
         self._codec = codec
-        total = config.num_max_bytes
-        self._budget = Budget(total, total // num_shards, config.num_reserve_bytes)
+        self._budget = Budget.of(config, num_shards)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._growth_pause = 0
