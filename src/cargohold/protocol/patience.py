@@ -29,7 +29,7 @@ class Patience:
         self._num_looks = 0
 
     def ends_with(self, overdue: Hashable, limit_s: float) -> bool:
-        """Whether patience is over with what is overdue now. Call it once in every step.
+        """Whether patience is over with what is overdue now. Call it at each look, and look once a step at most.
 
         Args:
             overdue: what it is, the oldest of several; ``None`` if nothing is.

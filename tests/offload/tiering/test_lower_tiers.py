@@ -47,6 +47,7 @@ class World:
         max_daily_chunks: int | None = None,
         admission: Admission = Admission.ALL,
         has_index: bool = True,
+        max_asked_chunks: int = 65536,
         host: OffloadManager | None = None,
     ) -> None:
         self.clock = VirtualClock()
@@ -60,6 +61,7 @@ class World:
                     max_inflight_chunks=max_inflight_chunks,
                     max_daily_chunks=max_daily_chunks,
                     has_index=has_index,
+                    max_asked_chunks=max_asked_chunks,
                 )
                 for at in range(num_tiers)
             ],
@@ -122,6 +124,19 @@ def test_a_probe_is_not_repeated_while_it_runs() -> None:
     world.lower.probe(KEYS[:3])
     assert [command.keys for command in world.step()] == [tuple(KEYS[:2]), (KEYS[2],)]
     assert world.step() == []
+
+
+def test_a_question_about_more_than_a_tier_takes_at_a_time_is_several() -> None:
+    world = World(max_asked_chunks=5)
+    probes = world.lower.probe(KEYS)
+    asked = []
+    while commands := world.step():
+        for command in commands:
+            asked.append(command.keys)
+            world.end(command, [True] * len(command.keys))
+    assert asked == [tuple(KEYS[:5]), tuple(KEYS[5:10]), tuple(KEYS[10:])]
+    assert all(probe.has_ended for probe in probes)
+    assert list(world.lower.lookup(KEYS)) == [READY] * NUM_CHUNKS
 
 
 def test_a_promotion_is_not_ready_before_all_workers_are_done() -> None:

@@ -159,7 +159,11 @@ class LowerTiers:
             at = next((at for at, is_there in usable if is_there(key) is None), None)
             if state == UNKNOWN and at is not None:
                 asked.setdefault(at, []).append(key)
-        probes = [TierTask(JobKind.PROBE, at, asked_keys) for at, asked_keys in asked.items()]
+        probes = [
+            TierTask(JobKind.PROBE, at, asked_keys[first : first + self.tiers[at].options.max_asked_chunks])
+            for at, asked_keys in asked.items()
+            for first in range(0, len(asked_keys), self.tiers[at].options.max_asked_chunks)
+        ]
         for probe in probes:
             self.tiers[probe.tier].probing.update(probe.keys)
             self._tasks.want(probe)
