@@ -594,3 +594,30 @@ def test_blocks_loaded_for_a_request_that_was_aborted_serve_the_next() -> None:
     offloading.transfers[0].auto = True
     finish(engine, offloading)
     assert engine.requests["b"].num_first_device_tokens == 40
+
+
+def test_copies_are_counted_by_how_they_ended() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    (transfers,) = offloading.transfers
+
+    def counted() -> dict[str, float]:
+        stats = engine.connector.get_stats()
+        return {name: count for name, count in stats.items() if count and not name.endswith("_tokens")}
+
+    transfers.auto = False
+    engine.add("first", prompt(0, 30), 1)
+    engine.step()
+    transfers.complete(transfers.pending[0], TransferOutcome.FAILED)
+    finish(engine, offloading)
+    assert counted() == {"stores": 1, "stored_blocks": 7, "stores_failed": 1}
+    assert offloading.manager.num_ready == 0
+    transfers.auto = True
+    evict_everything(engine)
+    engine.add("second", prompt(0, 30), 1)
+    finish(engine, offloading)
+    assert counted() == {"stores": 1, "stored_blocks": 7, "stored_chunks": 7, "ready_chunks": 7}
+    evict_everything(engine)
+    engine.add("third", prompt(0, 30), 1)
+    finish(engine, offloading)
+    assert counted() == {"loads": 1, "loaded_blocks": 7}
