@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cargohold.blocks import READY, KVCacheBlock, extend_hashes, root_hash
+from cargohold.blocks import ABSENT, READY, KVCacheBlock, extend_hashes, root_hash
 from cargohold.engine.core.config import LoadFailurePolicy
 from cargohold.engine.core.request import FinishReason
 from cargohold.errors import RequestError
@@ -297,6 +297,36 @@ def test_reports_say_what_a_load_that_failed_in_part_has_restored(
     report, stats = engine.outputs["second"].cache_report, engine.scheduler.connector.get_stats()
     assert sum(report.restored_tokens.values()) == stats.get("host_hit_tokens", 0) == num_kept
     assert any(f"{28 - num_kept} tokens are computed instead" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_of_a_load_that_failed_in_part_the_bad_chunk_alone_is_forgotten(blocks_per_chunk: int) -> None:
+    offloading = SimulatedOffloading(60, blocks_per_chunk=blocks_per_chunk)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("first", prompt(0, 34), 3)
+    engine.run()
+    evict_everything(engine)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("second", prompt(0, 34), 3)
+    engine.step()
+    (load,) = transfers.pending
+    bad = load.block_ids[4]
+    transfers.complete(load)
+    transfers._results[-1] = replace(
+        transfers._results[-1], outcome=TransferOutcome.FAILED, failed_block_ids=frozenset({bad})
+    )
+    engine.runner.memory[bad] = 0
+    engine.step()
+    there = [True] * (8 // blocks_per_chunk)
+    there[4 // blocks_per_chunk] = False
+    keys = keys_of(prompt(0, 34), len(there), blocks_per_chunk)
+    assert list(offloading.manager.lookup(keys)) == [READY if is_there else ABSENT for is_there in there]
+    transfers.auto = True
+    finish(engine, offloading)
+    assert engine.requests["second"].num_device_tokens == 16, "what came before it is used"
+    assert engine.tokens("second") == engine.tokens("first")
+    assert offloading.manager.lookup_run(keys) == bytes([READY]) * len(there), "and it is stored again"
 
 
 @pytest.mark.parametrize("state", ["waiting", "loading", "running", "finished"])
