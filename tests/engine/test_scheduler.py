@@ -161,6 +161,35 @@ def test_a_load_that_does_not_end_is_noticed_while_others_go_on() -> None:
     assert engine.tokens("stuck") == alone(prompt(1, 12), 3)
 
 
+def test_a_connector_may_work_on_for_as_long_as_it_likes_while_nobody_waits() -> None:
+    script = Script()
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script), load_timeout_s=0.1)
+    engine.add("r", prompt(0, 5), 3)
+    engine.run()
+    script.hesitates = True
+    for _ in range(100):
+        assert engine.scheduler.has_work()
+        engine.step()
+    assert engine.scheduler.connector.broken is None
+
+
+def test_a_connector_may_hesitate_for_as_long_as_a_load_may_take_and_no_longer() -> None:
+    script = Script()
+    script.hesitates = True
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script), load_timeout_s=1.0)
+    engine.add("a", prompt(0, 5), 3)
+    engine.add("b", prompt(1, 5), 3)
+    began = engine.clock()
+    while engine.clock() - began < 0.9:
+        engine.step()
+    assert engine.scheduler.connector.broken is None
+    engine.run()
+    assert engine.scheduler.connector.broken is not None
+    assert engine.scheduler.connector.broken.rule == "kept 2 request(s) waiting for 1 s"
+    assert engine.clock() - began < 1.5
+    assert engine.tokens("a") == alone(prompt(0, 5), 3)
+
+
 @pytest.mark.parametrize("block_id", [-1, 0, 40])
 def test_a_connector_that_reports_a_block_that_does_not_exist_as_invalid_is_turned_off(block_id: int) -> None:
     script = Script()
