@@ -133,6 +133,7 @@ def test_without_prefix_cache_each_request_loads_for_itself() -> None:
     engine.add("b", prompt(0, 41), 1)
     finish(engine, offloading)
     assert [engine.outputs[name].cache_report.restored_tokens for name in "ab"] == [{"host": 40}, {"host": 40}]
+    assert not any(engine.requests[name].num_preemptions for name in "ab"), "what was loaded is not computed again"
 
 
 @pytest.mark.parametrize("hold", HOLDS)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.simulation import SimulatedEngine, WrongTokenError, simulated_layout
-from tests.engine.scripted import Script, scripted_connector
+from tests.engine.scripted import Load, Script, scripted_connector
 
 LAYOUTS = {
     "full": (None,),
@@ -213,6 +213,21 @@ def test_who_read_what_a_load_within_the_step_did_not_fill_starts_over() -> None
     engine.scheduler.check_settled()
     assert engine.scheduler.connector.broken is None
     assert engine.tokens("r") == alone(prompt(0, 14), 5)
+
+
+def test_who_computed_in_a_step_whose_loads_may_be_missing_starts_over() -> None:
+    def break_down(_: Load) -> None:
+        raise ZeroDivisionError
+
+    script = Script(break_down)
+    script.offers["r"] = (12, False)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("r", prompt(0, 14), 5)
+    engine.add("again", prompt(0, 14), 5)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is not None
+    assert engine.tokens("r") == engine.tokens("again") == alone(prompt(0, 14), 5)
 
 
 def test_a_block_that_turns_out_late_to_hold_garbage_is_found_by_nobody() -> None:
