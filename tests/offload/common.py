@@ -31,7 +31,6 @@ def numbered(*numbers: int) -> list[bytes]:
 
 EVERY_PATH = [path for depth in range(1, DEPTH + 1) for path in product(range(BRANCHES), repeat=depth)]
 EVERY_KEY = [key(path) for path in EVERY_PATH]
-PARENT = {key(path): key(path[:-1]) for path in EVERY_PATH if len(path) > 1}
 
 
 def hits_of(policy: str, requests: Iterable[Sequence[bytes]], capacity: int) -> int:

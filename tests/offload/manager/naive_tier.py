@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.offload.manager import CannotStore, LoadHandle, OffloadManager, StoreHandle
-from tests.offload.common import EVERY_KEY, PARENT
+from tests.offload.common import EVERY_KEY
 
 
 class NaiveTier:
@@ -26,6 +26,8 @@ class NaiveTier:
         self.stores: list[StoreHandle] = []
         self.loads: list[LoadHandle] = []
         self.leaving: set[int] = set()  # slots of removed chunks that somebody reads
+        # By key: the chunk in front, for those whose chunk in front was there when they were stored, and has been since.
+        self.behind: dict[bytes, bytes] = {}
 
     @property
     def writing(self) -> dict[bytes, int]:
@@ -47,9 +49,10 @@ class NaiveTier:
         absent = [key for key in dict.fromkeys(keys) if key not in before and key not in writing]
         num_waiting = len(writing) + len(self.read_slots)
         pinned = set(self.read_slots)
+        stays = {*keys, *(self._in_front(parent) if self.knows_prefixes else {parent})}
         answer = self.manager.prepare_store(keys, parent)
         evicted = self._note_evictions()
-        stays = {*keys, *(_ancestors(parent, {*before, *writing}) if self.knows_prefixes else {parent})}
+        self._forget(evicted)
         assert not stays & evicted.keys(), "evicted for its own child, or from the offer"
         assert not pinned & set(evicted.values()), "evicted while being read"
         if isinstance(answer, CannotStore):
@@ -60,6 +63,7 @@ class NaiveTier:
         assert len(evicted) == max(0, len(answer.keys) - num_free), "more evicted than needed"
         taken = {*self.ready.values(), *writing.values(), *self.leaving}
         assert not taken & set(answer.slots), "a slot was given twice"
+        self._note_order(keys, parent, set(answer.keys))
         self.stores.append(answer)
         return answer
 
@@ -71,6 +75,7 @@ class NaiveTier:
     def forfeit(self, store: StoreHandle) -> None:
         self.stores.remove(store)
         store.forfeit()
+        self._forget(store.keys)
 
     def load(self, keys: Sequence[bytes]) -> LoadHandle:
         load = self.manager.prepare_load(keys)
@@ -86,6 +91,7 @@ class NaiveTier:
         for key in bad_keys:
             if self.ready.get(key) == slot_of[key]:
                 self.leaving.add(self.ready.pop(key))
+                self._forget([key])
         self.leaving &= set(self.read_slots)
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -93,6 +99,7 @@ class NaiveTier:
         for key in keys:
             if key in self.ready:
                 self.leaving.add(self.ready.pop(key))
+                self._forget([key])
         self.leaving &= set(self.read_slots)
 
     def reset(self) -> None:
@@ -101,6 +108,7 @@ class NaiveTier:
         if could:
             self.leaving |= set(self.ready.values()) & set(self.read_slots)
             self.ready.clear()
+            self.behind.clear()
 
     # --- what must hold at all times ------------------------------------------------------------------------------
 
@@ -115,6 +123,24 @@ class NaiveTier:
         assert manager.lookup(EVERY_KEY) == bytes(READY if key in self.ready else ABSENT for key in EVERY_KEY)
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _note_order(self, keys: Sequence[bytes], parent: bytes | None, placed: set[bytes]) -> None:
+        there = {*self.ready, *self.writing, *placed}
+        for in_front, key in zip([parent, *keys], keys, strict=False):
+            if key in placed and in_front is not None and in_front in there:
+                self.behind[key] = in_front
+
+    def _in_front(self, parent: bytes | None) -> set[bytes]:
+        """The chunks in front of an offer, as far as they are known to be."""
+        found: set[bytes] = set()
+        while parent is not None and parent in {*self.ready, *self.writing}:
+            found.add(parent)
+            parent = self.behind.get(parent)
+        return found
+
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        gone = set(keys)
+        self.behind = {key: front for key, front in self.behind.items() if gone.isdisjoint((key, front))}
 
     def _note_evictions(self) -> dict[bytes, int]:
         found = self.manager.lookup(list(self.ready))
@@ -131,12 +157,3 @@ class NaiveTier:
         assert deferred == absent[num_placed : num_placed + len(deferred)], "what is deferred comes next"
         assert len(deferred) <= num_waiting, "nobody will let go of so many slots"
         assert len(set(store.slots)) == num_placed and set(store.slots) <= set(range(self.manager.capacity))
-
-
-def _ancestors(parent: bytes | None, present: set[bytes]) -> set[bytes]:
-    """The chunks in front of an offer, as far as they are there without a gap."""
-    found = set()
-    while parent in present:
-        found.add(parent)
-        parent = PARENT.get(parent)
-    return found

@@ -173,7 +173,8 @@ class OffloadManager(ABC):
         * none of these: it is not worth a slot, or never will find one. Do not offer it again for this request.
 
         Slots go to the leading chunks: what lies behind a hole is worth nothing. Never evicts a chunk that is pinned or being
-        written, nor one of ``keys``, nor one before them in their prefix.
+        written, nor one of ``keys``, nor one before them in their prefix, as far as each of these was there when the next was
+        stored.
 
         Args:
             keys: consecutive chunks of one prefix.
