@@ -42,18 +42,23 @@ class Asked:
         return len(self.all_token_ids)
 
 
-def matched(kind: str, num_tokens: int, num_computed_tokens: int) -> int | None:
-    """What is found of a request whose every chunk is in the tier."""
-    request = Asked(list(range(num_tokens)))
+def asked_of(kind: str, request: Asked, first_chunk: int = 0) -> OffloadingScheduler:
+    """A scheduler side that was told of a request whose every chunk from ``first_chunk`` on is in the tier."""
     manager = make_manager("lru", 100)
-    handle = manager.prepare_store([offload_key(block_hash, 0) for block_hash in request.block_hashes])
+    handle = manager.prepare_store([offload_key(block_hash, 0) for block_hash in request.block_hashes[first_chunk:]])
     assert not isinstance(handle, CannotStore)
     handle.commit()
     layout = KVCacheLayout((KINDS[kind],), 40, 64, BLOCK_TOKENS)
     environment = SchedulerEnvironment(layout, lambda: 0.0, full_hits=False)
     scheduler = OffloadingScheduler(OffloadConfig(host_bytes="1MiB"), environment, manager)
     scheduler.on_new_request(request)
-    return scheduler.get_num_new_matched_tokens(request, num_computed_tokens)[0]
+    return scheduler
+
+
+def matched(kind: str, num_tokens: int, num_computed_tokens: int) -> int | None:
+    """What is found of a request whose every chunk is in the tier."""
+    request = Asked(list(range(num_tokens)))
+    return asked_of(kind, request).get_num_new_matched_tokens(request, num_computed_tokens)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,3 +72,11 @@ def test_a_hit_ends_before_the_last_token(kind: str) -> None:
 def test_nothing_is_found_where_only_the_last_chunk_is_missing(kind: str) -> None:
     assert matched(kind, 16, 12) == 0
     assert matched(kind, 4, 0) == 0
+
+
+def test_an_answer_counts_for_as_many_computed_tokens_as_it_was_asked_for() -> None:
+    """A request that waits may be asked about again when the device has lost what it had of it."""
+    request = Asked(list(range(17)))
+    scheduler = asked_of("full", request, first_chunk=2)
+    answers = [scheduler.get_num_new_matched_tokens(request, num_computed)[0] for num_computed in (8, 0, 8, 12)]
+    assert answers == [8, 0, 8, 4]
