@@ -89,6 +89,20 @@ def test_a_prompt_that_was_evicted_is_restored(
     assert "30 tokens, 0 were on the device" in engine.outputs["second"].cache_report.notes[0]
 
 
+def test_less_than_a_chunk_is_not_worth_a_transfer() -> None:
+    offloading = SimulatedOffloading(60, blocks_per_chunk=3)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("first", prompt(0, 25), 1)
+    finish(engine, offloading)
+    evict_everything(engine)
+    engine.add("its start", prompt(0, 9), 1, kv_transfer_params={"max_load_tokens": 0})
+    finish(engine, offloading)
+    engine.add("two blocks and a chunk", prompt(0, 13), 1)
+    finish(engine, offloading)
+    assert engine.requests["two blocks and a chunk"].num_first_device_tokens == 8
+    assert engine.outputs["two blocks and a chunk"].cache_report.restored_tokens == {}
+
+
 def test_a_corrupted_tier_is_noticed_by_these_tests() -> None:
     """The control: if restored bytes did not matter, the tests above would prove nothing."""
     offloading = SimulatedOffloading(60)
@@ -129,8 +143,13 @@ def test_without_prefix_cache_each_request_loads_for_itself() -> None:
     engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)
     engine.add("first", prompt(0, 40), 1)
     engine.run()
+    (transfers,) = offloading.transfers
+    transfers.auto = False
     engine.add("a", prompt(0, 41), 1)
     engine.add("b", prompt(0, 41), 1)
+    engine.step()
+    assert [job.direction for job in transfers.pending] == [Direction.LOAD] * 2, "neither waits for the other"
+    transfers.auto = True
     finish(engine, offloading)
     assert [engine.outputs[name].cache_report.restored_tokens for name in "ab"] == [{"host": 40}, {"host": 40}]
     assert not any(engine.requests[name].num_preemptions for name in "ab"), "what was loaded is not computed again"
