@@ -5,6 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
 from cargohold.integrations.vllm.layout import make_layout
 from cargohold.protocol import AttentionKind, KVCacheGroup, ServedModel
 
