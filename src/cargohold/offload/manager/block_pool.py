@@ -40,7 +40,7 @@ class BlockPoolManager(OffloadManager):
         self._writing: set[OffloadKey] = set()
         # Blocks of removed chunks that are still being read.
         self._leaving: set[KVCacheBlock] = set()
-        self._num_handles = self._num_pins = 0
+        self._num_pins = 0
         self._generation = 0
         self._num_removed = 0
         self._record_events = record_events
@@ -79,7 +79,6 @@ class BlockPoolManager(OffloadManager):
                 raise MissingChunkError(key)
             blocks.append(block)
         self._pool.touch(blocks)
-        self._num_handles += 1
         self._num_pins += len(blocks)
         return ChunkPins(tuple(keys), _slots_of(blocks), self._end_load)
 
@@ -98,7 +97,6 @@ class BlockPoolManager(OffloadManager):
         deferred = absent[len(chosen) : len(chosen) + num_waiting]
         if deferred and not chosen:
             return CannotStore.BUSY
-        self._num_handles += 1
         self._writing.update(chosen)
         return SlotReservation(chosen, _slots_of(blocks), deferred, self._end_store)
 
@@ -166,7 +164,6 @@ class BlockPoolManager(OffloadManager):
 
     def _end_store(self, handle: SlotReservation, is_stored: bool) -> None:
         blocks = [self._pool.get_block(slot) for slot in handle.slots]
-        self._num_handles -= 1
         self._writing.difference_update(handle.keys)
         if is_stored and handle.keys:
             for key, block in zip(handle.keys, blocks, strict=True):
@@ -178,7 +175,6 @@ class BlockPoolManager(OffloadManager):
 
     def _end_load(self, handle: ChunkPins, bad_slots: Sequence[int]) -> None:
         blocks = [self._pool.get_block(slot) for slot in handle.slots]
-        self._num_handles -= 1
         self._num_pins -= len(blocks)
         for block in map(self._pool.get_block, bad_slots):
             self._pool.uncache_block(block)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -101,7 +100,7 @@ class LeafQueue:
         last_uses: list[int] = []
         passed: list[Entry] = []
         refused = False
-        offered: list[float] = worth.tolist()
+        offered = worth.data
         while len(victims) < len(offered):
             lowest = self._lowest(now, busy, passed)
             if lowest is None:
@@ -116,9 +115,7 @@ class LeafQueue:
             heappush(self._heap, entry)
         return Eviction(np.array(victims, dtype=np.intp), np.array(last_uses, dtype=np.int64), refused)
 
-    def _evict_upwards(
-        self, leaf: Entry, offered: Sequence[float], victims: list[int], now: int, busy: BusyCounts
-    ) -> None:
+    def _evict_upwards(self, leaf: Entry, offered: memoryview, victims: list[int], now: int, busy: BusyCounts) -> None:
         """Evict the leaf at the head of the queue, and what was in front of it as long as that is the same in all respects.
 
         A chunk that becomes a leaf by an eviction, and is of the same class and age, is as low as anything in the queue: a
@@ -136,7 +133,7 @@ class LeafQueue:
         last_use_of, class_of, cut_leaf, is_busy = self._last_use_of, self._class_of, self._tree.cut_leaf, busy.data
         chunk_class, num_offered = class_of[slot], len(offered)
         if num_offered - len(victims) >= _MIN_LINE and self._tree.follows_its_neighbour(slot):
-            is_worse = np.array(offered[len(victims) :]) < worth
+            is_worse = np.asarray(offered[len(victims) :]) < worth
             num_wanted = int(is_worse.argmax()) if is_worse.any() else len(is_worse)
             first = self._line_alike(slot, num_wanted, busy)
             victims += range(slot, first - 1, -1)
