@@ -106,3 +106,129 @@ def test_a_revision_on_the_hub_is_told_from_another(
     assert digest_of(None) == digest_of("main") != digest_of("dev")
     (place / "refs" / "dev").write_text("1" * 40)
     assert digest_of("dev") == digest_of("main"), "its contents count, not its name"
+
+
+def test_existing_tiers_stay_valid(layout: KVCacheLayout) -> None:
+    """The namespace of a model whose KV its weights and ``config.json`` decide on is what it was in all versions."""
+    model = model_of(layout)
+    directory = Path(model.path)
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md", "modeling.py"):
+        (directory / name).write_text("{}")
+    group = KVCacheGroup(0, AttentionKind.FULL, 4, ("layer",))
+    assert namespace_of(KVCacheLayout((group,), 10, 64, 4, 2, model), 0, 1).id == "6b610151591c50a9efc0fc156113f0c6"
+
+
+@pytest.mark.parametrize("name", ["modeling_own.py", "parts/attention.py"])
+def test_code_that_the_engine_runs_makes_another_model(layout: KVCacheLayout, name: str) -> None:
+    """Found by reading: a model whose code was changed, under the same weights, found the KV of before."""
+    model = model_of(layout)
+    trusting = replace(layout, model=replace(model, runs_code=True))
+    file = Path(model.path) / name
+    file.parent.mkdir(exist_ok=True)
+    without = namespace_of(trusting, 0, 1).digest
+    assert without == namespace_of(layout, 0, 1).digest
+    file.write_text("def attend(): ...")
+    before = namespace_of(trusting, 0, 1).digest
+    file.write_text("def attend(): pass")
+    assert len({without, before, namespace_of(trusting, 0, 1).digest}) == 3
+    assert namespace_of(layout, 0, 1).digest == without, "nobody runs it"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapter_config.json",
+        "hf_quant_config.json",
+        "params.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "quantize_config.json",
+        "video_preprocessor_config.json",
+    ],
+)
+def test_configuration_in_other_files_counts(layout: KVCacheLayout, name: str) -> None:
+    """Found by reading: another quantization, or other sizes of pictures, under the same weights, found the KV of before."""
+    file = Path(model_of(layout).path) / name
+    digests = {namespace_of(layout, 0, 1).digest}
+    for contents in ('{"bits": 4}', '{"bits": 8}'):
+        file.write_text(contents)
+        digests.add(namespace_of(layout, 0, 1).digest)
+    assert len(digests) == 3
+
+
+def test_an_index_that_chooses_among_files_counts(layout: KVCacheLayout) -> None:
+    index = Path(model_of(layout).path) / "model.safetensors.index.json"
+    digests = {namespace_of(layout, 0, 1).digest}
+    for file in ("one.safetensors", "two.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": file}}))
+        digests.add(namespace_of(layout, 0, 1).digest)
+    assert len(digests) == 3
+
+
+def test_a_configuration_from_elsewhere_counts_by_what_it_says(layout: KVCacheLayout, tmp_path: Path) -> None:
+    """Found by reading: of vLLM's ``--hf-config-path`` the name alone counted."""
+    other = tmp_path / "config"
+    other.mkdir()
+    elsewhere = replace(layout, model=replace(model_of(layout), config_path=str(other), runs_code=True))
+    digests = set()
+    for name, contents in (("config.json", "{}"), ("config.json", '{"layers": 4}'), ("configuration_own.py", "")):
+        (other / name).write_text(contents)
+        digests.add(namespace_of(elsewhere, 0, 1).digest)
+    assert len(digests) == 3
+    (other / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json must be a local file"):
+        namespace_of(elsewhere, 0, 1)
+
+
+def test_code_of_another_repository_counts_or_the_tier_is_refused(
+    layout: KVCacheLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    model = replace(model_of(layout), runs_code=True)
+    directory = Path(model.path)
+    references = {"AutoConfig": "configuration.Own", "AutoTokenizer": [None, "org/code--tokenization.Own"]}
+    (directory / "config.json").write_text(json.dumps({"text": {"auto_map": references}}))
+    namespace_of(layout, 0, 1)
+    with pytest.raises(ConfigError, match="code must be in local files") as caught:
+        namespace_of(replace(layout, model=model), 0, 1)
+    assert caught.value.value == "org/code"
+    for revision, commit in (("main", "1" * 40), ("dev", "2" * 40)):
+        snapshot = hub / "models--org--code" / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "modeling.py").write_text(revision)
+        refs = hub / "models--org--code" / "refs"
+        refs.mkdir(exist_ok=True)
+        (refs / revision).write_text(commit)
+
+    def digest_of(code_revision: str | None) -> bytes:
+        return namespace_of(replace(layout, model=replace(model, code_revision=code_revision)), 0, 1).digest
+
+    before = digest_of(None)
+    assert before == namespace_of(replace(layout, model=model), 0, 1).digest != digest_of("dev")
+    (hub / "models--org--code" / "snapshots" / ("1" * 40) / "modeling.py").write_text("changed")
+    assert digest_of(None) != before
+
+
+def test_an_adapter_on_the_hub_is_refused_for_nobody_knows_what_is_below_it(
+    layout: KVCacheLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    snapshot = hub / "models--org--adapter" / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    (hub / "models--org--adapter" / "refs").mkdir()
+    (hub / "models--org--adapter" / "refs" / "main").write_text("1" * 40)
+    (snapshot / "adapter_model.safetensors").write_bytes(b"a few weights")
+    (snapshot / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="merge the adapter"):
+        namespace_of(replace(layout, model=ServedModel("name", "org/adapter", "float32")), 0, 1)
+
+
+def test_what_cannot_be_named_is_refused_by_name(layout: KVCacheLayout) -> None:
+    unknown = replace(layout, model=replace(model_of(layout), obstacle="its weights come from elsewhere"))
+    with pytest.raises(ConfigError, match="its weights come from elsewhere, so KV cannot outlive the engine"):
+        namespace_of(unknown, 0, 1)

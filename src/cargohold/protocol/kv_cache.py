@@ -84,12 +84,21 @@ class ServedModel:
         path: directory with its weights and configuration, or hub id.
         dtype: type of weights and KV, and whatever else than the files changes the KV's bytes.
         revision: branch, tag or commit on the hub; ``None`` for the default one.
+        runs_code: whether the engine runs Python code that comes with the model.
+        code_revision: the same for that code; ``None`` for ``revision`` where the code is the model's own.
+        config_path: directory or hub id whose configuration is taken instead of the one beside the weights.
+        obstacle: what decides on the KV's bytes and cannot be named, as the start of a sentence, or empty. If there is
+            anything, its KV cannot outlive the engine.
     """
 
     name: str
     path: str
     dtype: str
     revision: str | None = None
+    runs_code: bool = False
+    code_revision: str | None = None
+    config_path: str | None = None
+    obstacle: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,18 @@ from cargohold.protocol import KVCacheLayout, ServedModel
 
 
 def served_model(layout: KVCacheLayout) -> ServedModel:
-    """The model whose KV it is. Raises ``ConfigError`` if the engine does not say."""
+    """The model whose KV it is. Raises ``ConfigError`` if the engine cannot say all that decides on it."""
     if layout.model is None:
         raise ConfigError("tiers", None, "this engine does not say which model it serves, so KV cannot outlive it")
+    if layout.model.obstacle:
+        raise ConfigError("tiers", layout.model.name, f"{layout.model.obstacle}, so KV cannot outlive the engine")
     return layout.model
 
 
 def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int) -> Namespace:
-    """Everything that changes the bytes of one worker's chunks, and what their keys stand for. Reads the model's weights."""
+    """Everything that changes the bytes of one worker's chunks, and what their keys stand for. Reads the model's files."""
     model = served_model(layout)
-    weights, config = digest_model(model.path, model.revision)
+    weights, config = digest_model(model)
     return Namespace(
         label=model.name,
         weights=weights,

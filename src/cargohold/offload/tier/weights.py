@@ -8,41 +8,35 @@ from pathlib import Path
 from typing import Final
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier.namespace import digest_weights
+from cargohold.offload.tier.model_files import CONFIG_FILE, code_files, find_files, index_files, side_files
+from cargohold.offload.tier.namespace import digest_facts, digest_weights
+from cargohold.protocol import ServedModel
 
 WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth"})
-CONFIG_FILE: Final = "config.json"
 
 
-def digest_model(path: str, revision: str | None = None) -> tuple[str, str]:
+def digest_model(model: ServedModel) -> tuple[str, str]:
     """A digest of a model's weights, and its configuration as it is written. Reads every byte of them.
 
-    Args:
-        path: a directory, a file with weights, or the id of a model that the Hugging Face hub's local cache has.
-        revision: branch, tag or commit on the hub; ``None`` for the default one.
+    Where other files decide on its KV too, a digest of them stands behind the configuration: of the model's own code, if the
+    engine runs it, and of what ``side_files`` and ``index_files`` find.
 
     Raises:
-        ConfigError: there are no weights.
+        ConfigError: there are no weights in local files, or code that the engine runs is not in any.
     """
-    place = _find(path, revision)
-    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if _holds_weights(file))
-    if not files:
-        raise ConfigError("tiers", path, "to know KV again, the model's weights must be in local files; none are here")
+    place = find_files(model.path, model.revision, "weights")
+    weights = [place] if place.is_file() else sorted(file for file in place.rglob("*") if _holds_weights(file))
+    if not weights:
+        raise ConfigError(
+            "tiers", model.path, "to know KV again, the model's weights must be in local files; none are here"
+        )
     config = place / CONFIG_FILE
-    return digest_weights(_contents(files, place)), config.read_text() if config.is_file() else ""
-
-
-def _find(path: str, revision: str | None) -> Path:
-    place = Path(path)
-    if place.exists():
-        return place
-    from huggingface_hub import snapshot_download  # noqa: PLC0415  # slow to import
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
-
-    try:
-        return Path(snapshot_download(path, revision=revision, local_files_only=True))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ConfigError("tiers", path, "to know KV again, the model's weights must be in local files") from error
+    text = config.read_text() if config.is_file() else ""
+    others = {**side_files(model, place), **index_files(place, weights), **code_files(model, place)}
+    if others:
+        digest = digest_facts({name: file.read_bytes().hex() for name, file in others.items()})
+        text = f"{text}\nand beside it: {digest.hex()}"
+    return digest_weights(_contents(weights, place)), text
 
 
 def _holds_weights(file: Path) -> bool:

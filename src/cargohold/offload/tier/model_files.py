@@ -1,0 +1,142 @@
+"""Files that decide on a model's KV besides its weights: its own code, and configuration that is not in ``config.json``.
+
+What is not here decides on something else. Tokenizers and chat templates decide which tokens a prompt has, and tokens are what
+keys stand for; ``generation_config.json`` decides on sampling; ``model_index.json`` and the like belong to other models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from cargohold.errors import ConfigError
+from cargohold.protocol import ServedModel
+
+CONFIG_FILE: Final = "config.json"
+ADAPTER_FILE: Final = "adapter_config.json"
+
+_QUANTIZATION: Final = ("hf_quant_config.json", "quant_config.json", "quantization_config.json", "quantize_config.json")
+_MISTRAL: Final = ("params.json",)
+# How pictures and sound become numbers. What a block's hash says of them are the bytes that came with the request.
+_PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_SIDE_FILES: Final = (ADAPTER_FILE, *_QUANTIZATION, *_MISTRAL, *_PROCESSORS)
+_MAY_NAME_CODE: Final = (CONFIG_FILE, *_PROCESSORS)
+_INDEXED: Final = (".safetensors", ".bin")
+
+
+def find_files(path: str, revision: str | None, what: str) -> Path:
+    """The file or directory, or the snapshot in the Hugging Face hub's local cache.
+
+    Args:
+        path: of a directory or a file, or a hub id.
+        revision: branch, tag or commit on the hub; ``None`` for the default one.
+        what: is wanted of it, for the error.
+
+    Raises:
+        ConfigError: it is in no local file.
+    """
+    place = Path(path)
+    if place.exists():
+        return place
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  # slow to import
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(path, revision=revision, local_files_only=True))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ConfigError("tiers", path, f"to know KV again, the model's {what} must be in local files") from error
+
+
+def side_files(model: ServedModel, place: Path) -> dict[str, Path]:
+    """Configuration beside the weights in ``place``, and that in place of ``config.json``, by name.
+
+    Raises:
+        ConfigError: the weights are an adapter's, and those below it are elsewhere.
+    """
+    found = {name: place / name for name in _SIDE_FILES if (place / name).is_file()}
+    if ADAPTER_FILE in found and not Path(model.path).exists():
+        # With the package peft, transformers then loads the model that it names, whichever that is today.
+        raise ConfigError("tiers", model.path, f"it has an {ADAPTER_FILE}; to know KV again, merge the adapter")
+    if model.config_path is not None:
+        config = find_files(model.config_path, model.revision, "configuration")
+        config = config / CONFIG_FILE if config.is_dir() else config
+        if not config.is_file():
+            raise ConfigError("tiers", model.config_path, f"to know KV again, its {CONFIG_FILE} must be a local file")
+        found[f"instead: {CONFIG_FILE}"] = config
+    return found
+
+
+def index_files(place: Path, weights: Sequence[Path]) -> dict[str, Path]:
+    """Indices that choose among the files with weights. One that names them all says only where in them something is."""
+    found = {}
+    for suffix in _INDEXED:
+        there = {file.name for file in weights if file.suffix == suffix and file.parent == place}
+        for index in place.glob(f"*{suffix}.index.json"):
+            if _files_of(index) != there:
+                found[index.name] = index
+    return found
+
+
+def code_files(model: ServedModel, place: Path) -> dict[str, Path]:
+    """The model's own code, by where it is: every module, for any may import any. Nothing, if the engine does not run it.
+
+    Packages that it imports are not looked at.
+
+    Raises:
+        ConfigError: it is of another repository, and in no local file.
+    """
+    if not model.runs_code:
+        return {}
+    places = {"its own": place}
+    if model.code_revision is not None and not Path(model.path).exists():
+        places["of another revision"] = find_files(model.path, model.code_revision, "code")
+    if model.config_path is not None:
+        places["instead"] = find_files(model.config_path, model.revision, "configuration")
+    named = {repository for directory in places.values() for repository in _repositories_named_in(directory)}
+    places |= {f"of {repository}": find_files(repository, model.code_revision, "code") for repository in named}
+    return {
+        f"{label}: {file.relative_to(directory).as_posix()}": file
+        for label, directory in places.items()
+        if directory.is_dir()
+        for file in directory.rglob("*.py")
+        if file.is_file()
+    }
+
+
+def _repositories_named_in(directory: Path) -> set[str]:
+    """Other repositories that a model's configuration takes code from."""
+    names = set()
+    for name in _MAY_NAME_CODE:
+        for reference in _references(_read_json(directory / name)):
+            repository, separator, _ = reference.partition("--")
+            if separator:
+                names.add(repository)
+    return names
+
+
+def _references(config: Any) -> Iterator[str]:
+    """Classes that a configuration, or a part of it, names for ``auto_map``: ``module.Class``, ``repository--module.Class``."""
+    if not isinstance(config, Mapping):
+        return
+    for key, value in config.items():
+        if key == "auto_map" and isinstance(value, Mapping):
+            for named in value.values():
+                yield from (name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str))
+        else:
+            yield from _references(value)
+
+
+def _files_of(index: Path) -> set[str]:
+    """The files that an index names."""
+    data = _read_json(index)
+    weight_map = data.get("weight_map") if isinstance(data, Mapping) else None
+    return {str(name) for name in weight_map.values()} if isinstance(weight_map, Mapping) else set()
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None  # no such file, or not for anybody to read
