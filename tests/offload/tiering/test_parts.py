@@ -10,6 +10,7 @@ from cargohold.offload.tiering.allowance import DAY_S, Allowance
 from cargohold.offload.tiering.backlog import MAX_LOOKS, Backlog, Batch
 from cargohold.offload.tiering.pace import Pace
 from cargohold.offload.tiering.presence import Presence
+from cargohold.offload.tiering.stepped_clock import PAUSE_S, SteppedClock
 from cargohold.simulation import VirtualClock
 
 KEYS = [bytes([at]) * 36 for at in range(20)]
@@ -160,3 +161,42 @@ class TestAllowance:
             spent += num_chunks
             clock.advance(600)
         assert spent >= 990
+
+
+class TestSteppedClock:
+    def test_a_short_gap_between_steps_counts_and_a_long_one_does_not(self) -> None:
+        clock = VirtualClock()
+        stepped = SteppedClock(clock)
+        start = stepped()
+        for gap_s in (PAUSE_S / 2, 3600.0, PAUSE_S / 2):
+            stepped.begin_step()
+            stepped.end_step()
+            clock.advance(gap_s)
+        assert stepped() - start == pytest.approx(PAUSE_S)
+
+    def test_a_step_counts_however_long_it_takes_and_though_the_one_before_has_ended(self) -> None:
+        """Before, the second of two steps in flight was taken for a pause: no deadline passed while prompts were computed."""
+        clock = VirtualClock()
+        stepped = SteppedClock(clock)
+        start = stepped()
+        stepped.begin_step()
+        for _ in range(5):
+            stepped.begin_step()
+            stepped.end_step()
+            clock.advance(4)
+        assert stepped() - start == pytest.approx(20)
+
+    @given(st.lists(st.tuples(st.sampled_from(["look", "begin", "end"]), st.floats(0, 5)), max_size=60))
+    def test_it_never_goes_back_nor_faster_than_time(self, events: list[tuple[str, float]]) -> None:
+        clock = VirtualClock()
+        stepped = SteppedClock(clock)
+        before = stepped()
+        for event, advance_s in events:
+            clock.advance(advance_s)
+            if event == "begin":
+                stepped.begin_step()
+            elif event == "end":
+                stepped.end_step()
+            now = stepped()
+            assert 0 <= now - before <= advance_s + 1e-9
+            before = now

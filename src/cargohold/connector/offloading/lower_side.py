@@ -43,7 +43,7 @@ class LowerSide:
     ) -> None:
         self.tiers = lower
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
-        self.recalls = Recalls(manager, lower, environment.clock, self._pace if only_if_faster else None)
+        self.recalls = Recalls(manager, lower, self._pace if only_if_faster else None)
         self._events = [
             TierEvents(tier, MEDIUM_STORAGE, chunk_tokens) for tier in lower.tiers if environment.emits_events
         ]
@@ -51,13 +51,14 @@ class LowerSide:
     def begin_step(self, step: StepView, new_id: Callable[[], int]) -> tuple[tuple[TierCommand, ...], tuple[int, ...]]:
         """What the workers are to start in this step, and which jobs they are to give up."""
         self._pace.begin(step)
+        self.tiers.clock.begin_step()
         self.recalls.note_step()
         return self.tiers.take_commands(new_id), self.tiers.take_cancelled()
 
     def end_step(self) -> None:
         """The workers have reported."""
         self._pace.end()
-        self.recalls.note_step_end()
+        self.tiers.clock.end_step()
 
     def note_answers(self, output: KVConnectorOutput) -> None:
         """What some or all workers say of their jobs; whether a job has ended on all of them is said elsewhere."""

@@ -13,8 +13,8 @@
                          v
                        over, with the chunks held until the request is admitted
 
-At every point a deadline ends it: what has not come by then is computed. While the engine has no place for the request, its
-deadline is put off: it would have to wait anyway. So it is by a pause in which nobody steps: answers may have come long ago.
+At every point a deadline ends it, in time in which the engine steps: what has not come by then is computed. While the engine
+has no place for the request, its deadline is put off: it would have to wait anyway.
 """
 
 from __future__ import annotations
@@ -30,12 +30,9 @@ from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
 from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
 from cargohold.offload.tiering import Chain, LowerTiers
-from cargohold.protocol import Clock
 
 PATIENCE = 0.5
 """Part of the time a request may wait that loads are planned to take: estimates err."""
-PAUSE_S = 1.0
-"""Nobody steps: more than an engine sleeps that has nothing to compute while transfers run."""
 LOOK_AGAIN_S = 0.02
 """Pause between two looks at what others are doing."""
 
@@ -46,27 +43,19 @@ class Recalls:
     Args:
         host: what host memory holds.
         lower: what is below it.
-        clock: monotonic time in seconds.
         pace: how long computing takes; ``None`` to bring up whatever there is, without asking whether that is faster.
     """
 
-    def __init__(self, host: OffloadManager, lower: LowerTiers, clock: Clock, pace: StepPace | None) -> None:
+    def __init__(self, host: OffloadManager, lower: LowerTiers, pace: StepPace | None) -> None:
         self._host = host
         self._lower = lower
-        self._clock = clock
+        self._clock = lower.clock
         self._pace = pace
         self._live: list[Recall] = []
-        self._last_step = clock()
-        # When a step ended, behind which none has begun.
-        self._idle_since: float | None = None
-
-    def note_step_end(self) -> None:
-        """What a step brought is known."""
-        self._idle_since = self._clock()
+        self._last_step = self._clock()
 
     def note_step(self) -> None:
         """A step was scheduled. Requests that were not asked for had no place in it: that time is not spent on lower tiers."""
-        self._forgive_pause()
         now = self._clock()
         self._live = [recall for recall in self._live if not recall.is_over]
         for recall in self._live:
@@ -83,7 +72,6 @@ class Recalls:
             num_computed_tokens: leading tokens that are on the device.
             limit_tokens: leading tokens that may be restored at most.
         """
-        self._forgive_pause()
         recall = state.recall
         if recall is None:
             deadline = self._clock() + self._lower.config.restore_timeout_s
@@ -109,19 +97,6 @@ class Recalls:
             recall.alarm_at = recall.deadline  # it was put off
             self._lower.wake_at(recall.deadline)
         return not recall.is_over
-
-    def _forgive_pause(self) -> None:
-        """A step begins: the time since the last one was nobody's, if it was long."""
-        idle_since, self._idle_since = self._idle_since, None
-        if idle_since is None:
-            return
-        pause_s = self._clock() - idle_since
-        if pause_s < PAUSE_S:
-            return
-        self._last_step += pause_s
-        for recall in self._live:
-            recall.deadline += pause_s
-        self._lower.note_pause(pause_s)
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:
         """Ask the tiers, or bring up what they have; end ``recall`` if that is not worth while."""

@@ -27,6 +27,7 @@ from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
 from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.promotions import Promotions
+from cargohold.offload.tiering.stepped_clock import SteppedClock
 from cargohold.offload.tiering.task import TierTask
 from cargohold.offload.tiering.tasks import TaskTable
 from cargohold.offload.tiering.upkeep import Upkeep
@@ -52,6 +53,11 @@ class LowerTiers:
         clock: monotonic time in seconds.
         config: workers and deadlines.
         new_epoch: names what is stored after a reset.
+
+    Attributes:
+        tiers: what is known of each.
+        config: as given.
+        clock: time in which the engine steps, which it has to be told of: deadlines are in this time.
     """
 
     def __init__(
@@ -65,23 +71,23 @@ class LowerTiers:
     ) -> None:
         self.tiers = [LowerTier(options, host.capacity, clock, config) for options in tiers]
         self.config = config
+        self.clock = SteppedClock(clock)
         self._host = host
-        self._clock = clock
-        self._tasks = TaskTable(clock)
+        self._tasks = TaskTable(self.clock)
         self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
-        self._promotions = Promotions(host, self._tasks, clock, config.restore_timeout_s)
+        self._promotions = Promotions(host, self._tasks, self.clock, config.restore_timeout_s)
         self._upkeep = Upkeep(self.tiers, self._tasks)
         self._alarms: list[float] = []
         self._num_changes = 0
         # Until when to step on, and when a job has ended or the first of several was handed out.
-        self._settles_at = self._progressed_at = clock()
+        self._settles_at = self._progressed_at = self.clock()
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
     def num_changes(self) -> int:
         """Grows when an answer of ``lookup`` may have changed, and when an alarm goes off."""
-        now = self._clock()
+        now = self.clock()
         while self._alarms and self._alarms[0] <= now:
             heapq.heappop(self._alarms)
             self._num_changes += 1
@@ -105,7 +111,7 @@ class LowerTiers:
     @property
     def is_settling(self) -> bool:
         """Whether steps are worth while even if there is nothing to compute: chunks stored lately are to be written."""
-        now = self._clock()
+        now = self.clock()
         if now >= self._settles_at:
             return False
         if self._tasks:
@@ -137,7 +143,7 @@ class LowerTiers:
         return [next((at for at, is_there in usable if is_there(key)), -1) for key in keys]
 
     def wake_at(self, time: float) -> None:
-        """``num_changes`` is to grow at that time: somebody will not wait any longer."""
+        """``num_changes`` is to grow at that time of ``clock``: somebody will not wait any longer."""
         heapq.heappush(self._alarms, time)
 
     def estimate_s(self, num_chunks: Mapping[int, int]) -> float | None:
@@ -177,11 +183,6 @@ class LowerTiers:
         """
         return self._promotions.begin(chains, kept)
 
-    def note_pause(self, seconds: float) -> None:
-        """Nobody has stepped for so long. What came meanwhile will be heard of now: it is not late, and no tier was slow."""
-        self._tasks.put_off(seconds)
-        self._promotions.put_off(seconds)
-
     def note_stored(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Host memory has new chunks."""
         self._note_new(self.tiers, keys, parents)
@@ -213,7 +214,7 @@ class LowerTiers:
         """What the workers are to do now; call it once in every step."""
         self._give_up_late()
         if not self._tasks:
-            self._progressed_at = self._clock()
+            self._progressed_at = self.clock()
         return (*self._dispatch.requested(new_id, self._turn_away), *self._dispatch.writes(new_id))
 
     def take_cancelled(self) -> tuple[int, ...]:
@@ -236,7 +237,7 @@ class LowerTiers:
         task = self._tasks.end(job_id)
         if task is None:
             return False
-        self._progressed_at = self._clock()
+        self._progressed_at = self.clock()
         self._judge(task, outcome)
         self._conclude(task, outcome)
         return True
@@ -276,7 +277,7 @@ class LowerTiers:
         self._expect_writes()
 
     def _expect_writes(self) -> None:
-        self._settles_at = self._clock() + SETTLE_S
+        self._settles_at = self.clock() + SETTLE_S
 
     def _readers(self) -> list[tuple[int, Callable[[OffloadKey], bool | None]]]:
         """What each usable tier has answered."""
@@ -328,7 +329,7 @@ class LowerTiers:
         # What came from further away is worth keeping nearer.
         self._note_new(self.tiers[: task.tier], arrived, parents)
         if promotion is not None and promotion.was_undisturbed and not task.is_late:
-            tier.pace.note(promotion.num_wanted, self._clock() - promotion.started_at)
+            tier.pace.note(promotion.num_wanted, self.clock() - promotion.started_at)
 
     def _turn_away(self, task: TierTask) -> None:
         task.is_cancelled = True

@@ -21,7 +21,7 @@ class Promotions:
     Args:
         host: host memory's manager.
         tasks: where jobs are wanted.
-        clock: monotonic time in seconds.
+        clock: time in which the engine steps.
         timeout_s: how long a request waits at most; afterwards it has the same time to be admitted.
 
     Attributes:
@@ -78,12 +78,6 @@ class Promotions:
         self.num_never_there += len(task.keys) - len(good)
         if not promotion.is_released:
             promotion.pins.append(self._host.prepare_load(good))
-
-    def put_off(self, seconds: float) -> None:
-        """So much time has passed for nobody: not for those that wait, nor for the chunks that come up for them."""
-        for promotion in self._live:
-            promotion.started_at += seconds
-            promotion.expires_at += seconds
 
     def release_expired(self) -> None:
         """Nobody may hold chunks for ever."""

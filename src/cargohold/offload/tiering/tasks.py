@@ -12,14 +12,14 @@ from cargohold.protocol import Clock
 GRACE_S = 1.0
 """Workers end a job at its deadline by themselves. After this much more the tier is blamed."""
 GRACE_CHECKS = 3
-"""But not before they had an occasion to report: an idle engine may not have stepped for hours."""
+"""But not before they had an occasion to report."""
 
 
 class TaskTable:
     """Who is waiting to be handed out, and who has been.
 
     Args:
-        clock: monotonic time in seconds.
+        clock: time in which the engine steps.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -81,11 +81,6 @@ class TaskTable:
         """Jobs in flight that were cancelled since the last call, and have not ended."""
         cancelled, self._cancelled = self._cancelled, []
         return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
-
-    def put_off(self, seconds: float) -> None:
-        """Jobs in flight have so much more time."""
-        for task in self._in_flight.values():
-            task.deadline += seconds
 
     def newly_late(self) -> list[TierTask]:
         """Jobs in flight that are found to be late; they are cancelled. Call it once in every step."""
