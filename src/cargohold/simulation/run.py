@@ -216,13 +216,20 @@ class Run:
             self._clock.advance(wake_at - self._clock.now)
 
     def _let_lower_tiers_rest(self) -> None:
-        """Step on while chunks are on their way to lower tiers: an idle engine stops for that before they are all there."""
+        """Step on while chunks are on their way to lower tiers, or questions are half answered.
+
+        An idle engine stops before that: both can wait for the next request.
+        """
         lower = [
             side.manager.lower
             for side, guards in offloading_sides(self._engine.scheduler.connector)
             if isinstance(side.manager, TieringManager) and all(guard.broken is None for guard in guards)
         ]
-        while not all(tiers.is_idle for tiers in lower) or (lower and self._engine.scheduler.has_work()):
+        while lower and (
+            not all(tiers.is_idle for tiers in lower)
+            or self._engine.scheduler.has_work()
+            or (self._engine.num_half_reported and not self._is_excused())
+        ):
             self._step(float("inf"))
 
     def _finish(self) -> None:
