@@ -24,9 +24,15 @@ class Layer:
 
 
 def served(
-    load_format: str = "auto", backend: str = "FLASH_ATTN", layout: str | None = "LBNHC", **options: Any
-) -> ServedModel | None:
-    model: dict[str, Any] = {
+    load_format: str = "auto",
+    backend: str = "FLASH_ATTN",
+    layout: str | None = "LBNHC",
+    *,
+    lora: object = None,
+    cache: dict[str, Any] | None = None,
+    **options: Any,
+) -> ServedModel:
+    defaults: dict[str, Any] = {
         "dtype": "bfloat16",
         "model": "org/name",
         "served_model_name": "name",
@@ -39,16 +45,18 @@ def served(
         "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"}),
     }
     config = SimpleNamespace(
-        model_config=SimpleNamespace(**model | options),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        model_config=SimpleNamespace(**defaults | options),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256", **cache or {}),
         parallel_config=SimpleNamespace(world_size=1),
         load_config=SimpleNamespace(load_format=load_format),
-        lora_config=None,
+        lora_config=lora,
         compilation_config=SimpleNamespace(static_forward_context={"layer": Layer(backend), "experts": object()}),
     )
     tensors = [SimpleNamespace(size=16 * 10)]
     caches = SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors, kv_cache_layout=layout)
-    return make_layout([KVCacheGroup(0, AttentionKind.FULL, 16, ("0",))], config, caches, 16).model
+    model = make_layout([KVCacheGroup(0, AttentionKind.FULL, 16, ("0",))], config, caches, 16).model
+    assert model is not None
+    return model
 
 
 def test_options_that_change_kv_make_another_model() -> None:
@@ -65,7 +73,6 @@ def test_options_that_change_kv_make_another_model() -> None:
         served(layout="LBHNC"),
         served(layout=None),
     ]
-    assert None not in models
     assert len(set(models)) == len(models)
     assert served(load_format="safetensors") == served(), "the same weights, read in another way"
 
@@ -75,3 +82,46 @@ def test_where_the_longest_sequence_decides_on_all_angles_it_makes_another_model
     longrope = SimpleNamespace(rope_scaling={"rope_type": "longrope", "long_factor": [4.0]})
     assert served(hf_text_config=longrope, max_model_len=4096) != served(hf_text_config=longrope, max_model_len=8192)
     assert served(max_model_len=4096) == served(max_model_len=8192)
+
+
+def test_what_is_seen_of_a_picture_and_which_code_runs_make_another_model() -> None:
+    """Found by reading: vLLM's hash of a picture knows of the request's own options of its processor alone."""
+
+    def media(**options: Any) -> ServedModel:
+        return served(multimodal_config=SimpleNamespace(**options))
+
+    models = [
+        served(),
+        served(model_impl="transformers"),
+        served(using_transformers_backend=lambda: True),
+        served(config_format="mistral"),
+        served(trust_remote_code=True),
+        served(trust_remote_code=True, code_revision="v2"),
+        served(cache={"kv_cache_dtype_skip_layers": ["0"]}),
+        served(cache={"mamba_cache_dtype": "float16"}),
+        media(mm_processor_kwargs={"max_pixels": 1000}),
+        media(media_io_kwargs={"video": {"num_frames": 8}}),
+        media(video_pruning_rate=0.5),
+        media(video_pruning_rate=0.5, video_pruning_method="vidcom2"),
+    ]
+    assert len(set(models)) == len(models)
+    defaults = {"mamba_cache_dtype": "auto", "kv_cache_dtype_skip_layers": []}
+    by_itself = served(model_impl="auto", config_format="auto", trust_remote_code=False, cache=defaults)
+    assert by_itself == served() == media(mm_processor_kwargs=None, video_pruning_method="evs")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"lora": object()}, "LoRA adapters"),
+        ({"load_format": "tensorizer"}, "load_format=tensorizer may bring weights from elsewhere"),
+        ({"load_format": "my_loader"}, "from elsewhere"),
+        ({"hf_overrides": lambda config: config}, "hf_overrides is a function"),
+        ({"trust_remote_code": True, "hf_overrides": {"auto_map": {"AutoConfig": "org/a--b.C"}}}, "names code"),
+        ({"model_class_overrides": {"Llama": "module:Own"}}, "names code"),
+    ],
+)
+def test_what_cannot_be_known_again_is_said(options: dict[str, Any], reason: str) -> None:
+    """Found by reading: weights that a loader brought from elsewhere counted as those in the model's directory."""
+    assert reason in served(**options).obstacle
+    assert not served(trust_remote_code=True).obstacle

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cargohold.integrations.vllm import compat
-from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, ServedModel
+from cargohold.integrations.vllm.served import served_model
+from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
 
 # By name: subclasses keep other things in their blocks, and one that is not known is not served.
 _KINDS: Mapping[str, AttentionKind] = {
@@ -26,7 +26,6 @@ _WINDOW_FIELDS = {
     AttentionKind.SLIDING_WINDOW: "sliding_window",
     AttentionKind.CHUNKED_LOCAL: "attention_chunk_size",
 }
-_CHANGES_OF_MODEL = ("hf_config_path", "hf_overrides", "quantization", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +92,7 @@ def make_layout(
         block_bytes=block_bytes(kv_cache_config),
         hash_block_tokens=hash_block_tokens,
         world_size=int(vllm_config.parallel_config.world_size),
-        # vLLM hashes an adapter's name and path: after a restart other weights may be there, and nobody would notice.
-        model=None
-        if getattr(vllm_config, "lora_config", None) is not None
-        else _served_model(vllm_config, kv_cache_config),
+        model=served_model(vllm_config, kv_cache_config),
     )
 
 
@@ -136,41 +132,6 @@ def bears_full_hits(group: KVCacheGroup) -> bool:
             return group.window_tokens is not None and (group.window_tokens - 1) % group.block_tokens != 0
         case AttentionKind.CHUNKED_LOCAL | AttentionKind.RECURRENT:
             return False
-
-
-def _served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
-    """Whose KV it is. How its bytes are arranged is up to version, layout and attention backends: they are part of its type."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    # What is laid over the files that the model's digest is made of.
-    changes = {name: getattr(model, name, None) for name in _CHANGES_OF_MODEL}
-    if vllm_config.load_config.load_format == "dummy":
-        changes["load_format"] = "dummy"  # the files are not read
-    if _turns_by_length(model):
-        changes["max_model_len"] = model.max_model_len
-    changes["kv_cache_layout"] = getattr(kv_cache_config, "kv_cache_layout", None)
-    changes["backends"] = _attention_backends(vllm_config)
-    changed = "".join(f", {name} {value}" for name, value in changes.items() if value)
-    return ServedModel(
-        name=str(model.served_model_name),
-        path=str(model.model),
-        dtype=f"{model.dtype}, cached as {cache.cache_dtype}, by vLLM {compat.VLLM_VERSION}, "
-        f"hashed with {cache.prefix_caching_hash_algo}{changed}",
-        revision=None if model.revision is None else str(model.revision),
-    )
-
-
-def _turns_by_length(model_config: Any) -> bool:
-    """Whether a model's rotary embedding turns all keys by other angles where longer sequences are allowed."""
-    text = getattr(model_config, "hf_text_config", None)
-    return any("longrope" in str(getattr(text, name, None)) for name in ("rope_parameters", "rope_scaling"))
-
-
-def _attention_backends(vllm_config: Any) -> str:
-    """The backends that write the KV, where layers have been made: on workers."""
-    compilation = getattr(vllm_config, "compilation_config", None)
-    layers = getattr(compilation, "static_forward_context", None) or {}
-    names = {layer.get_attn_backend().get_name() for layer in layers.values() if hasattr(layer, "get_attn_backend")}
-    return " ".join(sorted(names))
 
 
 def _parallel_obstacles(parallel_config: Any) -> list[str]:

@@ -1,0 +1,120 @@
+"""Whose KV it is: everything in vLLM's configuration that its bytes depend on, or that it cannot be said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any, Final
+
+from cargohold.integrations.vllm import compat
+from cargohold.protocol import ServedModel
+
+# What is laid over the files that the model's digest is made of, where it is not what it is by itself.
+_CHANGES_OF_MODEL: Final = ("hf_config_path", "hf_overrides", "quantization", "quantization_config")
+_IMPLEMENTATION: Final = ("config_format", "model_impl")
+_CACHE: Final = ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+# The hash of a picture or a sound knows the bytes that came, and what the request says of them.
+_MEDIA: Final = (
+    "media_io_kwargs",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+_NO_CHANGE: Final = ("auto", "evs", "float32")
+"""Defaults of these options, and a type of states that tells itself from others by its size."""
+
+_LOCAL_FORMATS: Final = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "dummy",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    }
+)
+"""How weights can be loaded that lie where the model is; others bring them from elsewhere."""
+
+
+def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
+    """Whose KV it is. How its bytes are arranged is up to version, layout and attention backends: they are part of its type."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    changes = {name: getattr(model, name, None) for name in _CHANGES_OF_MODEL}
+    if vllm_config.load_config.load_format == "dummy":
+        changes["load_format"] = "dummy"  # the files are not read
+    if _turns_by_length(model):
+        changes["max_model_len"] = model.max_model_len
+    changes["kv_cache_layout"] = getattr(kv_cache_config, "kv_cache_layout", None)
+    changes["backends"] = _attention_backends(vllm_config)
+    changes |= dict(_further_changes(vllm_config))
+    changed = "".join(f", {name} {value}" for name, value in changes.items() if value)
+    return ServedModel(
+        name=str(model.served_model_name),
+        path=str(model.model),
+        dtype=f"{model.dtype}, cached as {cache.cache_dtype}, by vLLM {compat.VLLM_VERSION}, "
+        f"hashed with {cache.prefix_caching_hash_algo}{changed}",
+        revision=_text(model.revision),
+        runs_code=bool(getattr(model, "trust_remote_code", False)),
+        code_revision=_text(getattr(model, "code_revision", None)),
+        config_path=_text(getattr(model, "hf_config_path", None)),
+        obstacle=next(_obstacles(vllm_config), ""),
+    )
+
+
+def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
+    """Options that are no change unless somebody has set them."""
+    model = vllm_config.model_config
+    media = getattr(model, "multimodal_config", None)
+    for config, names in ((model, _IMPLEMENTATION), (vllm_config.cache_config, _CACHE), (media, _MEDIA)):
+        for name in names:
+            value = getattr(config, name, None)
+            if value and str(getattr(value, "value", value)) not in _NO_CHANGE:
+                yield name, value
+    uses_transformers = getattr(model, "using_transformers_backend", None)
+    if uses_transformers is not None and uses_transformers():
+        yield "transformers", version("transformers")
+
+
+def _obstacles(vllm_config: Any) -> Iterator[str]:
+    """What decides on KV and cannot be told from what it will be after a restart."""
+    model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
+    if getattr(vllm_config, "lora_config", None) is not None:
+        # vLLM hashes an adapter's name and path: after a restart other weights may be there, and nobody would notice.
+        yield "vLLM knows LoRA adapters by name and path, which may be given to others"
+    if str(getattr(load_format, "value", load_format)) not in _LOCAL_FORMATS:
+        yield f"load_format={load_format} may bring weights from elsewhere than {model.model}"
+    overrides = getattr(model, "hf_overrides", None)
+    if callable(overrides):
+        yield "hf_overrides is a function"
+    if getattr(model, "trust_remote_code", False) and "auto_map" in str(overrides):
+        yield "hf_overrides names code"
+    if getattr(model, "model_class_overrides", None):
+        yield "model_class_overrides names code"
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _turns_by_length(model_config: Any) -> bool:
+    """Whether a model's rotary embedding turns all keys by other angles where longer sequences are allowed."""
+    text = getattr(model_config, "hf_text_config", None)
+    return any("longrope" in str(getattr(text, name, None)) for name in ("rope_parameters", "rope_scaling"))
+
+
+def _attention_backends(vllm_config: Any) -> str:
+    """The backends that write the KV, where layers have been made: on workers."""
+    compilation = getattr(vllm_config, "compilation_config", None)
+    layers = getattr(compilation, "static_forward_context", None) or {}
+    names = {layer.get_attn_backend().get_name() for layer in layers.values() if hasattr(layer, "get_attn_backend")}
+    return " ".join(sorted(names))
