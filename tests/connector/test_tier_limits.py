@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from cargohold.connector.offloading import OffloadConfig
-from cargohold.connector.offloading.make_tiers import make_lower_tiers
+from cargohold.connector.offloading.make_tiers import tier_options
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.manager import CannotStore, make_manager
 from cargohold.offload.tier import BreakerState, DiskTierConfig, FaultyTier, MemoryTier, QueueConfig, TierQueue
-from cargohold.offload.tiering import LowerTiers, TieringManager
-from cargohold.protocol import SchedulerEnvironment, ServedModel
+from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager
+from cargohold.protocol import ServedModel
 from cargohold.simulation import VirtualClock, simulated_layout
 
 WAIT_S = 30.0  # a bound on hangs, not a measure
@@ -36,8 +36,8 @@ class Tiered:
         layout = replace(simulated_layout(10), model=ServedModel("name", "path", "float32"))
         host = make_manager("lru", NUM_SLOTS)
         disk = DiskTierConfig(directory=str(Path("unused")), max_bytes="1GiB")
-        environment = SchedulerEnvironment(layout, self.clock)
-        self.lower: LowerTiers = make_lower_tiers(OffloadConfig(host_bytes="1MiB", tiers=[disk]), environment, host)
+        options = tier_options(OffloadConfig(host_bytes="1MiB", tiers=[disk]), layout)
+        self.lower = LowerTiers(host, options, self.clock, TieringConfig())
         self.manager = TieringManager(host, self.lower)
         self.opened = threading.Event()
         medium = FaultyTier(MemoryTier(8), self._wait)

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
+from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.manager import make_manager
 from cargohold.offload.tier import Answer, JobKind, JobStatus, TierJob, TierResult
-from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager, TierOptions
+from cargohold.offload.tiering import TierOptions
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 from cargohold.simulation.faults import Fault, FaultSource
@@ -180,16 +181,8 @@ class TieredOffloading:
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side with an empty host memory."""
         host = make_manager(self.config.policy, self._num_slots, record_events=environment.emits_events)
-        config = TieringConfig(
-            num_workers=environment.layout.world_size,
-            restore_timeout_s=self.config.restore_timeout_s,
-            store_timeout_s=self.config.transfer_timeout_s,
-            record_events=environment.emits_events,
-        )
-        lower = LowerTiers(
-            host, [plan.options for plan in self._plans], environment.clock, config, new_epoch=self._next_epoch
-        )
-        return OffloadingScheduler(self.config, environment, TieringManager(host, lower), lower=lower)
+        options = [plan.options for plan in self._plans]
+        return scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side with an empty host memory, and the rank's shards of the media."""

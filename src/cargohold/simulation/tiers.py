@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
+from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.manager import OffloadKey, make_manager
 from cargohold.offload.tier import Answer, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierJob, TierResult
-from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager, TierOptions
+from cargohold.offload.tiering import LowerTiers, TieringManager, TierOptions
 from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
 from cargohold.simulation.transfers import HeldTransfers
 
@@ -164,16 +165,12 @@ class SimulatedTiering:
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side with an empty host memory."""
         host = make_manager(self.config.policy, self.num_slots, record_events=True)
-        config = TieringConfig(
-            num_workers=environment.layout.world_size,
-            restore_timeout_s=self.config.restore_timeout_s,
-            store_timeout_s=self.config.transfer_timeout_s,
-            record_events=True,
-        )
-        self.lower = LowerTiers(host, self.options, environment.clock, config)
-        self.manager = TieringManager(host, self.lower)
         self.transfers, self.queues = [], []
-        return OffloadingScheduler(self.config, environment, self.manager, lower=self.lower)
+        side = scheduler_side(self.config, environment, host, self.options)
+        assert isinstance(side.manager, TieringManager)
+        self.manager = side.manager
+        self.lower = self.manager.lower
+        return side
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side with an empty host memory, and the rank's shards of the media."""

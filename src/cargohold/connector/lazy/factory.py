@@ -7,13 +7,12 @@ from functools import partial
 
 from cargohold.connector.lazy.config import LazyOffloadConfig
 from cargohold.connector.lazy.stores import LazyStores
-from cargohold.connector.offloading.factory import OffloadingFactory
-from cargohold.connector.offloading.make_tiers import make_lower_tiers
+from cargohold.connector.offloading.factory import OffloadingFactory, scheduler_side
+from cargohold.connector.offloading.make_tiers import tier_options
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError
 from cargohold.offload.manager.block_pool import BlockPoolManager
-from cargohold.offload.tiering import TieringManager
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 
 
@@ -39,13 +38,13 @@ class LazyOffloadingFactory:
         common = self.config.common()
         num_slots = OffloadingFactory(common).num_slots(environment.layout)
         host = BlockPoolManager(num_slots, record_events=environment.emits_events)
-        lower = make_lower_tiers(common, environment, host) if common.tiers else None
-        scheduler = OffloadingScheduler(
+        scheduler = scheduler_side(
             common,
             environment,
-            host if lower is None else TieringManager(host, lower, stores_chains=False),
+            host,
+            tier_options(common, environment.layout),
             make_stores=partial(LazyStores, lookahead=self.config.lookahead(environment)),
-            lower=lower,
+            stores_chains=False,
         )
         scheduler.name = "lazy"
         return scheduler

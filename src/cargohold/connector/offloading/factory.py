@@ -1,23 +1,58 @@
-"""Makes both sides of the offloading connector for an engine."""
+"""Puts both sides of the offloading connector together for an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cargohold.connector.offloading.config import OffloadConfig
-from cargohold.connector.offloading.make_tiers import make_lower_tiers, open_queues
+from cargohold.connector.offloading.make_tiers import open_queues, tier_options
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError
-from cargohold.offload.manager import make_manager
+from cargohold.offload.manager import OffloadManager, make_manager
 from cargohold.offload.tier import HostMemory
-from cargohold.offload.tiering import TieringManager
+from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager, TierOptions, random_epoch
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
 from cargohold.units import format_bytes
+
+
+def scheduler_side(
+    config: OffloadConfig,
+    environment: SchedulerEnvironment,
+    host: OffloadManager,
+    tiers: Sequence[TierOptions] = (),
+    *,
+    make_stores: MakeStores = EagerStores,
+    stores_chains: bool = True,
+    new_epoch: Callable[[], bytes] = random_epoch,
+) -> OffloadingScheduler:
+    """The scheduler side over host memory, and over tiers below it if there are any.
+
+    Args:
+        config: options.
+        environment: the engine.
+        host: host memory's manager.
+        tiers: how each tier below it is to be used, the fastest first.
+        make_stores: what decides which chunks are copied down; by default all, as they are computed.
+        stores_chains: whether chunks that are stored together follow each other in one prefix.
+        new_epoch: names what is stored in lower tiers after a reset.
+    """
+    if not tiers:
+        return OffloadingScheduler(config, environment, host, make_stores=make_stores)
+    tiering = TieringConfig(
+        num_workers=environment.layout.world_size,
+        restore_timeout_s=config.restore_timeout_s,
+        store_timeout_s=config.transfer_timeout_s,
+        record_events=environment.emits_events,
+    )
+    lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
+    manager = TieringManager(host, lower, stores_chains=stores_chains)
+    return OffloadingScheduler(config, environment, manager, make_stores=make_stores, lower=lower)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +70,7 @@ class OffloadingFactory:
         host = make_manager(
             self.config.policy, self.num_slots(environment.layout), record_events=environment.emits_events
         )
-        if not self.config.tiers:
-            return OffloadingScheduler(self.config, environment, host)
-        lower = make_lower_tiers(self.config, environment, host)
-        return OffloadingScheduler(self.config, environment, TieringManager(host, lower), lower=lower)
+        return scheduler_side(self.config, environment, host, tier_options(self.config, environment.layout))
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """The worker side, with this worker's shards of the tiers. Raises ``ConfigError`` if one cannot be opened."""

@@ -6,10 +6,9 @@ from collections import Counter
 
 from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.namespaces import namespace_of, served_model
-from cargohold.offload.manager import OffloadManager
 from cargohold.offload.tier import DiskTierConfig, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
-from cargohold.offload.tiering import Admission, LowerTiers, TieringConfig, TierOptions, WriteMode
-from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
+from cargohold.offload.tiering import Admission, TierOptions, WriteMode
+from cargohold.protocol import KVCacheLayout, WorkerEnvironment
 
 MAX_INFLIGHT_BYTES = 256 * 1024**2
 """What is being written to one tier at the same time, over all workers."""
@@ -21,10 +20,10 @@ def check_tiers(config: OffloadConfig, layout: KVCacheLayout) -> None:
         check_tier(tier, _shard_bytes(config, layout), layout.world_size)
 
 
-def make_lower_tiers(config: OffloadConfig, environment: SchedulerEnvironment, host: OffloadManager) -> LowerTiers:
-    """The scheduler side of the tiers in ``config``. Raises ``ConfigError`` if this engine cannot have any."""
-    layout = environment.layout
-    served_model(layout)
+def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptions]:
+    """How the tiers in ``config`` are to be used. Raises ``ConfigError`` if this engine cannot have any."""
+    if config.tiers:
+        served_model(layout)
     chunk_bytes = layout.block_bytes * layout.world_size * config.blocks_per_chunk
     seen: Counter[str] = Counter()
     options = []
@@ -32,17 +31,7 @@ def make_lower_tiers(config: OffloadConfig, environment: SchedulerEnvironment, h
         kind = "disk" if isinstance(tier, DiskTierConfig) else "shared"
         seen[kind] += 1
         options.append(_options(tier, kind if seen[kind] == 1 else f"{kind}{seen[kind]}", chunk_bytes))
-    return LowerTiers(
-        host,
-        options,
-        environment.clock,
-        TieringConfig(
-            num_workers=layout.world_size,
-            restore_timeout_s=config.restore_timeout_s,
-            store_timeout_s=config.transfer_timeout_s,
-            record_events=environment.emits_events,
-        ),
-    )
+    return options
 
 
 def open_queues(config: OffloadConfig, environment: WorkerEnvironment) -> list[TierQueue]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
@@ -17,7 +17,7 @@ from cargohold.connector.offloading.lower_side import LowerSide
 from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
-from cargohold.connector.offloading.stores import EagerStores, StorePlanner
+from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
 from cargohold.offload.manager.base import OffloadManager
 from cargohold.offload.tiering import LowerTiers
@@ -62,7 +62,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         environment: SchedulerEnvironment,
         manager: OffloadManager,
         *,
-        make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner] = EagerStores,
+        make_stores: MakeStores = EagerStores,
         tier: str = "host",
         lower: LowerTiers | None = None,
     ) -> None:

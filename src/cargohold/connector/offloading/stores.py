@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from cargohold.connector.offloading.chunks import ChunkBlocks, chunks_to_store
 from cargohold.connector.offloading.jobs import Store
@@ -40,6 +40,10 @@ class StorePlanner(Protocol):
     def has_pending_work(self) -> bool:
         """Whether stores are to be planned although no request runs."""
         ...
+
+
+MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
+"""Makes what decides which chunks are copied down, for the requests given."""
 
 
 class EagerStores:

@@ -2,6 +2,7 @@
 
 from cargohold.offload.tier.config import Admission, WriteMode
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
+from cargohold.offload.tiering.dispatch import random_epoch
 from cargohold.offload.tiering.lower_tiers import UNKNOWN, LowerTiers
 from cargohold.offload.tiering.manager import TieringManager
 from cargohold.offload.tiering.pace import Pace
@@ -21,4 +22,5 @@ __all__ = [
     "TieringConfig",
     "TieringManager",
     "WriteMode",
+    "random_epoch",
 ]
