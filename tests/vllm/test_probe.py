@@ -145,6 +145,7 @@ def test_a_block_pool_that_has_changed_is_told(missing: object) -> None:
     queue = SimpleNamespace(fake_free_list_head=block, fake_free_list_tail=block, prepend_n=lambda blocks: None)
     names: dict[str, Any] = {
         "blocks": [block],
+        "cached_block_hash_to_block": {},
         "free_block_queue": queue,
         "hash_block_size": 16,
         "touch": lambda blocks: None,

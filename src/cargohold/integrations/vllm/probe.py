@@ -21,7 +21,7 @@ SCHEDULER_ONLY: Final = ((0, 33),)
 
 _MANAGER = ("block_pool",)
 _MANAGER_CALLS = {"get_blocks": 1}
-_POOL = ("blocks", "free_block_queue", "hash_block_size")
+_POOL = ("blocks", "cached_block_hash_to_block", "free_block_queue", "hash_block_size")
 _POOL_CALLS = {"touch": 1, "free_blocks": 1, "get_num_free_blocks": 0}
 _QUEUE = ("fake_free_list_head", "fake_free_list_tail")
 _QUEUE_CALLS = {"prepend_n": 1}

@@ -30,12 +30,15 @@ class AdapterSettings:
             own option of that kind is set to this value.
         load_timeout_s: a connector that has not ended a load after this time, or has kept a request waiting for it, is turned
             off. Connectors have deadlines of their own; this one is for connectors that forget.
+        follow_resets: whether a reset of vLLM's prefix cache drops what is kept below it, too. Whoever changes weights in place
+            resets it.
         record: a new file for the block trace of all requests, for ``cargohold replay``: hashes only.
     """
 
     if_unsupported: str = DISABLE
     load_failure_policy: str = RECOMPUTE
     load_timeout_s: float = 120.0
+    follow_resets: bool = True
     record: str | None = None
 
     def __post_init__(self) -> None:
@@ -44,6 +47,8 @@ class AdapterSettings:
                 raise ConfigError(key, getattr(self, key), f"it must be one of {', '.join(choices)}")
         if not is_positive_number(self.load_timeout_s):
             raise ConfigError("load_timeout_s", self.load_timeout_s, "it must be a number of seconds above 0")
+        if not isinstance(self.follow_resets, bool):
+            raise ConfigError("follow_resets", self.follow_resets, "it must be true or false")
 
 
 @dataclass(frozen=True, slots=True)
