@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, ConfigError, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
-from cargohold.offload.tier import DiskTierConfig, FaultyTier, MemoryTier, SharedTierConfig, Tier, TierConfig
+from cargohold.offload.tier import (
+    DiskTierConfig,
+    FaultyTier,
+    MemoryTier,
+    Namespace,
+    SharedTierConfig,
+    Tier,
+    TierConfig,
+    TierQueue,
+    open_tier,
+)
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
 
 SAMPLING = SamplingParams(max_tokens=9)
@@ -246,6 +256,37 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
     (tier,) = memory.values()
     assert tier.usage().num_chunks >= 6 * 25
     assert restored(ask(make_llm(tiny_model("llama"), offload=config, **OPTIONS), prompts(6)))[0]["disk"] == 100
+
+
+def test_what_is_being_written_when_the_engine_stops_is_there_after_a_restart(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: it was cancelled. The disk takes nothing until the engine, which waits no longer, is being stopped."""
+    is_stopping = threading.Event()
+    shutdown = TierQueue.shutdown
+
+    def stop(queue: TierQueue) -> None:
+        is_stopping.set()
+        shutdown(queue)
+
+    def fault(_: str) -> str | None:
+        is_stopping.wait()
+        return None
+
+    def opened(config: TierConfig, namespace: Namespace, chunk_bytes: int, num_shards: int) -> Tier:
+        return FaultyTier(open_tier(config, namespace, chunk_bytes, num_shards), fault)
+
+    config = offload(disk(tmp_path), restore_timeout_s=0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr("cargohold.connector.offloading.make_tiers.open_tier", opened)
+        patched.setattr("cargohold.offload.tiering.lower_tiers.PROGRESS_S", 0.05)
+        patched.setattr(TierQueue, "shutdown", stop)
+        with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
+            expected = tokens(ask(first, prompts(1)))
+            assert not is_stopping.is_set()
+    again = ask(make_llm(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS), prompts(1))
+    assert tokens(again) == expected
+    assert restored(again)[0]["disk"] == 100
 
 
 SERVE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -439,6 +440,57 @@ def test_shutdown_cancels_what_is_left_and_closes_the_tier() -> None:
     setup.queue.shutdown(WAIT_S)
     assert closed
     assert not setup.submit(JobKind.PROBE, [b"a"])
+
+
+def test_shutdown_lets_writes_end_that_were_taken() -> None:
+    """Found by reading: what was stored just before an engine stopped was not on the disk after its restart."""
+    gate = Gate("store")
+    memory = MemoryTier(CHUNK)
+    setup = Setup(FaultyTier(memory, gate), QueueConfig(num_threads=1, finish_s=WAIT_S))
+    setup.submit(JobKind.STORE, [b"a", b"b"], [chunk(1), chunk(2)])
+    setup.submit(JobKind.STORE, [b"c"], [chunk(3)])
+    gate.wait_for_arrival()
+    setup.submit(JobKind.PROBE, [b"a"])
+    stopping = threading.Thread(target=setup.queue.shutdown, args=(WAIT_S,))
+    stopping.start()
+    end = time.monotonic() + WAIT_S
+    results: list[TierResult] = []
+    while not results and time.monotonic() < end:
+        results = setup.queue.poll()
+    assert [(result.job.kind, result.status) for result in results] == [(JobKind.PROBE, JobStatus.CANCELLED)]
+    gate.opened.set()
+    stopping.join(WAIT_S)
+    assert [result.status for result in setup.queue.poll()] == [JobStatus.DONE] * 2
+    assert memory.probe([b"a", b"b", b"c"]) == [True] * 3
+
+
+def test_shutdown_waits_for_writes_no_longer_than_it_may() -> None:
+    gate = Gate("store")
+    setup = Setup(FaultyTier(MemoryTier(CHUNK), gate), QueueConfig(num_threads=1, finish_s=0.01))
+    setup.submit(JobKind.STORE, [b"a"], [chunk(1)])
+    gate.wait_for_arrival()
+    setup.queue.shutdown(0.02)
+    assert [result.status for result in setup.queue.poll()] == [JobStatus.CANCELLED]
+    gate.opened.set()
+    setup.queue.shutdown(WAIT_S)
+
+
+def test_an_interrupt_ends_the_wait_for_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate("store")
+    setup = Setup(FaultyTier(MemoryTier(CHUNK), gate), QueueConfig(num_threads=1, finish_s=WAIT_S))
+    setup.submit(JobKind.STORE, [b"a"], [chunk(1)])
+    gate.wait_for_arrival()
+
+    def interrupted(_: float) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(setup.queue, "drain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            setup.queue.shutdown(WAIT_S)
+    assert [result.status for result in setup.queue.poll()] == [JobStatus.CANCELLED]
+    gate.opened.set()
+    setup.queue.shutdown(WAIT_S)
 
 
 @pytest.mark.parametrize("config", [{"num_threads": 0}, {"max_urgent_chunks": 0}, {"max_store_chunks": 0}])

@@ -29,6 +29,7 @@ class LazyOffloadConfig:
         tiers: below host memory, the fastest first; see ``OffloadConfig``.
         restore: see ``OffloadConfig``.
         restore_timeout_s: see ``OffloadConfig``.
+        shutdown_timeout_s: see ``OffloadConfig``.
     """
 
     host_bytes: int | str
@@ -39,6 +40,7 @@ class LazyOffloadConfig:
     tiers: Sequence[TierConfig] = ()
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
+    shutdown_timeout_s: float = 3.0
 
     def __post_init__(self) -> None:
         self.common()
@@ -55,6 +57,7 @@ class LazyOffloadConfig:
             tiers=self.tiers,
             restore=self.restore,
             restore_timeout_s=self.restore_timeout_s,
+            shutdown_timeout_s=self.shutdown_timeout_s,
         )
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:

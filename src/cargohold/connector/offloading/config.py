@@ -9,10 +9,12 @@ from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
 from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
-from cargohold.units import format_bytes, is_positive_int, is_positive_number, parse_bytes
+from cargohold.units import format_bytes, is_number, is_positive_int, is_positive_number, parse_bytes
 
 RESTORE_IF_FASTER = "if_faster"
 RESTORE_ALWAYS = "always"
+MAX_SHUTDOWN_S = 20.0
+"""Engines kill workers that have not stopped by themselves: the embedded one after 30 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class OffloadConfig:
         restore: whether chunks are brought up from lower tiers ``if_faster`` than computing them, judged by what both took
             lately, or ``always``.
         restore_timeout_s: a request waits for lower tiers no longer than this; what has not come by then is computed.
+        shutdown_timeout_s: what is being written to lower tiers when the engine stops may take this long to end; what has not
+            ended by then is not there after a restart.
     """
 
     host_bytes: int | str
@@ -45,6 +49,7 @@ class OffloadConfig:
     tiers: Sequence[TierConfig] = ()
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
+    shutdown_timeout_s: float = 3.0
 
     def __post_init__(self) -> None:
         limit = memory_limit_bytes()
@@ -76,6 +81,11 @@ class OffloadConfig:
         choices = (RESTORE_IF_FASTER, RESTORE_ALWAYS)
         self._require("restore", self.restore in choices, f"one of {', '.join(choices)}")
         self._require("restore_timeout_s", is_positive_number(self.restore_timeout_s), "a number of seconds above 0")
+        self._require(
+            "shutdown_timeout_s",
+            is_number(self.shutdown_timeout_s) and 0 <= self.shutdown_timeout_s <= MAX_SHUTDOWN_S,
+            f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}",
+        )
 
     @property
     def num_host_bytes(self) -> int:

@@ -46,7 +46,8 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment) -> list[T
     try:
         for tier in config.tiers:
             opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.world_size)
-            queues.append(TierQueue(opened, environment.clock, QueueConfig(num_threads=tier.num_threads)))
+            limits = QueueConfig(num_threads=tier.num_threads, finish_s=config.shutdown_timeout_s)
+            queues.append(TierQueue(opened, environment.clock, limits))
     except BaseException:
         for queue in queues:
             queue.shutdown()

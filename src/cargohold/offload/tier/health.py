@@ -22,6 +22,7 @@ class QueueConfig:
         max_urgent_chunks: chunks of probes and loads that may be queued or under way.
         max_store_chunks: chunks of stores and removals that may.
         max_thread_deaths: threads that are replaced; the one after them turns the tier off.
+        finish_s: how long what is being written may take to end when the queue is shut down.
         breaker: when to leave the medium alone.
     """
 
@@ -29,6 +30,7 @@ class QueueConfig:
     max_urgent_chunks: int = 65536
     max_store_chunks: int = 1024
     max_thread_deaths: int = 8
+    finish_s: float = 0.0
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
     def __post_init__(self) -> None:

@@ -108,15 +108,38 @@ class TierQueue:
             return self._changed.wait_for(lambda: not len(self._ledger) or not self._has_living_thread(), timeout_s)
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Cancel what is left, wait for threads for at most this time, and close the tier. ``poll`` still works."""
+        """Let what is being written end, for ``finish_s`` at most, cancel the rest, and close the tier. ``poll`` still works.
+
+        It waits no longer than ``timeout_s`` in all, or ``finish_s`` if that is longer, and not at all once it is interrupted.
+        """
+        # Real time: this waits, whatever the clock says.
+        end = time.monotonic() + max(timeout_s, self.config.finish_s)
+        patience_ends = 0.0
+        try:
+            self._finish_writes(self.config.finish_s)
+            patience_ends = end
+        finally:
+            self._stop(patience_ends)
+
+    def _finish_writes(self, timeout_s: float) -> None:
+        """Nobody will ask or load any more; what host memory alone holds is lost with it."""
+        if timeout_s <= 0:
+            return
+        with self._changed:
+            for live in self._ledger.all():
+                if live.job.kind in URGENT:
+                    self._ledger.end(live, JobStatus.CANCELLED)
+        if not self.drain(timeout_s):
+            logger.warning("tier %s: not everything was written within %g s", self.tier.name, timeout_s)
+
+    def _stop(self, patience_ends: float) -> None:
         with self._changed:
             self._is_off = True
             for live in self._ledger.all():
                 self._ledger.end(live, JobStatus.CANCELLED)
             self._changed.notify_all()
-        end = time.monotonic() + timeout_s  # real time: this waits, whatever the clock says
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, patience_ends - time.monotonic()))
         if self._has_living_thread():
             # It may still use the tier's files: a closed file's number may be given to another.
             logger.warning("tier %s: a thread hangs in its medium; the tier is left open", self.tier.name)
