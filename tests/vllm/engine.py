@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,8 @@ class Answer:
         device: prompt tokens that vLLM found in its own cache, or that were restored.
         notes: why it hit or missed.
         finish_reason: vLLM's.
+        others: what was generated besides, for a request that asked for several answers.
+        prompt_logprobs: of the prompt's tokens but the first; none if they were not asked for.
     """
 
     tokens: tuple[int, ...]
@@ -35,6 +37,8 @@ class Answer:
     device: int
     notes: tuple[str, ...]
     finish_reason: str | None
+    others: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
 
 
 class Engine:
@@ -45,7 +49,7 @@ class Engine:
         extra: ``kv_connector_extra_config``; ``None`` for no connector.
         num_blocks: the device pool.
         transfer: further fields of vLLM's KVTransferConfig.
-        options: for vLLM.
+        options: for vLLM; and ``caches_latents``, for what it does with latent attention on GPUs alone.
     """
 
     def __init__(
@@ -77,18 +81,25 @@ class Engine:
             "async_scheduling": False,
             "skip_tokenizer_init": True,
         }
-        self.llm = LLM(
-            model,
-            **(defaults | options),
-            num_gpu_blocks_override=num_blocks,
-            enforce_eager=True,
-            disable_log_stats=False,
-        )
+        options = defaults | options
+        with _as_on_gpus(bool(options["async_scheduling"]), bool(options.pop("caches_latents", False))):
+            self.llm = LLM(
+                model,
+                **options,
+                num_gpu_blocks_override=num_blocks,
+                enforce_eager=True,
+                disable_log_stats=False,
+            )
+        assert self.scheduler.scheduler_config.async_scheduling == options["async_scheduling"]
 
     @property
     def scheduler(self) -> Any:
         """vLLM's scheduler."""
-        return self.llm.llm_engine.engine_core.engine_core.scheduler
+        return self._core.scheduler
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
 
     @property
     def side(self) -> SchedulerSide:
@@ -105,12 +116,29 @@ class Engine:
         wishes: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
         """Serve prompts all at once."""
-        sampling = _sampling(max_tokens, {EXPLAIN: True, **(wishes or {})})
         inputs: list[dict[str, Any]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         for prompt in inputs:
             if salt is not None:
                 prompt["cache_salt"] = salt
-        return [_answer(output) for output in self.llm.generate(inputs, sampling, use_tqdm=False)]
+        return self.ask_for(inputs, max_tokens, wishes=wishes)
+
+    def ask_for(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        max_tokens: int = 8,
+        *,
+        adapter: Any = None,
+        wishes: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> list[Answer]:
+        """The same for whatever vLLM takes for a prompt; ``sampling`` are further fields of vLLM's SamplingParams."""
+        params = _sampling(max_tokens, {EXPLAIN: True, **(wishes or {})}, **sampling)
+        outputs = self.llm.generate([dict(one) for one in inputs], params, use_tqdm=False, lora_request=adapter)
+        return [_answer(output) for output in outputs]
+
+    def metric(self, name: str) -> int:
+        """One of vLLM's counters, since the start."""
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> None:
         """Let a request arrive; ``step`` serves it. ``sampling`` are further fields of vLLM's SamplingParams."""
@@ -134,7 +162,7 @@ class Engine:
     def settle(self) -> None:
         """Step until nothing is in flight any more: in one process, vLLM stops when the last answer is there."""
         end = time.monotonic() + SETTLE_TIMEOUT_S
-        while self.scheduler.has_requests():
+        while self.scheduler.has_requests() or self._core.batch_queue:
             assert time.monotonic() < end, "vLLM does not come to rest"
             self.llm.llm_engine.step()
 
@@ -166,6 +194,24 @@ class Engine:
             cleanup_dist_env_and_memory()
 
 
+@contextmanager
+def _as_on_gpus(schedules_ahead: bool, caches_latents: bool) -> Iterator[None]:
+    """What vLLM turns off on CPUs, behind the back of its platform: there it is not wanted, but it works."""
+    from vllm.platforms import current_platform  # noqa: PLC0415  # after the environment has been set
+
+    platform = type(current_platform)
+    check_and_update_config = platform.check_and_update_config
+
+    def change(config: Any) -> None:
+        check_and_update_config(config)
+        config.scheduler_config.async_scheduling = schedules_ahead
+        if caches_latents:
+            config.scheduler_config.enable_chunked_prefill = config.cache_config.enable_prefix_caching = True
+
+    with patch.object(platform, "check_and_update_config", staticmethod(change)):
+        yield
+
+
 def _kept_frozen() -> AbstractContextManager[object]:
     """Keep vLLM from thawing what was imported: looking through it all, several times, takes longer than an engine's start."""
     return patch.object(gc, "unfreeze")
@@ -177,12 +223,11 @@ def _sampling(max_tokens: int, kv_transfer_params: Mapping[str, Any], **options:
 
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=0,
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={"kv_transfer_params": dict(kv_transfer_params)},
-        **options,
+        **{"temperature": 0, **options},
     )
 
 
@@ -195,4 +240,8 @@ def _answer(output: Any) -> Answer:
         device=output.num_cached_tokens or 0,
         notes=tuple(explanation.get("notes", ())),
         finish_reason=completion.finish_reason,
+        others=tuple(tuple(other.token_ids) for other in output.outputs[1:]),
+        prompt_logprobs=tuple(
+            next(iter(choices.values())).logprob for choices in output.prompt_logprobs or () if choices
+        ),
     )

@@ -21,12 +21,14 @@ class Faults:
     Attributes:
         outcome: decides how a job ends that has been carried out.
         scramble_loads: whether loads deliver other bytes than were stored, and say that all is well.
+        spared_regions: leading regions that are delivered as they were stored all the same.
         hold_polls: polls for which ended jobs are kept back.
         counts: jobs that ended, by direction and outcome.
     """
 
     outcome: Callable[[CopyJob], TransferOutcome] = lambda _job: TransferOutcome.DONE
     scramble_loads: bool = False
+    spared_regions: int = 0
     hold_polls: int = 0
     counts: dict[tuple[Direction, TransferOutcome], int] = field(default_factory=dict)
 
@@ -64,7 +66,7 @@ class FaultyTransfers(TransferWorker):
         job = result.job
         outcome = max(result.outcome, self._faults.outcome(job))
         if job.direction is Direction.LOAD and (self._faults.scramble_loads or outcome is not TransferOutcome.DONE):
-            for region in self._regions:
+            for region in self._regions[self._faults.spared_regions :]:
                 # Mantissa bits of every number: still numbers, but others.
                 region[list(job.block_ids)] ^= 0x15
         key = (job.direction, outcome)

@@ -5,15 +5,18 @@ What vLLM itself makes of ``load_format="dummy"`` is so small that outputs do no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma3TextConfig,
     Lfm2Config,
     LlamaConfig,
@@ -39,6 +42,8 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+_QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+
 PLAIN = ("llama", "llama-retrained")
 """One KV-cache group of full attention: what every version of vLLM lets us offload."""
 
@@ -46,6 +51,17 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
     "llama-retrained": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
     "mistral-window": lambda: MistralConfig(**_COMMON, num_hidden_layers=3, sliding_window=WINDOW),
+    # Latent attention, in the one shape that vLLM's kernel for CPUs has.
+    "deepseek": lambda: DeepseekV2Config(
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        num_hidden_layers=3,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=3,
+    ),
     "gemma3": lambda: Gemma3TextConfig(
         **_COMMON,
         num_hidden_layers=7,
@@ -102,3 +118,67 @@ def save_tokenizer(path: str) -> None:
     """Write a tokenizer of made-up words to a model's directory, for what vLLM does not do without one."""
     words = WordLevel({f"w{at}": at for at in range(VOCAB_SIZE)}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(path)
+
+
+def save_guesser(model: str, noise: float) -> str:
+    """Write a draft model that often guesses what ``model`` will say, the less often the more ``noise``; returns its path."""
+    path = Path(f"{model}-guesser-{noise}")
+    if not path.is_dir():
+        torch.manual_seed(1)
+        guesser = AutoModelForCausalLM.from_pretrained(model)
+        with torch.no_grad():
+            for weights in guesser.parameters():
+                weights.add_(torch.randn_like(weights) * weights.std(correction=0) * noise)
+        guesser.save_pretrained(path)
+    return str(path)
+
+
+def save_eagle3(model: str) -> str:
+    """Write a random EAGLE-3 head, one layer on the hidden states of ``model``; returns its path."""
+    path = Path(f"{model}-eagle3")
+    if path.is_dir():
+        return str(path)
+    path.mkdir()
+    config = json.loads((Path(model) / "config.json").read_text())
+    size, vocabulary = config["hidden_size"], config["vocab_size"]
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": vocabulary}
+    (path / "config.json").write_text(json.dumps(config))
+    first = "model.layers.0."
+    shapes: dict[str, tuple[int, ...]] = {
+        name.removeprefix(first): tuple(weights.shape)
+        for name, weights in load_file(Path(model) / "model.safetensors").items()
+        if name.startswith(first)
+    }
+    # Its attention reads a token's embedding beside the hidden states.
+    shapes |= {name: (shape[0], 2 * size) for name, shape in shapes.items() if name[10:] in _QKV}
+    shapes = {f"midlayer.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"midlayer.hidden_norm.weight": (size,), "norm.weight": (size,)}
+    shapes |= {"fc.weight": (size, 3 * size), "lm_head.weight": (vocabulary, size)}
+    torch.manual_seed(2)
+    weights = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 1.2 / shape[1] ** 0.5
+        for name, shape in shapes.items()
+    }
+    save_file(weights, path / "model.safetensors")
+    return str(path)
+
+
+def save_adapter(model: str, name: str) -> str:
+    """Write a random LoRA adapter that changes keys and values; returns its path."""
+    path = Path(f"{model}-{name}")
+    if path.is_dir():
+        return str(path)
+    path.mkdir()
+    config = json.loads((Path(model) / "config.json").read_text())
+    size, rank, projections = config["hidden_size"], 8, ["k_proj", "v_proj"]
+    torch.manual_seed(sum(name.encode()))
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for projection in projections:
+            target = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+            weights[f"{target}.lora_A.weight"] = torch.randn(rank, size) * 0.2
+            weights[f"{target}.lora_B.weight"] = torch.randn(size, rank) * 0.2
+    save_file(weights, path / "adapter_model.safetensors")
+    description = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": projections, "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps({**description, "task_type": "CAUSAL_LM"}))
+    return str(path)

@@ -23,6 +23,16 @@ class Layer:
         return SimpleNamespace(get_name=lambda: self._backend)
 
 
+class Drafts(SimpleNamespace):
+    """How vLLM speculates."""
+
+    def use_eagle(self) -> bool:
+        return bool(self.method == "eagle3")
+
+    def uses_draft_model(self) -> bool:
+        return bool(self.method == "draft_model")
+
+
 def served(
     load_format: str = "auto",
     backend: str = "FLASH_ATTN",
@@ -30,6 +40,7 @@ def served(
     *,
     lora: object = None,
     cache: dict[str, Any] | None = None,
+    draft: dict[str, Any] | None = None,
     **options: Any,
 ) -> ServedModel:
     defaults: dict[str, Any] = {
@@ -46,10 +57,11 @@ def served(
     }
     config = SimpleNamespace(
         model_config=SimpleNamespace(**defaults | options),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256", **cache or {}),
+        cache_config=SimpleNamespace(**{"cache_dtype": "auto", "prefix_caching_hash_algo": "sha256"} | (cache or {})),
         parallel_config=SimpleNamespace(world_size=1),
         load_config=SimpleNamespace(load_format=load_format),
         lora_config=lora,
+        speculative_config=None if draft is None else Drafts(**draft),
         compilation_config=SimpleNamespace(static_forward_context={"layer": Layer(backend), "experts": object()}),
     )
     tensors = [SimpleNamespace(size=16 * 10)]
@@ -72,9 +84,15 @@ def test_options_that_change_kv_make_another_model() -> None:
         served(backend="FLASHINFER"),
         served(layout="LBHNC"),
         served(layout=None),
+        served(cache={"cache_dtype": "fp8_e4m3"}),
+        served(cache={"cache_dtype": "fp8_e5m2"}),
+        served(draft={"method": "eagle3", "model": "org/head", "revision": None}),
+        served(draft={"method": "eagle3", "model": "org/head", "revision": "v2"}),
+        served(draft={"method": "draft_model", "model": "org/small", "revision": None}),
     ]
     assert len(set(models)) == len(models)
     assert served(load_format="safetensors") == served(), "the same weights, read in another way"
+    assert served(draft={"method": "ngram", "model": "ngram"}) == served(), "guessed without KV"
 
 
 def test_where_the_longest_sequence_decides_on_all_angles_it_makes_another_model() -> None:

@@ -15,6 +15,7 @@ from cargohold.integrations.vllm.events import translate_events
 from cargohold.integrations.vllm.layout import (
     Translation,
     bears_full_hits,
+    dropped_tokens,
     make_layout,
     smallest_block_tokens,
     translate,
@@ -23,7 +24,7 @@ from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats, for_vllm
 from cargohold.integrations.vllm.report import start_report
 from cargohold.integrations.vllm.room import LoadRoom
-from cargohold.integrations.vllm.scheduler import SchedulerSide
+from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, Settings
 from cargohold.integrations.vllm.signatures import waived_demands
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
@@ -298,13 +299,14 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             inner = self._factory().make_scheduler_side(environment)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
-        timeout_s = self._settings.adapter.load_timeout_s
+        adapter = self._settings.adapter
+        options = SideOptions(
+            adapter.load_timeout_s, adapter.follow_resets, dropped_tokens(self._vllm_config, layout.groups)
+        )
         # Before 0.32 vLLM does not say; two steps in flight are the most there are without pipeline parallelism.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
         room = LoadRoom(pool, layout.groups, tables, int(in_flight))
-        self._scheduler = SchedulerSide(
-            inner, layout, pool, tables, room, clock=environment.clock, load_timeout_s=timeout_s
-        )
+        self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
         for line in start_report(layout, self._settings.offload):
             logger.info("%s", line)
 

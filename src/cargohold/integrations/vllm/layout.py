@@ -15,9 +15,10 @@ from cargohold.integrations.vllm.served import served_model
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
 
 # By name: subclasses keep other things in their blocks, and one that is not known is not served.
+_LATENT = "MLAAttentionSpec"
 _KINDS: Mapping[str, AttentionKind] = {
     "FullAttentionSpec": AttentionKind.FULL,
-    "MLAAttentionSpec": AttentionKind.FULL,
+    _LATENT: AttentionKind.FULL,
     "SlidingWindowSpec": AttentionKind.SLIDING_WINDOW,
     "ChunkedLocalAttentionSpec": AttentionKind.CHUNKED_LOCAL,
     "MambaSpec": AttentionKind.RECURRENT,
@@ -49,7 +50,7 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
         kv_cache_config: what it made of the model's layers.
         reports_requests: whether this version lets a failed load be reported by request.
     """
-    obstacles = _parallel_obstacles(vllm_config.parallel_config)
+    obstacles = _parallel_obstacles(vllm_config.parallel_config) + _latent_obstacles(vllm_config, kv_cache_config)
     if not vllm_config.kv_transfer_config.is_kv_consumer:
         # It would give blocks away that a step in flight still writes, and a load may be given them.
         obstacles.append(
@@ -112,6 +113,19 @@ def smallest_block_tokens(groups: Sequence[KVCacheGroup]) -> int:
     return math.gcd(*(group.block_tokens for group in groups))
 
 
+def dropped_tokens(vllm_config: Any, groups: Sequence[KVCacheGroup]) -> int:
+    """Tokens at the end of what vLLM finds on the device that it computes again; 0 if none.
+
+    A draft model that reads the target's hidden states wants those of the last tokens, and writes into its KV of a block's
+    last token what comes behind the block.
+    """
+    speculation = getattr(vllm_config, "speculative_config", None)
+    if speculation is None:
+        return 0
+    drops = getattr(speculation, "use_eagle_block_drop", speculation.use_eagle)
+    return math.lcm(*(group.block_tokens for group in groups)) if drops() else 0
+
+
 def bears_full_hits(group: KVCacheGroup) -> bool:
     """Whether a request of which everything was loaded may compute its last token again, as vLLM then does.
 
@@ -144,6 +158,20 @@ def _parallel_obstacles(parallel_config: Any) -> list[str]:
     if parallel_config.world_size > 1 and parallel_config.distributed_executor_backend == "external_launcher":
         obstacles.append("with external_launcher every scheduler hears of one worker alone; use mp or ray")
     return obstacles
+
+
+def _latent_obstacles(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    """On most CPUs vLLM reads prompts of latent attention with one kernel and what follows with another, of other results.
+
+    It does not reuse prefixes then, and says so by turning its own prefix cache off.
+    """
+    is_cpu = getattr(getattr(vllm_config, "device_config", None), "device_type", None) == "cpu"
+    if not is_cpu or vllm_config.cache_config.enable_prefix_caching:
+        return []
+    layers = [layer for group in kv_cache_config.kv_cache_groups for layer in _layer_specs(group.kv_cache_spec)]
+    if not any(type(layer).__name__ == _LATENT for layer in layers):
+        return []
+    return ["vLLM itself reuses no prefix of latent attention on this CPU: what it computes behind one differs"]
 
 
 def _group(index: int, spec: Any) -> KVCacheGroup | str:

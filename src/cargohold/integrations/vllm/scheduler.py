@@ -15,6 +15,7 @@ from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolCon
 from cargohold.integrations.vllm.deferrals import Deferrals
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.metrics import is_level
+from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.integrations.vllm.step import Step
 from cargohold.protocol import (
@@ -49,6 +50,22 @@ class _Load:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class SideOptions:
+    """How to live in vLLM.
+
+    Attributes:
+        load_timeout_s: a connector that keeps a request waiting for longer is turned off.
+        follow_resets: whether a reset of vLLM's prefix cache drops what is kept, too.
+        dropped_tokens: what vLLM finds on the device and computes again all the same. A load of no more would bring back, at
+            every hit, what was just dropped.
+    """
+
+    load_timeout_s: float
+    follow_resets: bool = True
+    dropped_tokens: int = 0
+
+
 class SchedulerSide:
     """The connector of one engine replica.
 
@@ -59,7 +76,7 @@ class SchedulerSide:
         tables: the requests' block tables.
         room: says whether there is room for a load.
         clock: monotonic time in seconds.
-        load_timeout_s: a connector that keeps a request waiting for longer is turned off.
+        options: how to live in vLLM.
     """
 
     def __init__(
@@ -71,14 +88,16 @@ class SchedulerSide:
         room: LoadRoom,
         *,
         clock: Callable[[], float],
-        load_timeout_s: float,
+        options: SideOptions,
     ) -> None:
         self.guard = ConnectorGuard(inner, layout.num_blocks)
         self.layout = layout
         self._tables = tables
         self._room = room
         self._clock = clock
-        self._timeout_s = load_timeout_s
+        self._timeout_s = options.load_timeout_s
+        self._dropped_tokens = options.dropped_tokens
+        self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         self._requests: dict[str, Any] = {}
@@ -148,10 +167,9 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, always asynchronously."""
         request_id = request.request_id
-        if request_id not in self._requests or request_id in self._failed:
+        if not self._may_load_for(request):
+            self._deferrals.forget(request_id)
             return 0, False
-        if getattr(request, "skip_reading_prefix_cache", False):
-            return 0, False  # it wants all its tokens computed; vLLM would not heed another answer
         num_tokens, is_async = self.guard.get_num_new_matched_tokens(request, num_computed_tokens)
         if num_tokens is None:
             self._stats["deferred_lookups"] += self._deferrals.note(request_id)
@@ -160,6 +178,10 @@ class SchedulerSide:
         self._num_computed[request_id] = num_computed_tokens
         if num_tokens and not is_async:
             self.guard.break_off("wants to load within a step, which the adapter for vLLM does not carry")
+            return 0, False
+        is_full_hit = num_computed_tokens + num_tokens == request.num_tokens
+        # vLLM drops the last token of a prompt too, for it must be computed, and with it the block that it ends.
+        if num_tokens <= self._dropped_tokens * (1 + is_full_hit):
             return 0, False
         if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._parked.values()):
             return None, False  # as long as vLLM keeps the others waiting, however long that is
@@ -187,6 +209,7 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> StepMessage:
         """This step's message to the workers."""
         self._check_deadlines()
+        self._resets.is_due()
         if self._parked:
             for request_id in output.num_scheduled_tokens:
                 self._parked.pop(request_id, None)
@@ -243,8 +266,8 @@ class SchedulerSide:
         return self.guard.take_events()
 
     def reset_cache(self) -> bool:
-        """Drop everything kept; see ``KVConnectorScheduler.reset_cache``."""
-        return self.guard.reset_cache()
+        """Drop everything kept; ``False`` if it is in use: then it is dropped later, and not found until then."""
+        return self._resets.reset()
 
     def take_stats(self) -> Stats:
         """Counters of both sides since the last call."""
@@ -267,6 +290,12 @@ class SchedulerSide:
     @property
     def _must_stop_workers(self) -> bool:
         return self.guard.broken is not None and not self._is_released
+
+    def _may_load_for(self, request: Any) -> bool:
+        """Whether the connector is to be asked about a request."""
+        request_id = request.request_id
+        is_ours = request_id in self._requests and request_id not in self._failed
+        return is_ours and not _wants_all_computed(request) and not self._resets.is_due()
 
     def _destinations(self, request_id: str, tables: BlockIds, num_external_tokens: int) -> tuple[int, ...]:
         """The blocks that a load fills."""
@@ -310,6 +339,14 @@ class SchedulerSide:
         self._loading.clear()
         self._deferrals.clear()
         self._is_released = True
+
+
+def _wants_all_computed(request: Any) -> bool:
+    """Whether a request needs every token of its prompt in a forward pass."""
+    if getattr(request, "skip_reading_prefix_cache", False):
+        return True  # vLLM would not heed another answer
+    # Unless it is told so, vLLM takes care of these itself; if it is not, it answers with memory that nobody has written.
+    return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
 
 
 def _explanation(report: CacheReport) -> Mapping[str, Any]:

@@ -80,6 +80,11 @@ def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
             value = getattr(config, name, None)
             if value and str(getattr(value, "value", value)) not in _NO_CHANGE:
                 yield name, value
+    speculation = getattr(vllm_config, "speculative_config", None)
+    if speculation is not None and (speculation.use_eagle() or speculation.uses_draft_model()):
+        # Its KV lies in the same blocks, and decides on how fast answers come.
+        said = [getattr(speculation, name, None) for name in ("method", "model", "revision", "quantization")]
+        yield "drafts by", " ".join(map(str, said))
     uses_transformers = getattr(model, "using_transformers_backend", None)
     if uses_transformers is not None and uses_transformers():
         yield "transformers", version("transformers")

@@ -86,8 +86,10 @@ class WorkerSide:
 
     def begin(self, message: StepMessage) -> None:
         """Take this step's message. May be called twice in a step; only the first time counts."""
-        if self._message is not None:
+        if self._message is message:
             return
+        if self._message is not None:
+            self.end()  # with speculation vLLM 0.32 leaves it out on all stages of a pipeline but the last
         self._message = message
         self._has_saved = False
         self._loading |= message.new_loads
