@@ -97,20 +97,6 @@ def test_an_abort_while_loading_or_computing_leaves_nothing_behind(llama: str, s
     assert tokens(engine.ask(prompts, 6)) == expected
 
 
-def test_reset_drops_what_is_kept_on_both_sides(llama: str, start: Callable[..., Any]) -> None:
-    engine = start(llama, EAGER)
-    prompts = make_prompts(2, 330)
-    assert restored(ask_twice(engine, prompts)) == 640
-    engine.settle()
-    assert engine.llm.reset_prefix_cache()
-    assert restored(engine.ask(prompts)) == 640
-    engine.settle()
-    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    answers = engine.ask(prompts)
-    assert restored(answers) == 0
-    assert [answer.device for answer in answers] == [0, 0]
-
-
 def test_asynchronous_scheduling_and_no_prefix_cache(llama: str, start: Callable[..., Any]) -> None:
     prompts = make_prompts(3, 330)
     expected = tokens(ask_twice(start(llama), prompts))

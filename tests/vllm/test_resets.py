@@ -1,0 +1,89 @@
+"""Whoever resets vLLM's prefix cache may have changed the weights: what lies below it is then worthless too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cargohold.integrations.vllm.resets import CacheResets
+from cargohold.protocol import ConnectorGuard, NullConnectorScheduler
+from tests.vllm.common import EAGER, ask_twice, make_prompts, restored, tokens
+
+
+class Kept(NullConnectorScheduler):
+    """A connector that keeps something, and cannot drop it while it is in use."""
+
+    def __init__(self) -> None:
+        self.is_in_use = False
+        self.num_resets = 0
+
+    def reset_cache(self) -> bool:
+        self.num_resets += not self.is_in_use
+        return not self.is_in_use
+
+
+def make_resets(*, follows: bool = True) -> tuple[Kept, SimpleNamespace, CacheResets]:
+    kept, pool = Kept(), SimpleNamespace(cached_block_hash_to_block=object())
+    return kept, pool, CacheResets(ConnectorGuard(kept, 8), pool, follows=follows)
+
+
+@pytest.mark.parametrize("option", [{}, {"follow_resets": False}])
+def test_tokens_after_new_weights_are_theirs_unless_the_user_vouches_for_the_old(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], option: dict[str, Any]
+) -> None:
+    before, after = vllm_model("llama"), vllm_model("llama-retrained")
+    prompts = make_prompts(2, 330)
+    expected = tokens(start(after).ask(prompts))
+    engine = start(before, {**EAGER, **option})
+    assert restored(ask_twice(engine, prompts)) == 640
+    engine.settle()
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": after})
+    assert engine.llm.reset_prefix_cache()
+    answers = engine.ask(prompts)
+    assert (tokens(answers) == expected) == (not option), "old KV gives other tokens"
+    assert restored(answers) == (640 if option else 0)
+
+
+def test_a_reset_on_demand_drops_what_is_kept(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
+    engine = start(vllm_model("llama"), {**EAGER, "follow_resets": False})
+    prompts = make_prompts(2, 330)
+    ask_twice(engine, prompts)
+    engine.settle()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    answers = engine.ask(prompts)
+    assert [answer.device for answer in answers] == [0, 0]
+
+
+def test_each_reset_is_followed_once() -> None:
+    kept, pool, resets = make_resets()
+    assert not resets.is_due() and not kept.num_resets
+    pool.cached_block_hash_to_block = object()
+    assert not resets.is_due() and not resets.is_due()
+    assert kept.num_resets == 1
+    pool.cached_block_hash_to_block = object()
+    assert resets.reset() and not resets.is_due()
+    assert kept.num_resets == 2, "one of both was asked for by name"
+
+
+def test_nothing_is_found_until_what_was_in_use_is_dropped() -> None:
+    kept, pool, resets = make_resets()
+    kept.is_in_use = True
+    pool.cached_block_hash_to_block = object()
+    assert resets.is_due() and resets.is_due()
+    kept.is_in_use = False
+    assert not resets.is_due()
+    assert kept.num_resets == 1
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_could_not_be_dropped_on_demand_is_dropped_later(*, follows: bool) -> None:
+    kept, _, resets = make_resets(follows=follows)
+    kept.is_in_use = True
+    assert not resets.reset()
+    assert resets.is_due()
+    kept.is_in_use = False
+    assert not resets.is_due()
+    assert kept.num_resets == 1
