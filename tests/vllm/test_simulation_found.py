@@ -91,3 +91,19 @@ def test_room_is_left_for_those_who_were_loaded(
 ) -> None:
     room = LoadRoom(Pool(num_free_blocks), [group], Tables(), max_in_flight_tokens=8)
     assert room.admits(16, [Parked()] * num_parked) is expected
+
+
+class TwoGroups:
+    """The same, beside a group of recurrent state that has loaded the last of 4 blocks."""
+
+    def blocks(self, request_id: str) -> list[list[Block]]:
+        return [*Tables().blocks(request_id), [Block(is_null=True)] * 3 + [Block()]]
+
+
+@pytest.mark.parametrize(("num_free_blocks", "expected"), [(8, True), (7, False)])
+def test_of_recurrent_state_a_few_blocks_are_enough(num_free_blocks: int, expected: bool) -> None:
+    # One load of 16 tokens takes 2 blocks and a state; the parked request will want 3 more blocks, as above, and 2 states,
+    # however long it is. Counted as full attention, it would keep others waiting for 9.
+    state = KVCacheGroup(1, AttentionKind.RECURRENT, 4, ("other",))
+    room = LoadRoom(Pool(num_free_blocks), [WINDOW, state], TwoGroups(), max_in_flight_tokens=8)
+    assert room.admits(16, [Parked()]) is expected

@@ -19,6 +19,9 @@ from cargohold.integrations.vllm.blocks import BlockTables
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
 _FORGETTING = (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
+_MAX_STATES = 3
+"""Recurrent states that a request holds at a time: the one that a step advances, the one that it was copied from, and one of a
+step before that is still in flight."""
 
 
 class LoadRoom:
@@ -69,6 +72,8 @@ class LoadRoom:
     def _max_held(self, group: KVCacheGroup, num_tokens: int) -> int:
         """Blocks that a request holds at most at a time until its prompt is computed."""
         all_blocks = -(-num_tokens // group.block_tokens)
+        if group.kind is AttentionKind.RECURRENT:
+            return min(all_blocks, _MAX_STATES)
         if group.window_tokens is None:
             return all_blocks
         return min(all_blocks, -(-(group.window_tokens + self._max_in_flight_tokens) // group.block_tokens) + 1)
