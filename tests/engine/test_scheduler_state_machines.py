@@ -20,8 +20,8 @@ from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.protocol import NULL_BLOCK_ID
 from cargohold.simulation import SimulatedEngine, simulated_layout
+from cargohold.simulation.chains import tokens_alone
 from cargohold.simulation.engine import VOCAB_SIZE
-from cargohold.simulation.fingerprints import tokens_alone
 from tests.engine.scripted import Load, Script, scripted_connector
 
 BLOCK_TOKENS = 4

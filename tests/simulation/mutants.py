@@ -22,7 +22,7 @@ from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
 from cargohold.connector.lazy.stores import LazyStores
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
-from cargohold.connector.offloading.chunks import BlocksToLoad, ChunkBlocks
+from cargohold.connector.offloading.chunks import BlocksToLoad, ChunkBlocks, blocks_to_load, chunks_to_store
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import TouchHolder
 from cargohold.connector.offloading.jobs import JobTable, Store
@@ -46,6 +46,8 @@ from cargohold.offload.tiering import Promotion
 from cargohold.offload.tiering.dispatch import Dispatch
 from cargohold.offload.tiering.promotions import Promotions
 from cargohold.protocol import (
+    NULL_BLOCK_ID,
+    AttentionKind,
     FinishedTransfers,
     KVCacheBlockView,
     KVCacheGroup,
@@ -138,6 +140,33 @@ def confuses_rows_inside_a_chunk(patch: Patch) -> None:
         return rows
 
     patch.setattr(loads_module, "rows_to_load", packed)
+
+
+@mutant(workload="recurrent")
+def stores_a_state_that_was_advanced_past_its_boundary(patch: Patch) -> None:
+    def with_the_latest_state(
+        group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
+    ) -> list[ChunkBlocks]:
+        chunks = chunks_to_store(group, table, blocks_per_chunk, first_chunk, end_chunk)
+        if group.kind is AttentionKind.RECURRENT:
+            return [replace(chunk, block_ids=(*chunk.block_ids[:-1], table[-1])) for chunk in chunks]
+        return chunks
+
+    patch.setattr(stores_module, "chunks_to_store", with_the_latest_state)
+
+
+@mutant(workload="recurrent")
+def loads_the_state_of_one_block_too_early(patch: Patch) -> None:
+    def early(table: Sequence[int], block_tokens: int, blocks_per_chunk: int, *tokens: int) -> BlocksToLoad:
+        blocks = blocks_to_load(table, block_tokens, blocks_per_chunk, *tokens)
+        if blocks.numbers and blocks.numbers[0] and table[blocks.numbers[0] - 1] == NULL_BLOCK_ID:
+            numbers = [number - 1 for number in blocks.numbers]
+            return replace(
+                blocks, numbers=numbers, chunks=list(dict.fromkeys(at // blocks_per_chunk for at in numbers))
+            )
+        return blocks
+
+    patch.setattr(loads_module, "blocks_to_load", early)
 
 
 @mutant()

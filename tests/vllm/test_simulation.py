@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from random import Random
+from types import SimpleNamespace
+from typing import Any
 from zlib import crc32
 
 import pytest
 
 from cargohold.cli import main
+from cargohold.engine.core.step import ScheduledTokens
 from cargohold.errors import ConfigError
 from cargohold.simulation.faults import Fault, parse_faults
 from cargohold.simulation.run import RunResult
@@ -20,6 +26,8 @@ pytest.importorskip(
 
 from cargohold.integrations.vllm.simulation.configuration import ASYNC
 from cargohold.integrations.vllm.simulation.recipe import APPLICABLE, VllmRecipe
+from cargohold.integrations.vllm.simulation.runner import WriteFirstRunner
+from cargohold.integrations.vllm.simulation.states import AlignedStateBlocks, RunningStates, StateMove
 
 
 def play(seed: int, workload: str = "any", connector: str = "any", faults: str = "all") -> RunResult:
@@ -40,6 +48,67 @@ def test_loads_preemptions_and_resets_happen() -> None:
     results = [play(seed, workload, "eager", "none") for workload in ("preemption", "stops") for seed in range(5)]
     for what in ("restored tokens", "device tokens", "preemptions", "resets"):
         assert sum(result.tallies[what] for result in results) > 0, f"no {what}: this proves little"
+
+
+def test_states_move_and_blocks_are_copied_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: Counter[str] = Counter()
+    copy, copy_blocks = AlignedStateBlocks.copy, WriteFirstRunner.copy_blocks
+
+    def noted(self: AlignedStateBlocks, moves: Sequence[StateMove]) -> None:
+        happened["moves"] += len(moves)
+        copy(self, moves)
+
+    def noted_blocks(self: WriteFirstRunner, pairs: Iterable[tuple[int, int]]) -> None:
+        happened["copies on write"] += len(list(pairs))
+        copy_blocks(self, pairs)
+
+    monkeypatch.setattr(AlignedStateBlocks, "copy", noted)
+    monkeypatch.setattr(WriteFirstRunner, "copy_blocks", noted_blocks)
+    happened["restored"] = sum(play(seed, "recurrent", "eager", "none").tallies["restored tokens"] for seed in range(8))
+    assert all(happened[what] for what in ("moves", "copies on write", "restored")), happened
+
+
+def test_states_move_as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker import mamba_utils  # noqa: PLC0415  # takes half a minute, for it brings PyTorch's compiler
+
+    theirs: list[tuple[str, int, int]] = []
+
+    def note(*args: Any) -> None:
+        _, _, _, _, source, destination, num_more_accepted, request, _ = args
+        assert num_more_accepted == 0
+        if source != destination:
+            theirs.append((request.request_id, source, destination))
+
+    monkeypatch.setattr(mamba_utils, "collect_mamba_copy_meta", note)
+    random = Random(1)  # repeatable, on purpose
+    buffers = SimpleNamespace(mamba_group_ids=[0], mamba_spec=SimpleNamespace(num_speculative_blocks=0, block_size=4))
+    places: dict[str, int] = {}
+    running, ours = RunningStates(4), []
+    num_computed = {name: random.randint(0, 9) for name in "abcd"}
+    for _ in range(300):
+        lost = {name for name in num_computed if random.random() < 0.05}
+        num_computed |= {name: random.randint(0, 9) for name in lost}
+        steps = {name: random.choice((1, 1, random.randint(1, 9))) for name in num_computed if random.random() < 0.7}
+        output = SimpleNamespace(
+            finished_req_ids=set(),
+            preempted_req_ids=lost,
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=lost),
+            num_scheduled_tokens=steps,
+        )
+        batch = SimpleNamespace(req_ids=list(steps), num_accepted_tokens_cpu=[1] * len(steps))
+        requests = {name: SimpleNamespace(request_id=name, num_computed_tokens=num_computed[name]) for name in steps}
+        caching = SimpleNamespace(enable_prefix_caching=True)
+        mamba_utils.preprocess_mamba(output, None, caching, places, batch, requests, {}, None, buffers)
+        running.forget(lost)
+        shares = [
+            ScheduledTokens(name, (0,) * count, num_computed[name], num_computed[name], ([],), None)
+            for name, count in steps.items()
+        ]
+        ours += [(move.share.request_id, move.source, move.destination) for move in running.moves(shares)]
+        for name, count in steps.items():
+            num_computed[name] += count
+    assert ours == theirs
+    assert len(ours) > 100
 
 
 @pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.value)

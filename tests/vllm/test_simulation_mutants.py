@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,13 +14,17 @@ pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
+import cargohold.connector.offloading.loads as loads_module
 import cargohold.integrations.vllm.connector as connector_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
+from cargohold.connector.offloading.chunks import BlocksToLoad, blocks_to_load
 from cargohold.integrations.vllm.blocks import PoolContext
+from cargohold.integrations.vllm.layout import bears_full_hits
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.simulation.recipe import VllmRecipe
+from cargohold.integrations.vllm.step import Share
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
-from cargohold.protocol import OutputAggregator
+from cargohold.protocol import NULL_BLOCK_ID, AttentionKind, OutputAggregator
 from cargohold.simulation.campaign import play_seed
 from tests.simulation.mutation import Mutant, Patch, registrar
 
@@ -72,6 +76,39 @@ def does_not_stop_workers_of_a_connector_turned_off(patch: Patch) -> None:
 @mutant(workload="full-hit", connector="multi")
 def has_full_hits_behind_every_window(patch: Patch) -> None:
     patch.setattr(connector_module, "bears_full_hits", lambda group: True)
+
+
+@mutant(workload="recurrent", faults="full")
+def stores_a_state_that_was_advanced_past_its_boundary(patch: Patch) -> None:
+    states = Share._states
+
+    def with_the_latest(self: Share, group: int, table: Sequence[Any]) -> list[int]:
+        return [table[-1].block_id if block_id else block_id for block_id in states(self, group, table)]
+
+    patch.setattr(Share, "_states", with_the_latest)
+
+
+@mutant(workload="recurrent", connector="lazy")
+def loads_the_state_of_one_block_too_early(patch: Patch) -> None:
+    def early(table: Sequence[int], block_tokens: int, blocks_per_chunk: int, *tokens: int) -> BlocksToLoad:
+        blocks = blocks_to_load(table, block_tokens, blocks_per_chunk, *tokens)
+        if blocks.numbers and blocks.numbers[0] and table[blocks.numbers[0] - 1] == NULL_BLOCK_ID:
+            numbers = [number - 1 for number in blocks.numbers]
+            return replace(
+                blocks, numbers=numbers, chunks=list(dict.fromkeys(at // blocks_per_chunk for at in numbers))
+            )
+        return blocks
+
+    patch.setattr(loads_module, "blocks_to_load", early)
+
+
+@mutant(workload="recurrent")
+def takes_the_last_token_into_a_state_twice(patch: Patch) -> None:
+    patch.setattr(
+        connector_module,
+        "bears_full_hits",
+        lambda group: group.kind is AttentionKind.RECURRENT or bears_full_hits(group),
+    )
 
 
 # --- worker side ------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import pytest
 from cargohold.conformance.strict import CodedExecutor, StrictFactory
 from cargohold.errors import ConfigError
 from cargohold.protocol import KVConnectorFactory
+from cargohold.simulation.chains import tokens_alone
 from cargohold.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.simulation.engine import VOCAB_SIZE, SimulatedEngine
 from cargohold.simulation.faults import Fault
-from cargohold.simulation.fingerprints import tokens_alone
 from cargohold.simulation.layouts import simulated_layout
 from cargohold.simulation.run import Run, RunResult
 from cargohold.simulation.scenario import Scenario, draw_scenario

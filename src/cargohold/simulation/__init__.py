@@ -1,8 +1,9 @@
 """A simulated engine: the real scheduler and connectors, a model whose KV says what it is, and time under control."""
 
+from cargohold.simulation.chains import PrefixChains, WrongTokenError
 from cargohold.simulation.clock import VirtualClock
 from cargohold.simulation.engine import SimulatedEngine
-from cargohold.simulation.fingerprints import FingerprintRunner, PrefixChains, WrongTokenError
+from cargohold.simulation.fingerprints import FingerprintRunner
 from cargohold.simulation.layouts import simulated_layout
 from cargohold.simulation.offloading import SimulatedOffloading
 from cargohold.simulation.transfers import HeldTransfers

@@ -19,10 +19,11 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     WorkerEnvironment,
 )
+from cargohold.simulation.chains import WRONG_TOKEN, PrefixChains
 from cargohold.simulation.clock import VirtualClock
 from cargohold.simulation.copies import CopiesInFlight
 from cargohold.simulation.executor import SimulatedExecutor
-from cargohold.simulation.fingerprints import WRONG_TOKEN, FingerprintRunner, PrefixChains
+from cargohold.simulation.fingerprints import FingerprintRunner
 
 VOCAB_SIZE = 1000
 STEP_S = 0.01

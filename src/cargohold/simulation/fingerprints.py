@@ -4,7 +4,8 @@ In place of keys and values, every token's place in every block holds a *fingerp
 that ends with that token, from the KV-cache group, and from the worker's rank. A forward pass checks the fingerprints of every
 token that its queries would read, and writes those of its own tokens. A block that was overwritten, copied from the wrong
 place, or never filled is found at the very step that reads it: it would have been a wrong token, unless that step's result is
-thrown away. What a request writes after reading something wrong is garbage too, as it would be in a real model.
+thrown away. What a request writes after reading something wrong is garbage too, as it would be in a real model. Recurrent state
+has one fingerprint per block instead: see ``states``.
 
 Fingerprints live in a byte buffer that connectors see as two-dimensional tensors, as the contract says; Python compares slices
 of it, because for a handful of tokens that is ten times faster than arrays.
@@ -12,90 +13,22 @@ of it, because for a handful of tokens that is ten times faster than arrays.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep
 from cargohold.engine.executor.runner import LayerHooks
-from cargohold.protocol import NULL_BLOCK_ID, KVCacheGroup, KVCacheLayout
+from cargohold.protocol import NULL_BLOCK_ID, AttentionKind, KVCacheGroup, KVCacheLayout
+from cargohold.simulation.chains import FINGERPRINT_BYTES, GARBAGE, WRONG_TOKEN, PrefixChains, WrongTokenError, end_of
 from cargohold.simulation.copies import CopiesInFlight
+from cargohold.simulation.states import StateBlocks
 
 Fingerprints = npt.NDArray[np.uint64]
 
-FINGERPRINT_BYTES = 8
-WRONG_TOKEN = 2**31
-_MASK = 2**64 - 1
-_GARBAGE = b"\xa5" * FINGERPRINT_BYTES
-
-
-class WrongTokenError(AssertionError):
-    """A forward pass would have read KV that is not what the block table says."""
-
-
-class PrefixChains:
-    """Fingerprints of all prefixes of the requests alive.
-
-    Args:
-        tokens_of: the tokens of a request, by id.
-        root_of: what a request's chain starts from: requests of different roots must not share KV.
-    """
-
-    def __init__(self, tokens_of: Callable[[str], Sequence[int]], root_of: Callable[[str], int] = lambda _: 1) -> None:
-        self._tokens_of = tokens_of
-        self._root_of = root_of
-        self._chains: dict[str, list[int]] = {}
-        self._coded: dict[tuple[str, int], bytearray] = {}
-
-    def chain(self, request_id: str, num_tokens: int) -> list[int]:
-        """One number per token, for the prefix that ends with it; at least ``num_tokens`` of them."""
-        chain = self._chains.get(request_id)
-        if chain is None:
-            chain = self._chains[request_id] = []
-        if len(chain) < num_tokens:
-            previous = chain[-1] if chain else self._root_of(request_id)
-            for token in self._tokens_of(request_id)[len(chain) : num_tokens]:
-                previous = next_fingerprint(previous, token)
-                chain.append(previous)
-        return chain
-
-    def coded(self, request_id: str, num_tokens: int, salt: int) -> bytearray:
-        """The same as bytes, ``FINGERPRINT_BYTES`` per token, different for each ``salt``."""
-        coded = self._coded.get((request_id, salt))
-        if coded is None:
-            coded = self._coded[request_id, salt] = bytearray()
-        if len(coded) < num_tokens * FINGERPRINT_BYTES:
-            num_coded = len(coded) // FINGERPRINT_BYTES
-            chain = self.chain(request_id, num_tokens)
-            coded += array("Q", [link ^ salt for link in chain[num_coded:num_tokens]]).tobytes()
-        return coded
-
-    def forget(self, request_id: str) -> None:
-        """The request is gone."""
-        self._chains.pop(request_id, None)
-        for key in [key for key in self._coded if key[0] == request_id]:
-            del self._coded[key]
-
-
-def next_fingerprint(previous: int, token: int) -> int:
-    """The fingerprint of a prefix from that of the prefix one token shorter."""
-    # hash() of a tuple of integers mixes well and is the same in every process.
-    return hash((previous, token)) & _MASK
-
-
-def tokens_alone(prompt: Sequence[int], max_tokens: int, vocab_size: int, root: int = 1) -> list[int]:
-    """What the model generates for a prompt, whatever it is served with."""
-    last = root
-    for token in prompt:
-        last = next_fingerprint(last, token)
-    tokens = []
-    for _ in range(max_tokens):
-        tokens.append(last % vocab_size)
-        last = next_fingerprint(last, tokens[-1])
-    return tokens
+_RECURRENT: Final = AttentionKind.RECURRENT
 
 
 class FingerprintRunner:
@@ -133,13 +66,16 @@ class FingerprintRunner:
         self._block_bytes = layout.block_bytes
         self._chains = chains
         self._vocab_size = vocab_size
-        salt = (rank + 1) * 0x9E3779B97F4A7C15 & _MASK
+        salt = (rank + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
         self._salts = [salt ^ group.index for group in layout.groups]
         self._copies = copies or CopiesInFlight(rank)
         self._as_tensors = as_tensors
         self._bytes = bytearray(layout.num_blocks * layout.block_bytes)
         # Per group, the bytes of each block that hold its tokens: joining them is faster than slicing the whole.
         self._blocks = [self._views(group.block_tokens) for group in layout.groups]
+        self._states = {
+            group.index: self._new_states(group) for group in self._groups if group.kind is AttentionKind.RECURRENT
+        }
         self.memory: Fingerprints = np.frombuffer(self._bytes, dtype=np.uint64).reshape(layout.num_blocks, block_tokens)
         self.wrong: dict[str, WrongTokenError] = {}
         self.before_forward: Callable[[], None] = lambda: None
@@ -170,9 +106,13 @@ class FingerprintRunner:
         if hooks is not None or len(step.scheduled) * len(self._groups) > 1 or len(step.scheduled[0].token_ids) > 1:
             for share in step.scheduled:
                 for group in self._groups:
-                    self._compare(share, group, share.write_from, _end(share))
+                    self._compare_written(share, group)
         # else nobody can have overwritten the one token
         return {share.request_id: self._next_token(share) for share in step.scheduled if share.sample is not None}
+
+    def _new_states(self, group: KVCacheGroup) -> StateBlocks:
+        index = group.index
+        return StateBlocks(group, self._blocks[index], self._chains, self._salts[index], self._copies)
 
     def _views(self, block_tokens: int) -> list[memoryview]:
         memory, used_bytes = memoryview(self._bytes), block_tokens * FINGERPRINT_BYTES
@@ -190,10 +130,13 @@ class FingerprintRunner:
     def _next_token(self, share: ScheduledTokens) -> int:
         if share.request_id in self.wrong:
             return WRONG_TOKEN
-        end = _end(share)
+        end = end_of(share)
         return self._chains.chain(share.request_id, end)[end - 1] % self._vocab_size
 
     def _read(self, share: ScheduledTokens, group: KVCacheGroup) -> None:
+        if group.kind is _RECURRENT:
+            self._note(share, self._states[group.index].read(share))
+            return
         start = group.num_skipped_tokens(share.num_computed_tokens)
         if start < share.write_from:
             self._compare(share, group, start, share.write_from)
@@ -203,14 +146,17 @@ class FingerprintRunner:
 
     def _write(self, share: ScheduledTokens, group: KVCacheGroup) -> None:
         """Write the fingerprints of the step's tokens, or garbage if the request has read some."""
-        table, end = share.block_ids[group.index], _end(share)
+        if group.kind is _RECURRENT:
+            self._states[group.index].write(share, is_garbage=share.request_id in self.wrong)
+            return
+        table, end = share.block_ids[group.index], end_of(share)
         first = share.write_from // group.block_tokens
         if NULL_BLOCK_ID in table[first:]:
             raise WrongTokenError(f"request {share.request_id} writes KV of group {group.index} to the null block")
         if self._copies.num_jobs:
             self._copies.check_write(table[first:], share.request_id)
         if share.request_id in self.wrong:
-            coded = bytearray(_GARBAGE * end)
+            coded = bytearray(GARBAGE * end)
         else:
             coded = self._chains.coded(share.request_id, end, self._salts[group.index])
         memory, block_tokens = self._bytes, group.block_tokens
@@ -222,6 +168,19 @@ class FingerprintRunner:
             size = (stop - at) * FINGERPRINT_BYTES
             memory[place : place + size] = coded[at * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES]
             at = stop
+
+    def _compare_written(self, share: ScheduledTokens, group: KVCacheGroup) -> None:
+        """See whether what the step wrote is still there: nobody else may have written to the same blocks."""
+        if share.request_id in self.wrong:
+            return  # it wrote garbage
+        if group.kind is _RECURRENT:
+            self._note(share, self._states[group.index].compare(share))
+        else:
+            self._compare(share, group, share.write_from, end_of(share))
+
+    def _note(self, share: ScheduledTokens, error: WrongTokenError | None) -> None:
+        if error is not None:
+            self.wrong.setdefault(share.request_id, error)
 
     def _compare(self, share: ScheduledTokens, group: KVCacheGroup, start: int, end: int) -> None:
         """Compare the memory of tokens ``[start, end)`` with what it should hold."""
@@ -246,10 +205,6 @@ class FingerprintRunner:
             share.request_id,
             WrongTokenError(
                 f"request {share.request_id}, group {group.index}: block {block} does not hold the KV of token {at} "
-                f"(of {_end(share)})"
+                f"(of {end_of(share)})"
             ),
         )
-
-
-def _end(share: ScheduledTokens) -> int:
-    return share.num_computed_tokens + len(share.token_ids)

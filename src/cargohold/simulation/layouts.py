@@ -8,7 +8,7 @@ from math import gcd
 
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
-from cargohold.simulation.fingerprints import FINGERPRINT_BYTES
+from cargohold.simulation.chains import FINGERPRINT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

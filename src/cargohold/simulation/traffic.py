@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeAlias
 
+from cargohold.simulation.chains import tokens_alone
 from cargohold.simulation.engine import VOCAB_SIZE, root_of_salt
-from cargohold.simulation.fingerprints import tokens_alone
 
 Tokens: TypeAlias = tuple[int, ...]
 

@@ -129,6 +129,18 @@ def mixed_groups(load: Workload) -> None:
     random.choice((shared_prefix, multi_turn, agents))(load)
 
 
+def recurrent(load: Workload) -> None:
+    """Recurrent state beside attention, as hybrid models have it."""
+    random = load.random
+    block_tokens = random.choice((2, 4, 8))
+    state = GroupPlan(AttentionKind.RECURRENT, block_tokens)
+    beside = GroupPlan(block_tokens=block_tokens if random.random() < 0.7 else random.choice((2, 4, 8)))
+    window = GroupPlan(AttentionKind.SLIDING_WINDOW, block_tokens, random.randint(1, 20))
+    groups = random.choice(((beside, state), (beside, state), (state, beside, state), (window, state), (state,)))
+    random.choice((shared_prefix, multi_turn, agents, aborts, preemption, full_hit, returning))(load)
+    load.groups = groups
+
+
 def chunks(load: Workload) -> None:
     """Chunks of several blocks."""
     load.options = {"blocks_per_chunk": load.random.randint(2, 5)}
@@ -224,8 +236,8 @@ WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
     {
         write.__name__.replace("_", "-"): write
         for write in (
-            small, shared_prefix, multi_turn, agents, aborts, preemption, tiny_pool, windows, mixed_groups, chunks,
-            ranks, priority, full_hit, remote_decode, limits, returning, stops,
+            small, shared_prefix, multi_turn, agents, aborts, preemption, tiny_pool, windows, mixed_groups,
+            recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, stops,
         )
     }
 )  # fmt: skip

@@ -43,7 +43,6 @@ class InputBatch:
             self._take_blocks(request_id, cached.new_block_ids[at], request_id in cached.resumed_req_ids)
             num_known = self._rows[request_id].num_prompt_tokens + cached.num_output_tokens[at]
             shares.append(self._share(request_id, cached.num_computed_tokens[at], num_known, output))
-        assert not output.kv_cache_block_copies, "the model does not copy blocks on write"
         return SchedulerStep(
             scheduled=tuple(shares),
             preempted_req_ids=frozenset(output.preempted_req_ids or ()),

@@ -26,19 +26,22 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.integrations.vllm.simulation import connector
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
+from cargohold.simulation.chains import FINGERPRINT_BYTES
 from cargohold.simulation.engine import VOCAB_SIZE
-from cargohold.simulation.fingerprints import FINGERPRINT_BYTES
 from cargohold.simulation.layouts import layout_of
 from cargohold.simulation.scenario import Shape
 
 ASYNC: Final = "async_scheduling"
 """Key in a shape's scheduler options: whether vLLM schedules a step before it knows what came of the one before."""
+MATCH_UNIT: Final = "prefix_match_unit"
+"""Key in a shape's scheduler options: tokens per block hash, where prefixes of recurrent state may end inside a block."""
 MAX_MODEL_LEN: Final = "max_model_len"
 """Key in a shape's scheduler options: tokens of the longest request."""
 LOAD_TIMEOUT_S: Final = 60.0
@@ -65,7 +68,10 @@ def vllm_config(shape: Shape, *, with_connector: bool = True) -> Any:
     config = VllmConfig(
         model_config=model,
         cache_config=CacheConfig(
-            block_size=shape.groups[0].block_tokens, enable_prefix_caching=options["prefix_caching"]
+            # What vLLM's engine core makes of it: steps of a prompt end there, so that states are left at boundaries.
+            block_size=min(plan.block_tokens for plan in shape.groups),
+            enable_prefix_caching=options["prefix_caching"],
+            prefix_match_unit=options.get(MATCH_UNIT),
         ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=options["max_num_seqs"],
@@ -82,6 +88,9 @@ def vllm_config(shape: Shape, *, with_connector: bool = True) -> Any:
         kv_transfer_config=_transfer_config(options["load_failure_policy"].value) if with_connector else None,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=options["emit_events"], publisher="null"),
     )
+    if any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
+        # Behind the back of the model's configuration, which has no recurrent layers.
+        config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = shape.num_blocks
     # Behind the back of vLLM's platform: CPUs do not schedule ahead, and it is GPUs that this is about.
     config.scheduler_config.async_scheduling = options[ASYNC]
@@ -150,8 +159,14 @@ def _spec(group: KVCacheGroup, layout: KVCacheLayout) -> Any:
             return SlidingWindowSpec(**common, sliding_window=group.window_tokens)
         case AttentionKind.CHUNKED_LOCAL:
             return ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.window_tokens)
-        case kind:
-            raise ValueError(f"vLLM's worker keeps {kind.value} in ways that fingerprints do not model")
+        case AttentionKind.RECURRENT:
+            return MambaSpec(
+                block_size=group.block_tokens,
+                shapes=((group.block_tokens * FINGERPRINT_BYTES // element.itemsize,),),
+                dtypes=(element,),
+                page_size_padded=layout.block_bytes,
+                mamba_cache_mode="align",
+            )
 
 
 @cache

@@ -21,6 +21,7 @@ from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.integrations.vllm.simulation.configuration import (
     ASYNC,
     LOAD_TIMEOUT_S,
+    MATCH_UNIT,
     config_of_rank,
     kv_cache_config,
     vllm_config,
@@ -31,10 +32,10 @@ from cargohold.integrations.vllm.simulation.requests import RequestBook
 from cargohold.integrations.vllm.simulation.runner import WriteFirstRunner
 from cargohold.integrations.vllm.simulation.views import SchedulerView
 from cargohold.integrations.vllm.simulation.worker import SimulatedWorker
+from cargohold.simulation.chains import PrefixChains
 from cargohold.simulation.clock import VirtualClock
 from cargohold.simulation.copies import CopiesInFlight
 from cargohold.simulation.engine import STEP_S, VOCAB_SIZE
-from cargohold.simulation.fingerprints import PrefixChains
 from cargohold.simulation.layouts import layout_of
 from cargohold.simulation.scenario import Shape
 
@@ -79,7 +80,8 @@ class VllmEngine:
         self.copies = copies
         self.layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
         self.config = SchedulerConfig(
-            **{name: value for name, value in options.items() if name != ASYNC}, load_timeout_s=LOAD_TIMEOUT_S
+            **{name: value for name, value in options.items() if name not in (ASYNC, MATCH_UNIT)},
+            load_timeout_s=LOAD_TIMEOUT_S,
         )
         self.num_steps = 0
         self.last_step = (SchedulerStep(), StepOutput())

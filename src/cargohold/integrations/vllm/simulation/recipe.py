@@ -7,7 +7,7 @@ from random import Random
 from typing import Final
 
 from cargohold.errors import ConfigError
-from cargohold.integrations.vllm.simulation.configuration import ASYNC, MAX_MODEL_LEN, num_blocks_needed
+from cargohold.integrations.vllm.simulation.configuration import ASYNC, MATCH_UNIT, MAX_MODEL_LEN, num_blocks_needed
 from cargohold.integrations.vllm.simulation.connector import standing_on
 from cargohold.integrations.vllm.simulation.engine import VllmEngine
 from cargohold.integrations.vllm.simulation.oracles import BridgeOracle
@@ -73,40 +73,54 @@ class VllmRecipe(Recipe):
         random = Random(f"{seed}/vllm scenario")  # noqa: S311  # repeatable, on purpose
         connector = random.choice(APPLICABLE) if self.connector == ANY else self.connector
         with quiet_logging("vllm"):
-            return fitted(draw_scenario(seed, self.workload, connector, self.faults), is_async=random.random() < 0.4)
+            return fitted(draw_scenario(seed, self.workload, connector, self.faults), random)
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
         """A run of it."""
         return VllmRun(scenario, timeline=timeline, world=VllmWorld(scenario))
 
 
-def fitted(scenario: Scenario, *, is_async: bool) -> Scenario:
-    """The scenario with an engine that vLLM can be.
+def fitted(scenario: Scenario, random: Random) -> Scenario:
+    """The scenario with an engine that vLLM can be. What our own engine does not have is drawn.
 
-    * Recurrent state becomes full attention: what vLLM's workers keep of it in a block is not a prefix.
+    * Recurrent state wants a prefix cache, and blocks no larger than the others'.
     * Beside chunked local attention vLLM wants blocks of one size, and chunks of whole blocks.
-    * The pool has as many spare blocks as before, beyond those without which vLLM does not start.
+    * The pool has as many spare blocks as before, beyond those without which vLLM does not start. Where a prefix may end
+      inside a block, there is one more per group: vLLM copies such blocks, and does not make sure that it ever can.
     """
     asks = [action for action in scenario.actions if isinstance(action, Ask)]
     longest = max((len(ask.prompt) + ask.max_tokens for ask in asks), default=1)
     shape, options = scenario.shape, dict(scenario.shape.scheduler)
     num_spare = shape.num_blocks - num_own_blocks_needed(shape.groups, longest, options["max_num_batched_tokens"])
+    if any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
+        options["prefix_caching"] = True  # without it vLLM keeps one state per request, which is no prefix of anything
     options |= {
         # vLLM wants room for a token of each.
         "max_num_batched_tokens": max(options["max_num_batched_tokens"], options["max_num_seqs"]),
         MAX_MODEL_LEN: longest + 1,
-        ASYNC: is_async,
+        ASYNC: random.random() < 0.4,
     }
-    shape = replace(shape, groups=_fitted_groups(shape.groups), scheduler=options)
+    groups = _fitted_groups(shape.groups)
+    match_unit = _match_unit(groups, random)
+    if match_unit is not None:
+        options[MATCH_UNIT] = match_unit
+        num_spare += len(groups)
+    shape = replace(shape, groups=groups, scheduler=options)
     shape = replace(shape, num_blocks=num_blocks_needed(shape) + num_spare)
     plan = replace(scenario.connector, with_context=True, applies_locks=True)
     return replace(scenario, shape=shape, connector=plan)
 
 
+def _match_unit(groups: tuple[GroupPlan, ...], random: Random) -> int | None:
+    """How finely prefixes are hashed, where that is up to the user: beside attention, states are then left there as well."""
+    if len(groups) == 1 or not any(plan.kind is AttentionKind.RECURRENT for plan in groups):
+        return None
+    return random.choice((None, random.choice((1, 2, min(plan.block_tokens for plan in groups)))))
+
+
 def _fitted_groups(groups: tuple[GroupPlan, ...]) -> tuple[GroupPlan, ...]:
-    fitted = [
-        replace(plan, kind=AttentionKind.FULL) if plan.kind is AttentionKind.RECURRENT else plan for plan in groups
-    ]
+    smallest = min(plan.block_tokens for plan in groups)
+    fitted = [replace(plan, block_tokens=smallest) if plan.kind is AttentionKind.RECURRENT else plan for plan in groups]
     if any(plan.kind is AttentionKind.CHUNKED_LOCAL for plan in groups):
         block_tokens = groups[0].block_tokens
         fitted = [replace(plan, block_tokens=block_tokens) for plan in fitted]

@@ -17,8 +17,8 @@ from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.sampling_params import SamplingParams as OwnSamplingParams
 from cargohold.integrations.vllm.scheduler import EXPLAIN
 from cargohold.protocol import CacheReport, Clock
+from cargohold.simulation.chains import tokens_alone
 from cargohold.simulation.engine import VOCAB_SIZE, root_of_salt
-from cargohold.simulation.fingerprints import tokens_alone
 
 _HASH: Final = "sha256"
 _NO_HASHES: Final = 1 << 30

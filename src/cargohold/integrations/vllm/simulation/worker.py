@@ -17,7 +17,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from cargohold.engine.core.step import SchedulerStep
 from cargohold.integrations.vllm.simulation.batch import InputBatch
-from cargohold.simulation.fingerprints import FingerprintRunner
+from cargohold.integrations.vllm.simulation.runner import WriteFirstRunner
 
 _GLOBAL: Final = "_KV_CONNECTOR_AGENT"
 
@@ -39,7 +39,7 @@ class SimulatedWorker:
     """
 
     def __init__(
-        self, config: Any, kv_cache_config: Any, runner: FingerprintRunner, tokens_of: Callable[[str], Sequence[int]]
+        self, config: Any, kv_cache_config: Any, runner: WriteFirstRunner, tokens_of: Callable[[str], Sequence[int]]
     ) -> None:
         self.runner = runner
         self._config = config
@@ -62,12 +62,21 @@ class SimulatedWorker:
         with _is_the_connector(self.connector):
             self.connector.handle_preemptions(output.kv_connector_metadata)
             step = self._batch.follow(output)
+            self._prepare(output)
             answer = self._forward(output, step) if step.scheduled else self._no_forward(output)
         return step, pickle.dumps(answer)
 
     def shutdown(self) -> None:
         """Let transfers end."""
         self.connector.shutdown()
+
+    def _prepare(self, output: Any) -> None:
+        """What vLLM's model runner does between taking a step's message and its forward pass."""
+        if output.kv_cache_block_copies:
+            self.runner.copy_blocks(output.kv_cache_block_copies)
+        if output.num_scheduled_tokens:  # vLLM forgets them in front of a forward pass alone
+            resumed = output.scheduled_cached_reqs.resumed_req_ids
+            self.runner.lose_states({*output.finished_req_ids, *(output.preempted_req_ids or ()), *resumed})
 
     def _forward(self, output: Any, step: SchedulerStep) -> Any:
         with (
