@@ -16,7 +16,6 @@ So prefix look-ups cost 20 to 30 ns per key whatever the size of the index, wher
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -206,16 +205,21 @@ class ChainIndex:
         self._last_run = _NO_RUN
         if len(slots) == 1:
             return [self._remove_one(int(slots[0]))]
-        removed = self.keys_at(slots)
-        positions = self._positions[slots].tolist()
+        strands: list[Strand] = self._strands[slots].tolist()
+        positions: list[int] = self._positions[slots].tolist()
+        removed: list[bytes] = []
         elsewhere: dict[Strand, list[int]] = {}
-        first = 0
-        for strand, group in groupby(self._strands[slots].tolist()):
-            chosen = positions[first : (first := first + len(list(group)))]
-            rest = strand.length - len(chosen)
-            if min(chosen) == rest:
+        while len(removed) < len(strands):
+            first = len(removed)
+            strand = strands[first]
+            count = _num_same(strands, first)
+            rest = strand.length - count
+            chosen = positions[first : first + count]
+            if chosen == list(range(strand.length - 1, rest - 1, -1)):
+                removed += strand.keys(rest, strand.length)[::-1]
                 strand.shorten(rest)
             else:
+                removed += map(strand.key, chosen)
                 elsewhere.setdefault(strand, []).extend(chosen)
         for strand, chosen in elsewhere.items():
             self._cut(strand, chosen)
@@ -300,6 +304,15 @@ class ChainIndex:
             tail = Strand(keys, slots, strand.key(at - 1), is_ready=strand.is_ready)
             strand.shorten(at)
             self._place(tail, 0)
+
+
+def _num_same(strands: list[Strand], first: int) -> int:
+    """How many strands from ``first`` on are the same one: no more than it has chunks."""
+    strand = strands[first]
+    end = min(len(strands), first + strand.length)
+    if strands[first:end].count(strand) == end - first:
+        return end - first
+    return next(at for at in range(first, end) if strands[at] is not strand) - first
 
 
 def _common_length(ours: Keys, theirs: Keys) -> int:

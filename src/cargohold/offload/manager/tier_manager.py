@@ -43,9 +43,9 @@ class _Placement:
     keys: list[OffloadKey] = field(default_factory=list)
     slots: list[Slots] = field(default_factory=list)
     strands: list[Strand] = field(default_factory=list)
-    deferred: list[OffloadKey] = field(default_factory=list)
+    deferred: Sequence[OffloadKey] = ()
 
-    def add(self, keys: list[OffloadKey], slots: Slots, strands: list[Strand]) -> None:
+    def add(self, keys: Sequence[OffloadKey], slots: Slots, strands: list[Strand]) -> None:
         """These chunks found these slots."""
         self.keys += keys
         self.slots.append(slots)
@@ -148,7 +148,7 @@ class TierManager(OffloadManager):
         return handle
 
     def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:  # noqa: D102
-        keys = list(dict.fromkeys(keys))
+        keys = tuple(dict.fromkeys(keys))
         present = self._index.slots_of(keys)
         placement = _Placement(num_waiting=self.num_writing + self.num_pins)
         if present.count(None) == len(present):
@@ -186,7 +186,7 @@ class TierManager(OffloadManager):
     # --- stores -------------------------------------------------------------------------------------------------------
 
     def _place_gaps(
-        self, placement: _Placement, keys: list[OffloadKey], present: list[int | None], parent: OffloadKey | None
+        self, placement: _Placement, keys: tuple[OffloadKey, ...], present: list[int | None], parent: OffloadKey | None
     ) -> None:
         """Find slots for the absent ones of ``keys``, some of which are there. Mutates everything."""
         protected = np.array([slot for slot in present if slot is not None], dtype=np.intp)
@@ -199,7 +199,7 @@ class TierManager(OffloadManager):
             at += count
         self._table.let_go(protected)
 
-    def _place(self, placement: _Placement, keys: list[OffloadKey], parent: OffloadKey | None) -> bool:
+    def _place(self, placement: _Placement, keys: tuple[OffloadKey, ...], parent: OffloadKey | None) -> bool:
         """Find slots for absent chunks, one behind the other; whether all got one. Mutates everything."""
         parent_slot = self._index.slot_of(parent)
         offer = Offer(keys, parent_slot, lambda: self._index.ancestors(parent_slot))
@@ -213,7 +213,7 @@ class TierManager(OffloadManager):
         if offer.keys:
             slots = self._table.reserve(num_placed)
             self.policy.add(offer, slots)
-            placement.add(keys[:num_placed], slots, self._index.insert(tuple(keys[:num_placed]), slots, parent))
+            placement.add(keys[:num_placed], slots, self._index.insert(keys[:num_placed], slots, parent))
         return num_placed == len(keys)
 
     def _make_room(self, offer: Offer) -> bool:

@@ -27,6 +27,7 @@ _PLACES_PER_KEY: Final = 8
 _MAX_COUNT: Final = 200
 _HASH_BITS: Final = 32
 _ONE: Final = np.uint8(1)
+_NO_HASHES: Final[Hashes] = np.empty(0, dtype=np.uint32)
 
 
 class KeyMap:
@@ -112,6 +113,9 @@ class KeyFilter:
         self._mask = np.uint32(num_places - 1)
         self._other_bits = np.uint32(max(0, _HASH_BITS - num_places.bit_length() + 1))
         self._hash = KeyHash()
+        # Keys that are found to be absent are often added next. Only tuples are known again: a list may have changed.
+        self._last_keys: tuple[bytes, ...] = ()
+        self._last_places: tuple[Hashes, Hashes] = _NO_HASHES, _NO_HASHES
         self._counts = np.full(num_places, 0, dtype=np.uint8)
         self._knows_all = True
 
@@ -142,8 +146,13 @@ class KeyFilter:
 
     def _places(self, keys: Sequence[bytes]) -> tuple[Hashes, Hashes]:
         """Both places of each key: the lowest bits of its hash, and the highest."""
+        if keys is self._last_keys:
+            return self._last_places
         hashes = self._hash(keys)
-        return hashes & self._mask, hashes >> self._other_bits
+        both = hashes & self._mask, hashes >> self._other_bits
+        if isinstance(keys, tuple):
+            self._last_keys, self._last_places = keys, both
+        return both
 
 
 def _spread(num_parts: int) -> list[int]:
