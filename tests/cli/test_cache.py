@@ -49,10 +49,14 @@ class Place:
         return using.namespace.id
 
 
+def disk_place(directory: Path) -> Place:
+    return Place(str(directory), lambda using: disk_tier(directory, "4MiB", using=using))
+
+
 @pytest.fixture
 def place(kind: str, tmp_path: Path) -> Iterator[Place]:
     if kind == "disk":
-        yield Place(str(tmp_path), lambda using: disk_tier(tmp_path, "4MiB", using=using))
+        yield disk_place(tmp_path)
     elif kind == "directory":
         url = f"file://{tmp_path}"
         yield Place(url, lambda using: ObjectTier(SharedTierConfig(url=url), using, CHUNK))
@@ -106,6 +110,27 @@ def test_namespaces_are_listed_with_what_they_hold(place: Place) -> None:
     table = run("ls", place.name)
     for text in (first[:8], second[:8], "tiny", "large model", "rank 1 of 2", "encrypted"):
         assert text in table
+
+
+def test_the_directories_of_further_replicas_are_part_of_their_place(tmp_path: Path) -> None:
+    """An engine's data-parallel replicas have the same namespaces, each in a directory of its own."""
+    directories = {"": tmp_path, "replica-1/": tmp_path / "replica-1", "replica-10/": tmp_path / "replica-10"}
+    names = {}
+    for path, directory in directories.items():
+        names[path] = path + disk_place(directory).fill(3 + len(path))
+    whole = disk_place(tmp_path)
+    found = listed(whole)
+    assert {name: entry["chunks"] for name, entry in found.items()} == {name: 3 + len(at) for at, name in names.items()}
+    assert f"replica-1/{names[''][:8]}" in run("ls", whole.name)
+    assert f"{3 * 3 + 10 + 11} chunks are good, 0 damaged" in run("verify", whole.name)
+    data = min((tmp_path / "replica-1").rglob("segment-*.data"))
+    data.write_bytes(b"damage" + data.read_bytes()[6:])
+    assert "1 damaged and deleted" in run("verify", whole.name, "--delete", status=1)
+    assert "12 chunks are good, 0 damaged" in run("verify", whole.name, "replica-1/")
+    run("rm", whole.name, "replica-10/")
+    assert sorted(listed(whole)) == sorted([names[""], names["replica-1/"]])
+    run("prune", whole.name, "--max-bytes", "1")
+    assert not listed(whole)
 
 
 @pytest.mark.parametrize("kind", PLACES)

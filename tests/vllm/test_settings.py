@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm.settings import Settings
+from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,28 @@ def test_what_cannot_be_is_refused_by_name(extra: dict[str, Any], key: str) -> N
     with pytest.raises(ConfigError) as caught:
         Settings.parse(extra)
     assert caught.value.key == f"kv_connector_extra_config.{key}"
+
+
+def test_data_parallel_replicas_have_disks_of_their_own() -> None:
+    """Found by trying: the second replica found the first one's directory locked, and the server did not start."""
+    disk = {"kind": "disk", "directory": "/var/kv", "max_bytes": "1GiB"}
+    shared = {"kind": "shared", "url": "redis://localhost"}
+    for extra in (
+        {"host_bytes": "1GiB", "tiers": [disk, shared]},
+        {"mode": "multi", "connectors": [{"mode": "lazy", "host_bytes": "1GiB", "tiers": [disk, shared]}]},
+    ):
+        first = Settings.parse(extra)
+        assert first.has_tiers
+        assert first.of_replica(0) == first, "existing directories stay valid"
+        offload = first.of_replica(2).offload
+        config = offload[0] if isinstance(offload, Sequence) else offload
+        assert isinstance(config, OffloadConfig | LazyOffloadConfig)
+        own, common = config.tiers
+        assert isinstance(own, DiskTierConfig)
+        assert own.directory == Path("/var/kv/replica-2")
+        assert isinstance(common, SharedTierConfig)
+        assert common.url == "redis://localhost"
+    assert not Settings.parse({"host_bytes": "1GiB"}).has_tiers
 
 
 def test_options_of_adapter_and_connector_lie_side_by_side() -> None:

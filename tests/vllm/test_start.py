@@ -38,6 +38,29 @@ def test_a_report_says_what_is_kept(
     ]
 
 
+def test_a_data_parallel_replica_has_a_disk_of_its_own(
+    vllm_model: Callable[[str], str],
+    start: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Found by trying: the second replica found the first one's directory locked, and the server did not start."""
+    made = CargoholdConnector.__init__
+
+    def make_second(connector: Any, vllm_config: Any, *rest: Any) -> None:
+        vllm_config.parallel_config.data_parallel_index = 1
+        made(connector, vllm_config, *rest)
+
+    monkeypatch.setattr(CargoholdConnector, "__init__", make_second)
+    tier = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB", "reserve_bytes": 0}
+    with caplog.at_level(logging.INFO, logger="cargohold"):
+        start(vllm_model("llama"), {**EAGER, "tiers": [tier]})
+    assert [path.name for path in tmp_path.iterdir()] == ["replica-1"]
+    assert [path.parent.parent.name for path in tmp_path.rglob("shard.json")] == ["replica-1"]
+    assert "what is being written to a tier then is lost" in caplog.text, "vllm serve kills its engine by default"
+
+
 @pytest.mark.parametrize(
     ("extra", "key"),
     [({**EAGER, "polcy": "lru"}, "polcy"), ({"host_bytes": 1000}, "host_bytes")],

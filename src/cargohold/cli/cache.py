@@ -57,20 +57,29 @@ def verify(
     with _progress() as progress:
         for holding in _chosen(inventory, ids):
             if holding.is_in_use:
-                skipped.append(holding.id)
+                skipped.append(holding)
                 continue
-            task = progress.add_task(holding.id[:8], total=holding.num_chunks)
+            task = progress.add_task(holding.short_id, total=holding.num_chunks)
             for finding in inventory.verify(holding.id, delete=delete):
                 counts[finding] += 1
                 progress.advance(task)
     damaged = counts[Finding.DAMAGED]
     if as_json:
-        typer.echo(json.dumps({"good": counts[Finding.GOOD], "damaged": damaged, "deleted": delete, "in_use": skipped}))
+        typer.echo(
+            json.dumps(
+                {
+                    "good": counts[Finding.GOOD],
+                    "damaged": damaged,
+                    "deleted": delete,
+                    "in_use": [held.id for held in skipped],
+                }
+            )
+        )
     else:
         fate = " and deleted" if delete and damaged else ""
         typer.echo(f"{counts[Finding.GOOD]} chunks are good, {damaged} damaged{fate}")
-        for name in skipped:
-            typer.echo(f"{name[:8]} is in use and was not looked at")
+        for held in skipped:
+            typer.echo(f"{held.short_id} is in use and was not looked at")
     if damaged:
         raise typer.Exit(EXIT_FAILED)
 
@@ -124,7 +133,7 @@ def _chosen(inventory: Inventory, ids: Sequence[str] | None) -> list[Holding]:
     for start in ids:
         found = [holding for holding in holdings if holding.id.startswith(start)]
         if len(found) != 1 or not start:
-            known = ", ".join(holding.id[:8] for holding in found or holdings) or "none"
+            known = ", ".join(holding.short_id for holding in found or holdings) or "none"
             raise ConfigError("ID", start, f"the start of exactly one namespace's id; there are {known}")
         chosen[found[0].id] = found[0]
     return list(chosen.values())
@@ -176,7 +185,7 @@ def _table(holdings: Sequence[Holding]) -> Table:
         remarks = ["in use"] * holding.is_in_use + ["encrypted"] * bool(facts.get("encryption"))
         names = [facts.get(name, "?") for name in ("label", "split")]
         sizes = [f"{holding.num_chunks:,}", format_bytes(holding.num_bytes), _ago(holding)]
-        table.add_row(holding.id[:8], *names, *sizes, ", ".join(remarks))
+        table.add_row(holding.short_id, *names, *sizes, ", ".join(remarks))
     return table
 
 

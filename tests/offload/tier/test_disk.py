@@ -327,6 +327,22 @@ def test_two_never_share_a_directory(tmp_path: Path) -> None:
     assert load(disk_tier(tmp_path), 1) == payload(1)
 
 
+def test_further_replicas_of_an_engine_have_directories_and_budgets_of_their_own(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    first = DiskTierConfig(directory=root, max_bytes="1MiB", reserve_bytes=0, lock_wait_s=0.0)
+    assert first.of_replica(0) == first
+    tiers = [open_tier(first.of_replica(replica), NAMESPACE, CHUNK) for replica in (2, 0, 1)]
+    assert sorted(path.name for path in root.iterdir() if not path.name.startswith(".")) == sorted(
+        [NAMESPACE.id, "replica-1", "replica-2"]
+    )
+    assert root.stat().st_mode & 0o077 == 0, "whoever comes first makes it"
+    for tier in tiers:
+        assert isinstance(tier, DiskTier)
+        fill(tier, 60)
+        assert len(present(tier, 60)) == 60
+    assert bytes_in(root) <= 1 * MIB, "those of the others are not counted"
+
+
 def test_nobody_waits_for_ever_for_a_process_that_was_stopped_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,12 @@ _NEEDS = {
 }
 
 
+_SUDDEN_END = (
+    "with --shutdown-timeout 0, its default, `vllm serve` kills its engine when it is stopped, and what is being written to a "
+    "tier then is lost; 10 is enough for that"
+)
+
+
 class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]  # vLLM ships no types
     """vLLM's V1 interface over Cargohold's connectors. Only translates: what happens is decided on the two sides.
 
@@ -67,7 +73,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._ended = Ended()
-        self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
+        self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config).of_replica(replica)
         self._is_scheduler = role is compat.KVConnectorRole.SCHEDULER
         self._obstacles: list[str] = []
         translation = self._translate()
@@ -75,6 +82,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if self._turn_off(translation.obstacles):
             return
         if self._is_scheduler:
+            if self._settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
+                logger.info("%s", _SUDDEN_END)
             # Read by vLLM's scheduler right behind this.
             vllm_config.kv_transfer_config.kv_load_failure_policy = self._settings.adapter.load_failure_policy
         else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Self
 
 from cargohold.connector.factory import Offload, connector_factory
+from cargohold.connector.lazy import LazyOffloadConfig
+from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.options import parse_dataclass, parse_offload
 from cargohold.connector.recording import RecordingFactory
 from cargohold.errors import ConfigError
@@ -74,7 +76,29 @@ class Settings:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         return cls(adapter, offload)
 
+    def of_replica(self, replica: int) -> Self:
+        """The same for a data-parallel replica by its number: each has a disk to itself, in a directory below."""
+        if isinstance(self.offload, Sequence):
+            return replace(self, offload=[_of_replica(child, replica) for child in self.offload])
+        return replace(self, offload=_of_replica(self.offload, replica))
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether something is kept that could outlive the server."""
+        children = self.offload if isinstance(self.offload, Sequence) else [self.offload]
+        return any(map(_has_tiers, children))
+
     def factory(self) -> KVConnectorFactory:
         """What makes the connector. Raises ``ConfigError`` if the trace cannot be recorded."""
         factory = connector_factory(self.offload)
         return factory if self.adapter.record is None else RecordingFactory(factory, self.adapter.record)
+
+
+def _of_replica(offload: Offload, replica: int) -> Offload:
+    if isinstance(offload, OffloadConfig | LazyOffloadConfig):
+        return replace(offload, tiers=tuple(tier.of_replica(replica) for tier in offload.tiers))
+    return offload
+
+
+def _has_tiers(offload: Offload) -> bool:
+    return isinstance(offload, OffloadConfig | LazyOffloadConfig) and bool(offload.tiers)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from os import PathLike, fspath
-from typing import Final, TypeAlias
+from pathlib import Path
+from typing import Final, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from cargohold.errors import ConfigError
@@ -16,6 +17,8 @@ from cargohold.units import MAX_TIMEOUT_S, is_number, is_positive_int, is_timeou
 OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
 KEY_SOURCE: Final = re.compile(r"(file|env):.+")
+REPLICA_DIRECTORY: Final = "replica-{}"
+"""Below the directory that was named: where the engine replicas behind the first keep their chunks."""
 MAX_THREADS: Final = 256
 """Each has memory for a chunk of its own."""
 
@@ -86,6 +89,15 @@ class DiskTierConfig:
         if not _is_zero(self.reserve_bytes):
             parse_bytes("reserve_bytes", self.reserve_bytes)
 
+    def of_replica(self, replica: int) -> Self:
+        """The same for one of several engine replicas that are started with the same options, by its number from 0.
+
+        A directory is one engine's: the first has it for itself, and each other one has one below it.
+        """
+        if replica == 0:
+            return self
+        return replace(self, directory=Path(self.directory) / REPLICA_DIRECTORY.format(replica))
+
     @property
     def num_max_bytes(self) -> int:
         """``max_bytes`` as a number."""
@@ -151,6 +163,11 @@ class SharedTierConfig:
         _require_usage(self.admission, self.write)
         _require_key_source(self.encryption_key)
         _require_threads(self.num_threads)
+
+    def of_replica(self, replica: int) -> Self:
+        """The same: all engines use the same chunks."""
+        del replica
+        return self
 
     @property
     def num_max_bytes(self) -> int | None:

@@ -6,6 +6,7 @@
     DIRECTORY/<namespace id>/lock      held by the process that uses the shard
     DIRECTORY/<namespace id>/shard.json    what the shard holds, for people and tools
     DIRECTORY/<namespace id>/segment-*     its files
+    DIRECTORY/replica-<n>/             the same for another replica of the engine, with a budget of its own
 
 Everything is for its owner only.
 """
@@ -21,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from cargohold.offload.tier.config import REPLICA_DIRECTORY
 from cargohold.offload.tier.disk.files import Geometry
 from cargohold.offload.tier.disk.locks import DirectoryLock, is_in_use
 
 DESCRIPTION_FILE: Final = "shard.json"
 _SHARD_NAME: Final = re.compile(r"[0-9a-f]{32}")
+_REPLICA_NAME: Final = re.compile(REPLICA_DIRECTORY.format(r"[0-9]+"))
 _PRIVATE: Final = 0o700
 
 
@@ -44,6 +47,8 @@ class ShardDescription:
 
 def make_private(directory: Path) -> None:
     """Make a directory that only its owner may use, and those above it. Raises ``OSError``."""
+    if _REPLICA_NAME.fullmatch(directory.name):
+        make_private(directory.parent)  # the first replica's, which may come later
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         directory.mkdir(mode=_PRIVATE)
@@ -58,6 +63,11 @@ def shards_in(root: Path) -> Iterator[Path]:
     return (path for _, path in sorted(found))
 
 
+def replicas_in(root: Path) -> list[Path]:
+    """The directories of further engine replicas. Raises ``OSError``."""
+    return sorted(path for path in root.iterdir() if _REPLICA_NAME.fullmatch(path.name) and path.is_dir())
+
+
 def last_used(shard: Path) -> float:
     """When a process began to use a shard, in seconds since 1970; 0 if that is not known."""
     try:
@@ -67,9 +77,15 @@ def last_used(shard: Path) -> float:
 
 
 def bytes_in(directory: Path) -> int:
-    """Bytes of all files below a directory, or on the disk if that is more. Files that go meanwhile do not count."""
+    """Bytes of all files below a directory, or on the disk if that is more; those of further engine replicas excepted.
+
+    Files that go meanwhile do not count.
+    """
     total = 0
-    for path, _, names in os.walk(directory):
+    top = os.fspath(directory)
+    for path, directories, names in os.walk(top):
+        if path == top:
+            directories[:] = [name for name in directories if not _REPLICA_NAME.fullmatch(name)]
         for name in names:
             try:
                 status = os.lstat(os.path.join(path, name))  # noqa: PTH118  # many files: pathlib takes three times as long

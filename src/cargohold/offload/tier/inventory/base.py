@@ -16,7 +16,7 @@ class Holding:
     """The chunks of one namespace.
 
     Attributes:
-        id: of the namespace.
+        id: of the namespace; in a directory of several engine replicas behind the path of the replica's.
         facts: what is known of the namespace: as ``Namespace.describe`` gives it, or nothing.
         num_chunks: chunks that seem to be there.
         num_bytes: bytes that they take of the medium, with everything around them.
@@ -30,6 +30,12 @@ class Holding:
     num_bytes: int
     last_used_s: float | None
     is_in_use: bool
+
+    @property
+    def short_id(self) -> str:
+        """Enough of the id for people."""
+        path, separator, name = self.id.rpartition("/")
+        return f"{path}{separator}{name[:8]}"
 
 
 class Finding(Enum):

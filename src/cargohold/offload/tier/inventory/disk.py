@@ -11,7 +11,7 @@ from pathlib import Path
 from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier.disk.files import Segment, segment_files
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock, is_in_use
-from cargohold.offload.tier.disk.root import bytes_in, last_used, read_description, shards_in
+from cargohold.offload.tier.disk.root import bytes_in, last_used, read_description, replicas_in, shards_in
 from cargohold.offload.tier.header import HEADER_BYTES, unpack_header
 from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, is_good
 
@@ -21,7 +21,9 @@ _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class DiskInventory(Inventory):
-    """Shards of a directory.
+    """Shards of a directory, and of those below it that further replicas of an engine have.
+
+    A namespace's id is its path from there: replicas of one engine have the same namespaces.
 
     Args:
         directory: as in ``DiskTierConfig``.
@@ -38,10 +40,13 @@ class DiskInventory(Inventory):
     def holdings(self) -> list[Holding]:
         """What each shard says of itself, and the headers that are not empty."""
         with _errors():
-            if not any(shards_in(self._root)):
-                return []  # perhaps a directory of somebody else's: leave no lock in it
-        with _errors(), _lock_if_writable(self._root):
-            return [self._describe(shard) for shard in shards_in(self._root)]
+            # Where there are no shards it is perhaps a directory of somebody else's: leave no lock in it.
+            roots = [root for root in (self._root, *replicas_in(self._root)) if any(shards_in(root))]
+        found = []
+        for root in roots:
+            with _errors(), _lock_if_writable(root):
+                found += [self._describe(shard) for shard in shards_in(root)]
+        return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
 
     def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
         """Check every slot. The shard is locked meanwhile."""
@@ -51,7 +56,7 @@ class DiskInventory(Inventory):
             try:
                 for segment, num_slots in _segments(shard):
                     for slot in range(num_slots):
-                        finding = _check(segment, slot, namespace_id)
+                        finding = _check(segment, slot, shard.name)
                         if finding is Finding.DAMAGED and delete:
                             segment.write_header(slot)
                         if finding is not None:
@@ -62,14 +67,14 @@ class DiskInventory(Inventory):
     def remove(self, namespace_id: str) -> None:
         """Delete the shard's files."""
         shard = self._root / namespace_id
-        with _errors(), brief_lock(self._root):
+        with _errors(), brief_lock(shard.parent):
             if is_in_use(shard):
                 raise TierError(_NAME, f"{namespace_id} is in use")
             shutil.rmtree(shard)
 
     def _describe(self, shard: Path) -> Holding:
         return Holding(
-            id=shard.name,
+            id=shard.relative_to(self._root).as_posix(),
             facts=read_description(shard).namespace,
             num_chunks=sum(_count_headers(file) for file in shard.glob("segment-*.headers")),
             num_bytes=bytes_in(shard),
@@ -78,7 +83,7 @@ class DiskInventory(Inventory):
         )
 
     def _lock(self, shard: Path) -> DirectoryLock:
-        with brief_lock(self._root):
+        with brief_lock(shard.parent):
             when = last_used(shard)
             try:
                 lock = DirectoryLock(shard)
