@@ -38,10 +38,11 @@ def test_what_was_rejected_is_never_restored(
 ) -> None:
     model = vllm_model(kind)
     prompts = make_prompts(2, 310)
-    answers = start(model).ask(prompts, 90)
+    reference = start(model, num_blocks=80)
+    answers = reference.ask(prompts, 90)
     # Blocks of the answers, through which drafts were written over and over, are hit when the conversation goes on.
     longer = [[*prompt, *answer.tokens, 7] for prompt, answer in zip(prompts, answers, strict=True)]
-    expected = tokens(start(model).ask(longer, 20))
+    expected = tokens(reference.ask(longer, 20))
     options = {"async_scheduling": async_scheduling, "speculative_config": drafted_by(save_guesser(model, 0.05))}
     for extra in (EAGER, LAZY):
         engine = start(model, extra, **options)

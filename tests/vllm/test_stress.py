@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from tests.vllm.common import COMPOSED, EAGER, LAZY
 from tests.vllm.engine import Answer, Engine
-from tests.vllm.models import VOCAB_SIZE
+from tests.vllm.models import VOCAB_SIZE, save_guesser
 
 MAX_PROMPT_TOKENS = 360
 LIMITS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 6, "max_num_batched_tokens": 192}
@@ -118,7 +118,13 @@ def test_tokens_never_depend_on_offloading(
         rng = random.Random(seed)
         connector = list(CONNECTORS)[at] if seeds is FIXED else rng.choice(list(CONNECTORS))
         faults.outcome, faults.hold_polls = lambda _job: TransferOutcome.DONE, 0
-        engine = start(vllm_model(kind), CONNECTORS[connector], **options, async_scheduling=rng.random() < 0.5)
+        engine = start(
+            vllm_model(kind),
+            CONNECTORS[connector],
+            **options,
+            **_speculation(vllm_model(kind), random.Random(f"{seed}/drafts")),
+            async_scheduling=rng.random() < 0.5,
+        )
         for state in ("sound", "faulty"):
             answers = serve(engine, workload)
             for number, answer in answers.items():
@@ -135,6 +141,14 @@ def test_tokens_never_depend_on_offloading(
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(count))
+
+
+def _speculation(model: str, rng: random.Random) -> dict[str, Any]:
+    """In half of the engines that can, a draft model whose guesses are often wrong."""
+    if not model.endswith("llama") or rng.random() < 0.5:
+        return {}
+    drafts = {"method": "draft_model", "model": save_guesser(model, 0.05), "num_speculative_tokens": 3}
+    return {"speculative_config": drafts}
 
 
 def _unreliable(rng: random.Random) -> Callable[[CopyJob], TransferOutcome]:
