@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.vllm.common import EAGER, LAZY, ask_twice, forget, make_prompts, restored, tokens
@@ -132,3 +133,39 @@ def test_latent_attention_where_vllm_reuses_no_prefix_is_served_without(
     answers = ask_twice(start(model, EAGER, num_blocks=80), prompts)
     assert (tokens(answers), restored(answers)) == (expected, 0)
     assert "reuses no prefix of latent attention on this CPU" in caplog.text
+
+
+def test_sessions_that_change_their_past_are_served_without(llama: str, start: Callable[..., Any]) -> None:
+    begun, added = make_prompts(2, 330)
+    reference = start(llama)
+    expected = talk(reference, [begun, added[:100]])
+    for extra in (EAGER, LAZY):
+        engine = start(llama, extra)
+        engine.ask([[*begun, *added]])
+        forget(engine)
+        # The last token that it said is taken back when the next words come.
+        assert talk(engine, [begun, added[:100]]) == expected
+        forget(engine)
+        assert engine.ask([begun])[0].restored == 320
+        assert not engine.side.guard.broken
+
+
+def talk(engine: Engine, inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The answers of one session to one input after the other."""
+    llm, params = engine.llm.llm_engine, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False)
+    answers: list[list[int]] = []
+    for words in (*inputs, ()):  # the last one ends it
+        request = llm.input_processor.process_inputs(
+            "session",
+            {"type": "token", "prompt_token_ids": list(words or (1,))},
+            params,
+            supported_tasks=("generate",),
+            resumable=bool(words),
+        )
+        request.request_id = "session"
+        llm.engine_core.add_request(request)
+        answers.append([])
+        while words and len(answers[-1]) < 6:
+            for output in llm.engine_core.get_output().outputs:
+                answers[-1] += output.new_token_ids
+    return answers[:-1]
