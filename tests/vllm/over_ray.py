@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
+
+STAGED_WORKER = "tests.vllm.staged_worker.StagedWorker"
 
 
 class RayCpuPlatform(CpuPlatform):  # type: ignore[misc]  # vLLM ships no types
@@ -32,8 +35,8 @@ def write_plugin(directory: Path) -> None:
     (package / "entry_points.txt").write_text("[vllm.platform_plugins]\nray_on_cpu = tests.vllm.over_ray:platform\n")
 
 
-def main(model: str) -> None:
-    """Serve, forget, serve again."""
+def main(model: str, split: str) -> None:
+    """Serve, forget, serve again. ``split`` is vLLM's option for how two workers share a model."""
     # Every process of vLLM reads this file for the platform alone.
     import ray  # noqa: PLC0415
 
@@ -41,7 +44,9 @@ def main(model: str) -> None:
     from tests.vllm.engine import Engine  # noqa: PLC0415
 
     ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    engine = Engine(model, EAGER, tensor_parallel_size=2, distributed_executor_backend="ray")
+    options: dict[str, Any] = {split: 2, "distributed_executor_backend": "ray", "worker_extension_cls": STAGED_WORKER}
+    engine = Engine(model, EAGER, **options)
+    engine.llm.collective_rpc("get_ready")
     prompts = make_prompts(2, 330)
     first = [engine.ask([prompt], 6)[0] for prompt in prompts]
     forget(engine)
@@ -61,4 +66,4 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

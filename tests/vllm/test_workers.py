@@ -36,12 +36,15 @@ def test_two_processes_restore_what_each_has_stored(
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here; make test-vllm installs it")
-def test_two_ray_actors_restore_what_each_has_stored(vllm_model: Callable[[str], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ray_actors_restore_what_each_has_stored(
+    split: str, vllm_model: Callable[[str], str], tmp_path: Path
+) -> None:
     from tests.vllm.over_ray import write_plugin  # noqa: PLC0415  # imports vLLM's platforms
 
     write_plugin(tmp_path)
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.over_ray", vllm_model("llama")],
+        [sys.executable, "-m", "tests.vllm.over_ray", vllm_model("llama"), split],
         cwd=ROOT,
         env={
             **os.environ,

@@ -39,6 +39,7 @@ def _need(module: str, name: str) -> Any:
 SupportsHMA = _need(_BASE, "SupportsHMA")
 KVConnectorMetadata = _need(_BASE, "KVConnectorMetadata")
 KVConnectorWorkerMetadata = _need(_BASE, "KVConnectorWorkerMetadata")
+KVConnectorHandshakeMetadata = _need(_BASE, "KVConnectorHandshakeMetadata")
 KVConnectorStats = _need(_METRICS, "KVConnectorStats")
 KVConnectorPromMetrics = _need(_METRICS, "KVConnectorPromMetrics")
 BlockStored = _need(_EVENTS, "BlockStored")
@@ -49,6 +50,10 @@ KVConnectorOutput = _need("vllm.v1.outputs", "KVConnectorOutput")
 
 TransferResults: Any = _find(_BASE, "KVConnectorTransferResults")
 """Since 0.30: with it, failed loads are reported by request. Before, by block, which vLLM cannot place with several groups."""
+
+Executor: Any = _find("vllm.v1.executor.abstract", "Executor")
+MultiprocExecutor: Any = _find("vllm.v1.executor.multiproc_executor", "MultiprocExecutor")
+"""What runs the workers, and the kind of it that brings together what all of them report, whatever their stage."""
 
 CacheHitSource: Any = _find("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
 """Since 0.32: where an external hit came from, for vLLM's own statistics."""
@@ -63,13 +68,16 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "CacheHitSource",
+    "Executor",
     "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorOutput",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
+    "MultiprocExecutor",
     "SchedulerOutput",
     "SupportsHMA",
     "TransferResults",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 from cargohold.connector.factory import connector_factory
@@ -15,6 +17,7 @@ from cargohold.integrations.vllm.events import translate_events
 from cargohold.integrations.vllm.layout import (
     Translation,
     bears_full_hits,
+    block_bytes,
     dropped_tokens,
     make_layout,
     smallest_block_tokens,
@@ -27,6 +30,15 @@ from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, Settings
 from cargohold.integrations.vllm.signatures import waived_demands
+from cargohold.integrations.vllm.stages import (
+    Parts,
+    WorkerPart,
+    check_stages,
+    equal_parts,
+    has_stages,
+    stage_obstacles,
+    united,
+)
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.protocol import Clock, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
 
@@ -37,7 +49,7 @@ _NEEDS = {
     "kv_transfer_config": ("is_kv_consumer", "kv_connector_extra_config", "kv_load_failure_policy", "kv_role"),
     "load_config": ("load_format",),
     "model_config": ("dtype", "hf_overrides", "model", "quantization", "revision", "served_model_name"),
-    "parallel_config": ("distributed_executor_backend", "rank", "world_size"),
+    "parallel_config": ("distributed_executor_backend", "pipeline_parallel_size", "rank", "world_size"),
     "scheduler_config": ("max_num_batched_tokens",),
 }
 
@@ -73,12 +85,17 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._ended = Ended()
+        # Makes the scheduler side, once all workers have said what they hold.
+        self._begin: Callable[[Parts], None] | None = None
+        self._mean_block_bytes = 0.0
         replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
         self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config).of_replica(replica)
         self._is_scheduler = role is compat.KVConnectorRole.SCHEDULER
         self._obstacles: list[str] = []
         translation = self._translate()
         self._groups = translation.groups
+        if self._is_scheduler:
+            check_stages(vllm_config)
         if self._turn_off(translation.obstacles):
             return
         if self._is_scheduler:
@@ -126,6 +143,15 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """Take the paged KV."""
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> WorkerPart | None:
+        """What this worker holds, where it is not what the scheduler side takes for granted."""
+        if self._worker is None:
+            return WorkerPart(obstacles=tuple(self._obstacles))
+        if not has_stages(self._vllm_config):
+            return None
+        num_layers = tuple(len(group.layer_names) for group in self._groups)
+        return WorkerPart(block_bytes(self._kv_cache_config), num_layers)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """First call of a step."""
@@ -192,6 +218,20 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """The block pool alone, before vLLM 0.30."""
         self._bind(gpu_block_pool, NotedTables(len(self._groups)))
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """What the workers said, by stage and by rank within it; before the first request."""
+        if self._obstacles or not self._is_scheduler:
+            return
+        parts = {at: part for at, part in metadata.items() if isinstance(part, WorkerPart)}
+        obstacles = sorted({obstacle for part in parts.values() for obstacle in part.obstacles})
+        if self._begin is not None and len(parts) < int(self._vllm_config.parallel_config.world_size):
+            obstacles.append("not all workers say what they hold")
+        if self._turn_off(obstacles):
+            self.shutdown()
+            self._scheduler = None
+        elif self._begin is not None:
+            self._begin(united(parts, len(self._groups)))
+
     def on_new_request(self, request: Any) -> None:
         """A request arrived."""
         if self._scheduler is not None:
@@ -252,7 +292,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """Counters of both sides, from the scheduler's."""
         if self._scheduler is None:
             return None
-        stats = for_vllm(self._scheduler.take_stats(), self._scheduler.layout.block_bytes)
+        stats = for_vllm(self._scheduler.take_stats(), self._mean_block_bytes)
         return TransferStats(data=stats) if stats else None
 
     def reset_cache(self) -> bool | None:
@@ -284,16 +324,28 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         missing = probe.missing_from_vllm(CargoholdConnector) + probe.missing_from_config(self._vllm_config, _NEEDS)
         if missing:
             return Translation((), tuple(missing))
-        return translate(self._vllm_config, self._kv_cache_config, reports_requests=compat.TransferResults is not None)
+        translation = translate(
+            self._vllm_config, self._kv_cache_config, reports_requests=compat.TransferResults is not None
+        )
+        obstacles = stage_obstacles(self._vllm_config) if self._is_scheduler else []
+        return Translation((), (*translation.obstacles, *obstacles)) if obstacles else translation
 
     def _layout(self, hash_block_tokens: int) -> KVCacheLayout:
         return make_layout(self._groups, self._vllm_config, self._kv_cache_config, hash_block_tokens)
 
     def _bind(self, pool: Any, tables: BlockTables) -> None:
-        """The pool is known: make the scheduler side."""
+        """The pool is known: make the scheduler side, or wait for what the stages say."""
         if self._obstacles or self._turn_off(probe.missing_from_pool(pool)):
             return
         layout = self._layout(int(pool.hash_block_size))
+        if has_stages(self._vllm_config):
+            self._begin = partial(self._make_scheduler, pool, tables, layout)
+        else:
+            self._make_scheduler(pool, tables, layout, equal_parts(layout))
+
+    def _make_scheduler(self, pool: Any, tables: BlockTables, layout: KVCacheLayout, parts: Parts) -> None:
+        layout = replace(layout, block_bytes=parts.largest_block_bytes)
+        self._mean_block_bytes = parts.all_block_bytes / layout.world_size
         events = getattr(self._vllm_config, "kv_events_config", None)
         environment = SchedulerEnvironment(
             layout=layout,
@@ -312,11 +364,11 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         options = SideOptions(
             adapter.load_timeout_s, adapter.follow_resets, dropped_tokens(self._vllm_config, layout.groups)
         )
-        # Before 0.32 vLLM does not say; two steps in flight are the most there are without pipeline parallelism.
+        # All tested versions say; without pipeline parallelism two steps in flight are the most there are.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
         room = LoadRoom(pool, layout.groups, tables, int(in_flight))
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
-        for line in start_report(layout, self._settings.offload):
+        for line in start_report(layout, self._settings.offload, parts):
             logger.info("%s", line)
 
     def _turn_off(self, obstacles: Iterable[str]) -> bool:

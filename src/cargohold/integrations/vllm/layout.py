@@ -150,7 +150,6 @@ def bears_full_hits(group: KVCacheGroup) -> bool:
 
 def _parallel_obstacles(parallel_config: Any) -> list[str]:
     names = {
-        "pipeline_parallel_size": "pipeline parallelism",
         "decode_context_parallel_size": "decode context parallelism",
         "prefill_context_parallel_size": "prefill context parallelism",
     }

@@ -87,16 +87,16 @@ def is_level(counter: str) -> bool:
     return metric_of(_last_name(counter)).is_level
 
 
-def for_vllm(stats: Stats, block_bytes: int) -> dict[str, float]:
+def for_vllm(stats: Stats, block_bytes: float) -> dict[str, float]:
     """The connectors' counters as vLLM's users want them: added up over connectors, and bytes instead of blocks.
 
     Args:
         stats: counters since the last call. Those of one of several connectors have its name and a dot in front.
-        block_bytes: of one block on one worker.
+        block_bytes: of one block on one worker; their mean where workers differ, for each copies the same blocks.
     """
-    total: Counter[str] = Counter()
+    total: dict[str, float] = {}
     for name, value in stats.items():
-        total[_last_name(name)] += value  # type: ignore[assignment]  # seconds are not integers
+        total[_last_name(name)] = total.get(_last_name(name), 0) + value
     for direction in ("load", "store"):
         total[f"{direction}_bytes"] = total.pop(f"{direction}_blocks", 0) * block_bytes
     return {name: value for name, value in total.items() if value and name not in _NOT_SHOWN}

@@ -1,0 +1,107 @@
+"""The parts of a model that workers hold, which with pipeline parallelism differ from each other.
+
+Each worker has the layers of its stage, so a block takes other bytes on each, while vLLM tells the scheduler of the first
+worker alone. So at start every worker says what it has, on the way that vLLM keeps for handshakes::
+
+    rank 0   layers 0 to 15     48 KiB a block     host_bytes / 2 for its rows
+    rank 1   layers 16 to 25    30 KiB a block     host_bytes / 2 for its rows, more of them
+    scheduler                                      chunks by the fewest rows: those of the largest blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cargohold.errors import ConfigError
+from cargohold.integrations.vllm import compat
+from cargohold.protocol import KVCacheLayout
+
+
+@dataclass(frozen=True)
+class WorkerPart(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM's class, or an inert one
+    """What one worker holds.
+
+    Attributes:
+        block_bytes: of one block on this worker; 0 if it keeps nothing.
+        num_layers: per KV-cache group.
+        obstacles: why it keeps nothing.
+    """
+
+    block_bytes: int = 0
+    num_layers: tuple[int, ...] = ()
+    obstacles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all workers hold together.
+
+    Attributes:
+        largest_block_bytes: of one block, on the worker where it takes the most.
+        all_block_bytes: of one block, over all workers.
+        num_layers: per KV-cache group, over all stages.
+    """
+
+    largest_block_bytes: int
+    all_block_bytes: int
+    num_layers: tuple[int, ...]
+
+    def are_unequal(self, world_size: int) -> bool:
+        """Whether one worker has more than another."""
+        return self.largest_block_bytes * world_size != self.all_block_bytes
+
+
+def equal_parts(layout: KVCacheLayout) -> Parts:
+    """Where all workers hold shards of the same layers."""
+    num_layers = tuple(len(group.layer_names) for group in layout.groups)
+    return Parts(layout.block_bytes, layout.block_bytes * layout.world_size, num_layers)
+
+
+def united(parts: Mapping[tuple[int, int], WorkerPart], num_groups: int) -> Parts:
+    """Where stages differ. ``parts`` are by stage and by rank within it."""
+    first_of_stages = [part for (_, rank), part in parts.items() if rank == 0]
+    return Parts(
+        largest_block_bytes=max(part.block_bytes for part in parts.values()),
+        all_block_bytes=sum(part.block_bytes for part in parts.values()),
+        num_layers=tuple(sum(part.num_layers[group] for part in first_of_stages) for group in range(num_groups)),
+    )
+
+
+def has_stages(vllm_config: Any) -> bool:
+    """Whether the model is cut into stages."""
+    return int(getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) > 1
+
+
+def check_stages(vllm_config: Any) -> None:
+    """Refuse what vLLM would end at, offloading or not.
+
+    Raises:
+        ConfigError: an executor that has a connector wants an answer of every stage to a pooled request, and one comes from
+            the last alone, but for vLLM's newer model runner.
+    """
+    model = vllm_config.model_config
+    is_pooling = getattr(model, "runner_type", None) == "pooling"
+    if has_stages(vllm_config) and is_pooling and not getattr(vllm_config, "use_v2_model_runner", False):
+        reason = "with pipeline parallelism vLLM ends at the first request for an embedding if it has any connector"
+        raise ConfigError("kv_transfer_config.kv_connector", vllm_config.kv_transfer_config.kv_connector, reason)
+
+
+def stage_obstacles(vllm_config: Any) -> list[str]:
+    """Why a model that is cut into stages cannot be served, as sentences; nothing if it is not, or can."""
+    if not has_stages(vllm_config):
+        return []
+    obstacles = []
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        # Stages before the last are never told that a step is over: they would not start a store, nor take the next message.
+        obstacles.append("pipeline parallelism together with speculative decoding is not served")
+    if getattr(vllm_config.model_config, "runner_type", None) == "pooling":
+        obstacles.append("pipeline parallelism of models that make embeddings is not served")
+    if compat.Executor is None or compat.MultiprocExecutor is None:
+        return [*obstacles, "vLLM does not say how it runs stages"]
+    executor = compat.Executor.get_class(vllm_config)
+    if not issubclass(executor, compat.MultiprocExecutor):
+        # Of the others only the last stage answers: nobody would learn that a copy has ended on those before.
+        obstacles.append(f"with pipeline parallelism {executor.__name__} hears of the last stage alone; use mp")
+    return obstacles

@@ -1,0 +1,72 @@
+"""What tests do inside the processes of vLLM's workers, which share nothing with them: vLLM mixes this class into its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group
+
+import cargohold.offload.transfer.factory
+from cargohold.offload.tier import HostMemory
+from cargohold.offload.transfer import TransferWorker
+from cargohold.offload.transfer.base import CopyJob, Direction
+from cargohold.protocol import Clock, TransferOutcome
+from tests.vllm.faults import Faults
+
+
+class _Place(Faults):
+    """Faults of this process, and what its transfers were given."""
+
+    host_bytes = 0
+
+    def make_transfers(self, regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock) -> TransferWorker:
+        self.host_bytes = memory.rows.nbytes
+        return super().make_transfers(regions, memory, clock)
+
+
+_here = _Place()
+# Imported by workers alone, before they make their connectors; the original is bound in the module of faults.
+cargohold.offload.transfer.factory.make_transfer_worker = _here.make_transfers
+
+
+class StagedWorker:
+    """Reached with ``collective_rpc``."""
+
+    rank: int
+    model_runner: Any
+
+    def get_ready(self) -> None:
+        """Make what stages hand on to each other.
+
+        Otherwise vLLM does so when it measures the model, which on CPUs it leaves out where nothing is compiled.
+        """
+        runner = self.model_runner
+        if get_pp_group().is_first_rank:
+            return
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+    def host_bytes(self) -> int:
+        """Bytes of this worker's shard of host memory."""
+        return _here.host_bytes
+
+    def go_wrong(
+        self, rank: int, failing: str | None = None, *, scramble_loads: bool = False, hold_polls: int = 0
+    ) -> None:
+        """From now on, on the worker of that rank alone."""
+        is_here = self.rank == rank
+        direction = None if failing is None or not is_here else Direction(failing)
+        _here.outcome = lambda job: _outcome(job, direction)
+        _here.scramble_loads = scramble_loads and is_here
+        _here.hold_polls = hold_polls if is_here else 0
+
+    def num_failed(self) -> int:
+        """Transfers that failed here."""
+        return sum(count for (_, outcome), count in _here.counts.items() if outcome is TransferOutcome.FAILED)
+
+
+def _outcome(job: CopyJob, failing: Direction | None) -> TransferOutcome:
+    return TransferOutcome.FAILED if job.direction is failing else TransferOutcome.DONE
