@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cargohold.blocks import extend_hashes, root_hash
+from cargohold.connector.offloading import recall
+from cargohold.connector.offloading.requests import Recall
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.tier import JobKind, JobStatus, TierJob
@@ -17,7 +20,7 @@ from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
 from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.simulation.layouts import GroupPlan, layout_of
-from cargohold.simulation.tiers import SimulatedTiering
+from cargohold.simulation.tiers import HeldQueue, SimulatedTiering
 from tests.connector.common import alone, evict_everything, prompt
 
 DISK = TierOptions(name="disk")
@@ -157,6 +160,72 @@ def test_who_waits_for_a_place_is_restored_when_there_is_one() -> None:
     finish(engine, tiering)
     assert restored(engine, "known") == {"disk": 44}
     assert not any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
+
+
+def waiting_for_a_load(prompt_tokens: list[int]) -> tuple[SimulatedEngine, SimulatedTiering, HeldQueue]:
+    """An engine for one request at a time, whose request "known" has waited 1.5 of 2 s for what is asked of the disk."""
+    tiering = SimulatedTiering(60, restore_timeout_s=2.0)
+    serve(make_engine(tiering), tiering, "first", prompt_tokens)
+    engine = make_engine(tiering, max_num_seqs=1)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.PROBE, JobKind.LOAD})
+    engine.add("known", prompt_tokens, 3)
+    while engine.clock() < 1.5:
+        engine.step()
+    return engine, tiering, queue
+
+
+def test_a_request_waits_for_all_jobs_together_no_longer_than_it_may() -> None:
+    engine, tiering, queue = waiting_for_a_load(prompt(0, 45))
+    queue.complete(queue.pending[0])
+    while engine.clock() < 1.9:
+        engine.step()
+    assert [job.kind for job in queue.pending] == [JobKind.LOAD], "which may take 2 s itself"
+    while "known" not in engine.outputs:
+        engine.step()
+    assert engine.clock() < 2.2
+    notes = engine.outputs["known"].cache_report.notes
+    assert "lower tiers took longer than 2 s" in notes and not any("is off" in note for note in notes)
+    assert restored(engine, "known") == {} and engine.tokens("known") == alone(prompt(0, 45), 3)
+    finish(engine, tiering)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_time_without_a_place_is_not_spent_on_lower_tiers_and_the_rest_of_it_is(ends: bool) -> None:
+    engine, tiering, queue = waiting_for_a_load(prompt(0, 45))
+    engine.add("other", prompt(1, 3), 20)
+    engine.step()  # less than a chunk needs no tier, so it takes the only place
+    queue.complete(queue.pending[0])
+    assert isinstance(engine.clock, VirtualClock)
+    while "other" not in engine.outputs:
+        assert not queue.pending
+        engine.clock.advance(0.5)
+        engine.step()
+    began = engine.clock()
+    queue.held = frozenset() if ends else queue.held
+    while "known" not in engine.outputs:
+        engine.step()
+    assert restored(engine, "known") == ({"disk": 44} if ends else {})
+    is_late = any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
+    assert is_late is not ends
+    assert engine.clock() - began < 0.8, "half a second was left"
+    finish(engine, tiering)
+
+
+def test_of_requests_that_were_admitted_no_recall_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Recall]] = []
+
+    class Watched(Recall):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(recall, "Recall", Watched)
+    tiering = SimulatedTiering(60)
+    engine = make_engine(tiering)
+    for at in range(4):
+        serve(engine, tiering, f"r{at}", prompt(at, 20))
+    assert [ref() for ref in made] == [None] * 4
 
 
 @pytest.mark.parametrize("kind", [JobKind.PROBE, JobKind.LOAD])
@@ -522,6 +591,20 @@ class TestDoNoHarm:
         serve(engine, tiering, "now", prompt(5, 60))
         assert restored(engine, "now") == {}
         assert any("faster than loading from disk" in note for note in engine.outputs["now"].cache_report.notes)
+
+    def test_what_was_decided_holds_while_the_request_waits_for_room(self) -> None:
+        engine, tiering = self.measure(step_s=0.001, job_s=0.2)
+        engine.add("large", prompt(9, 210), 20)
+        while engine.requests["large"].times.first_token is None:
+            engine.step()
+        engine.add("now", prompt(5, 60), 3)
+        while "large" not in engine.outputs:
+            engine.step()
+            assert engine.requests["now"].times.first_scheduled is None
+        finish(engine, tiering)
+        notes = engine.outputs["now"].cache_report.notes
+        assert sum("faster than loading from disk" in note for note in notes) == 1
+        assert restored(engine, "now") == {} and engine.tokens("now") == alone(prompt(5, 60), 3)
 
     def test_unless_it_is_to_be_used_always(self) -> None:
         engine, tiering = self.measure(step_s=0.001, job_s=0.2, restore="always", restore_timeout_s=60.0)

@@ -99,6 +99,12 @@ def test_metadata_and_stats_are_merged_in_rank_order_and_blocks_united() -> None
     assert outputs[0].stats == {"a": 0, "b0": 1}, "inputs are left alone"
 
 
+def test_a_worker_that_reports_without_metadata_takes_no_part_in_merging_it() -> None:
+    silent = KVConnectorOutput(stats={"a": 1})
+    merged = OutputAggregator(4).aggregate([silent, output(1), silent, output(3)])
+    assert merged.worker_meta == Trail((1, 3))
+
+
 @pytest.mark.parametrize("failed", [(True, False), (False, True), (True, True), (False, False)])
 def test_a_step_failed_if_it_failed_on_any_rank(failed: tuple[bool, ...]) -> None:
     """Others may have computed rightly: tokens come from all of them together."""
