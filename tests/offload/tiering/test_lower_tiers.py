@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -182,6 +182,54 @@ def test_when_no_slot_can_be_had_nothing_is_held() -> None:
     assert world.manager.generation >= before
 
 
+def test_a_promotion_that_found_slots_for_one_of_its_chains_goes_on_with_that() -> None:
+    world = World(capacity=4)
+    others = [key_of(1, at) for at in range(3)]
+    world.learn([*KEYS[:4], *others])
+    promotion = world.lower.promote([Chain(0, KEYS[:4], None), Chain(0, others, None)], ())
+    assert isinstance(promotion, Promotion) and not promotion.is_released
+    (load,) = world.step()
+    world.end(load, [True] * 4)
+    assert list(world.manager.lookup(KEYS[:4])) == [READY] * 4 and world.manager.num_pins == 4
+    promotion.release()
+
+
+def test_a_long_chain_is_brought_up_in_several_jobs_as_far_as_there_are_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(capacity=300)
+    keys = [at.to_bytes(32, "big") + bytes(4) for at in range(400)]
+    world.learn(keys)
+    prepare_store, parents = world.host.prepare_store, []
+
+    def noted(keys: Sequence[bytes], parent: bytes | None = None) -> StoreHandle | CannotStore:
+        parents.append(parent)
+        return prepare_store(keys, parent)
+
+    monkeypatch.setattr(world.host, "prepare_store", noted)
+    promotion = world.lower.promote([Chain(0, keys, None)], ())
+    assert isinstance(promotion, Promotion) and promotion.num_running == 3
+    loads = world.step()
+    assert [load.keys for load in loads] == [tuple(keys[:128]), tuple(keys[128:256]), tuple(keys[256:300])]
+    assert parents == [None, keys[127], keys[255]]
+    for load in loads:
+        world.end(load, [True] * len(load.keys))
+    assert promotion.num_running == 0 and list(world.manager.lookup(keys[:301])) == [*[READY] * 300, ABSENT]
+    promotion.release()
+
+
+def test_what_is_on_its_way_already_is_not_asked_for_again() -> None:
+    world = World()
+    world.learn(KEYS[:2])
+    first = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    second = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    assert isinstance(first, Promotion) and isinstance(second, Promotion)
+    assert (first.num_running, second.num_running) == (1, 0)
+    (load,) = world.step()
+    world.end(load, [True, True])
+    first.release()
+    second.release()
+    assert world.manager.num_pins == 0 and world.lower.is_idle
+
+
 def test_what_is_kept_for_a_promotion_is_not_evicted_by_it() -> None:
     world = World(capacity=4)
     world.keep(KEYS[:2])
@@ -211,6 +259,18 @@ def test_a_released_promotion_is_cancelled_and_others_can_have_the_slots() -> No
     assert world.lower.tiers[0].stats["failures"] == 0, "and is not to blame"
 
 
+def test_what_arrives_for_a_released_promotion_is_ready_and_held_by_nobody() -> None:
+    world = World()
+    world.learn(KEYS[:4])
+    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(promotion, Promotion)
+    (load,) = world.step()
+    promotion.release()
+    world.end(load, [True] * 4)
+    assert list(world.manager.lookup(KEYS[:4])) == [READY] * 4
+    assert world.manager.num_pins == 0
+
+
 def test_a_promotion_that_never_got_to_the_workers_is_forgotten() -> None:
     world = World()
     world.learn(KEYS[:4])
@@ -228,7 +288,10 @@ def test_nobody_holds_chunks_for_ever() -> None:
     (load,) = world.step()
     world.end(load, [True, True])
     assert world.manager.num_pins == 2
-    world.clock.advance(4.1)
+    world.clock.advance(3.9)
+    world.step()
+    assert world.manager.num_pins == 2, "after the time to wait there is as much to be admitted"
+    world.clock.advance(0.2)
     world.step()
     assert isinstance(promotion, Promotion) and promotion.is_released
     assert world.manager.num_pins == 0
