@@ -347,6 +347,11 @@ def leaks_the_slots_of_failed_stores(patch: Patch) -> None:
     patch.setattr(SlotTable, "forfeit", lambda self, slots: None)
 
 
+@mutant(workload="stops")
+def keeps_what_it_was_to_forget(patch: Patch) -> None:
+    patch.setattr(TierManager, "reset", lambda self: not self.num_writing)
+
+
 @mutant()
 def a_policy_forgets_what_it_added(patch: Patch) -> None:
     for policy in (LRUPolicy, FIFOPolicy):
@@ -405,6 +410,11 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
 @mutant(connector="tiered", workload="returning")
 def never_lets_go_of_what_it_has_promoted(patch: Patch) -> None:
     patch.setattr(Promotion, "release", lambda self: None)
+
+
+@mutant(connector="tiered", workload="stops")
+def calls_chunks_the_same_after_a_reset(patch: Patch) -> None:
+    patch.setattr(Dispatch, "rename", lambda self: None)
 
 
 # --- the device pool and the scheduler --------------------------------------------------------------------------------

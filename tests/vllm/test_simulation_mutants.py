@@ -20,6 +20,7 @@ import cargohold.integrations.vllm.scheduler as scheduler_module
 from cargohold.connector.offloading.chunks import BlocksToLoad, blocks_to_load
 from cargohold.integrations.vllm.blocks import PoolContext
 from cargohold.integrations.vllm.layout import bears_full_hits
+from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.simulation.recipe import VllmRecipe
 from cargohold.integrations.vllm.step import Share
@@ -52,6 +53,11 @@ def never_gives_references_back(patch: Patch) -> None:
 @mutant()
 def lets_the_engine_stop_while_stores_are_in_flight(patch: Patch) -> None:
     patch.setattr(SchedulerSide, "has_pending_work", lambda self: bool(self._loading))
+
+
+@mutant(workload="stops")
+def does_not_follow_resets(patch: Patch) -> None:
+    patch.setattr(CacheResets, "is_due", lambda self: False)
 
 
 @mutant(workload="aborts")

@@ -10,6 +10,7 @@ from cargohold.engine.core.step import ScheduledTokens
 FINGERPRINT_BYTES = 8
 WRONG_TOKEN = 2**31
 _MASK = 2**64 - 1
+_SPREAD = 0xD1342543DE82EF95
 GARBAGE = b"\xa5" * FINGERPRINT_BYTES
 
 
@@ -30,6 +31,12 @@ class PrefixChains:
         self._root_of = root_of
         self._chains: dict[str, list[int]] = {}
         self._coded: dict[tuple[str, int], bytearray] = {}
+        self._weights = 0
+
+    def use_weights(self, version: int) -> None:
+        """From now on, the same prefixes have other KV; the tokens that follow stay the same, so answers can be compared."""
+        self._weights = version * _SPREAD & _MASK
+        self._coded.clear()
 
     def chain(self, request_id: str, num_tokens: int) -> list[int]:
         """One number per token, for the prefix that ends with it; at least ``num_tokens`` of them."""
@@ -44,13 +51,13 @@ class PrefixChains:
         return chain
 
     def coded(self, request_id: str, num_tokens: int, salt: int) -> bytearray:
-        """The same as bytes, ``FINGERPRINT_BYTES`` per token, different for each ``salt``."""
+        """The same as bytes, ``FINGERPRINT_BYTES`` per token, different for each ``salt`` and for all weights."""
         coded = self._coded.get((request_id, salt))
         if coded is None:
             coded = self._coded[request_id, salt] = bytearray()
         if len(coded) < num_tokens * FINGERPRINT_BYTES:
             num_coded = len(coded) // FINGERPRINT_BYTES
-            chain = self.chain(request_id, num_tokens)
+            chain, salt = self.chain(request_id, num_tokens), salt ^ self._weights
             coded += array("Q", [link ^ salt for link in chain[num_coded:num_tokens]]).tobytes()
         return coded
 

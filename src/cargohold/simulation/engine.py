@@ -155,6 +155,10 @@ class SimulatedEngine:
         self.scheduler.add_request(request)
         return request
 
+    def load_weights(self, version: int) -> None:
+        """From now on, KV is computed by other weights."""
+        self.chains.use_weights(version)
+
     def abort(self, request_id: str) -> None:
         """End a request."""
         update = self.scheduler.finish_request(request_id, FinishReason.ABORT)

@@ -197,6 +197,10 @@ class TieredOffloading:
             make_transfers, TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock)
         )
 
+    def open_namespace(self) -> None:
+        """Engines made from now on find nothing of what was stored so far."""
+        self._shards.clear()
+
     def _next_epoch(self) -> bytes:
         self._num_epochs += 1
         return self._num_epochs.to_bytes(8, "little")

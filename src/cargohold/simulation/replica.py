@@ -174,6 +174,10 @@ class Replica(Protocol):
         """Queue a request. Raises ``RequestError`` if it is refused."""
         ...
 
+    def load_weights(self, version: int) -> None:
+        """From now on, KV is computed by other weights."""
+        ...
+
     def abort(self, request_id: str) -> None:
         """End a request."""
         ...

@@ -94,6 +94,9 @@ class Run:
         self._index: Index = {}
         self._events: EventOracle | None = None
         self._result = RunResult()
+        # Versions of the weights: those in use, and those that the process has started with.
+        self._weights = self._first_weights = 0
+        self._is_reset_due = False
         self._deadline = self._latest_end()
         self._engine: Replica
         self._requests: RequestOracle
@@ -125,6 +128,8 @@ class Run:
                 self._apply(actions[at])
                 at += 1
             next_action = actions[at].at if at < len(actions) else float("inf")
+            if self._is_reset_due:
+                self._try_to_reset()
             if self._engine.scheduler.has_work():
                 self._step(next_action)
             elif next_action < float("inf"):
@@ -149,7 +154,7 @@ class Run:
                     expected.is_aborted = True
                     self._engine.abort(action.request_id)
             case Reset():
-                self._reset()
+                self._is_reset_due = True
             case Restart():
                 self._restart()
 
@@ -170,17 +175,24 @@ class Run:
             self._result.tallies["refused"] += 1
             del self._expected[ask.request_id]
 
-    def _reset(self) -> None:
-        was_done = self._engine.scheduler.reset_cache()
-        self._timeline.note(self._clock.now, f"caches {'were' if was_done else 'could not be'} reset")
-        self._result.tallies["resets"] += was_done
+    def _try_to_reset(self) -> None:
+        """Reset all caches, and change the weights, which is what they are reset for; later, if something is in flight."""
+        self._is_reset_due = not self._engine.scheduler.reset_cache()
+        if self._is_reset_due:
+            return
+        self._timeline.note(self._clock.now, "caches were reset, for other weights")
+        self._result.tallies["resets"] += 1
+        self._weights += 1
+        self._engine.load_weights(self._weights)
         pool = self._engine.scheduler.kv.pool
-        if was_done and pool.num_cached_prefixes:
+        if pool.num_cached_prefixes:
             raise OracleError("reset", f"{pool.num_cached_prefixes} prefixes are cached after a reset")
 
     def _restart(self) -> None:
         self._count_engine()
         forget_engine(self._engine.scheduler.connector)
+        if self._weights != self._first_weights:
+            self._world.open_namespace()
         self._start_engine()
         self._result.tallies["restarts"] += 1
         for request_id, expected in self._expected.items():
@@ -243,6 +255,8 @@ class Run:
     def _start_engine(self) -> None:
         scenario, world = self._scenario, self._world
         engine = self._engine = world.new_engine()
+        self._first_weights = self._weights
+        engine.load_weights(self._weights)
         may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"
         self._requests = RequestOracle(self._expected, may_fail=may_fail)
         self._oracles = [

@@ -218,6 +218,8 @@ def returning(load: Workload) -> None:
         ask = writer.ask(random.choice(documents) + writer.text(0, 3), random.randint(1, 4))
         if random.random() < 0.1:
             writer.abort(ask, 0.5)
+        if random.random() < 0.03:
+            writer.reset()
 
 
 def stops(load: Workload) -> None:

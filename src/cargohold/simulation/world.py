@@ -66,6 +66,7 @@ class World:
         self._faulty: list[FaultyTransfers] = []
         self._queues: list[LinkedQueue] = []
         self.tiers: list[SimulatedOffloading] = []
+        self._tiered: list[TieredOffloading] = []
         self._factory = scenario.connector.build(self._make_tier, self._faulty_connector)
 
     def new_engine(self) -> Replica:
@@ -86,6 +87,11 @@ class World:
         engine.runner.before_forward = self._advance_links
         self._prepare(engine)
         return engine
+
+    def open_namespace(self) -> None:
+        """The next engine has other weights than the last one started with: what that left in lower tiers is not its own."""
+        for tiered in self._tiered:
+            tiered.open_namespace()
 
     def oracles(self, engine: Replica) -> list[Oracle]:
         """What else must hold in this engine, besides what must hold in all."""
@@ -131,7 +137,9 @@ class World:
             link = self._make_link(region, rows, environment.rank)
             return self._faulty_transfers(link, region, rows, environment.rank, source)
 
-        return TieredOffloading(plan.num_slots, plan.lower, make_transfers, self._make_queue, **plan.options)
+        tiered = TieredOffloading(plan.num_slots, plan.lower, make_transfers, self._make_queue, **plan.options)
+        self._tiered.append(tiered)
+        return tiered
 
     def _make_link(self, region: ByteRows, rows: ByteRows, rank: int) -> LinkTransfers:
         random = Random(f"{self._scenario.seed}/link {rank}/{len(self._links)}")  # noqa: S311  # repeatable, on purpose

@@ -126,6 +126,10 @@ class VllmEngine:
         self._chains.forget(request_id)
         self.vllm.add_request(request)
 
+    def load_weights(self, version: int) -> None:
+        """From now on, KV is computed by other weights."""
+        self._chains.use_weights(version)
+
     def abort(self, request_id: str) -> None:
         """End a request: now, or while a step is in flight."""
         if self._random.random() < 0.5:

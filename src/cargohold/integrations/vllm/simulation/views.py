@@ -106,6 +106,7 @@ class SchedulerView:
         self._is_busy = is_busy
         self.kv = CacheView(scheduler, PoolView(scheduler.kv_cache_manager.block_pool, side.layout.groups))
         self._events: list[KVEvent] = []
+        self._num_resets = 0
         manager, connector = scheduler.kv_cache_manager, scheduler.connector
         manager.take_events = self._watched(manager.take_events, MEDIUM_DEVICE)
         connector.take_events = self._watched(connector.take_events, MEDIUM_HOST)
@@ -124,8 +125,9 @@ class SchedulerView:
         return [*self._scheduler.kv_holding_waiting, *self._scheduler.waiting]
 
     def reset_cache(self) -> bool:
-        """Forget everything cached, if nothing is in the way."""
-        return bool(self._scheduler.reset_prefix_cache(reset_connector=True))
+        """Forget everything cached, if nothing is in the way. Every other time vLLM is not told that there is a connector."""
+        self._num_resets += 1
+        return bool(self._scheduler.reset_prefix_cache(reset_connector=self._num_resets % 2 == 0))
 
     def take_events(self) -> list[KVEvent]:
         """What vLLM published since the last call, and what it is about to publish."""
