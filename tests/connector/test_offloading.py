@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, READY, KVCacheBlock, extend_hashes, root_hash
-from cargohold.engine.core.config import LoadFailurePolicy
+from cargohold.connector.offloading.leftovers import Leftovers
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.engine.core.config import LoadFailurePolicy, QueuePolicy
+from cargohold.engine.core.context import EngineContext
 from cargohold.engine.core.request import FinishReason
+from cargohold.engine.core.waiting_queue import WaitingQueue
 from cargohold.errors import RequestError
 from cargohold.offload.keys import offload_key
 from cargohold.offload.transfer import Direction
@@ -136,6 +140,24 @@ def test_two_requests_with_the_same_prefix_cause_one_load() -> None:
     finish(engine, offloading)
     assert engine.requests["b"].num_first_device_tokens == 40
     assert engine.outputs["b"].cache_report.restored_tokens == {}
+
+
+def test_a_request_does_not_wait_for_loads_of_what_it_has_on_the_device() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("first", prompt(0, 41), 1)
+    engine.run()
+    evict_everything(engine)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("loads the start", prompt(0, 17), 1)
+    engine.add("computes the start", prompt(0, 17), 1, kv_transfer_params={"max_load_tokens": 0})
+    engine.step()
+    engine.add("loads the rest", prompt(0, 41), 1)
+    engine.step()
+    assert [len(job.block_ids) for job in transfers.pending if job.direction is Direction.LOAD] == [4, 6]
+    transfers.auto = True
+    finish(engine, offloading)
 
 
 def test_without_prefix_cache_each_request_loads_for_itself() -> None:
@@ -465,6 +487,21 @@ def test_what_a_request_leaves_unstored_is_stored_after_its_end(blocks_per_chunk
     engine.add("again", prompt(0, 49), 3)
     finish(engine, offloading)
     assert engine.tokens("again") == alone(prompt(0, 49), 3)
+
+
+def test_of_an_ended_request_chunks_are_known_that_were_never_asked_for() -> None:
+    """Under asynchronous scheduling the last tokens are known when no step is planned for the request any more."""
+    engine = SimulatedEngine(simulated_layout(60))
+    engine.add("r", prompt(0, 17), 8)
+    engine.step()
+    context = EngineContext(engine.scheduler.kv, WaitingQueue(QueuePolicy.FCFS))
+    request = engine.requests["r"]
+    state = RequestState.create(request, engine.scheduler.kv.layout, blocks_per_chunk=2)
+    leftovers = Leftovers()
+    leftovers.add(state, engine.scheduler.kv.block_ids(request), 17, context)
+    (leftover,) = leftovers
+    assert leftover.end_chunk(0, 2, context, limit=8) == 2
+    engine.run()
 
 
 def test_what_cannot_be_stored_yet_is_not_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

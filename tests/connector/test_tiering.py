@@ -382,6 +382,46 @@ def test_a_chunk_in_two_tiers_comes_from_the_faster_and_what_came_from_afar_is_k
     assert len(disk) == 11
 
 
+def test_what_host_memory_has_is_held_while_the_rest_is_brought_up() -> None:
+    tiering = SimulatedTiering(60, policy="lru")
+    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
+    tiering.num_slots = 12
+    engine = make_engine(tiering)
+    serve(engine, tiering, "its start", prompt(0, 17))
+    evict_everything(engine)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LOAD})
+    engine.add("all of it", prompt(0, 45), 3)
+    while not queue.pending:
+        engine.step()
+    engine.add("other", prompt(1, 45), 1)
+    while "other" not in engine.outputs:
+        engine.step()
+    queue.held = frozenset()
+    finish(engine, tiering)
+    assert restored(engine, "all of it") == {"host": 16, "disk": 28}
+
+
+def test_who_finds_no_slot_for_a_moment_waits_for_one() -> None:
+    tiering = SimulatedTiering(60)
+    serve(make_engine(tiering), tiering, "first", prompt(0, 17))
+    tiering.num_slots = 4
+    engine = make_engine(tiering)
+    (transfers,) = tiering.transfers
+    transfers.auto = False
+    engine.add("other", prompt(1, 17), 1)
+    while "other" not in engine.outputs:
+        engine.step()
+    assert tiering.manager.num_writing == 4
+    engine.add("known", prompt(0, 17), 3)
+    for _ in range(10):
+        engine.step()
+    assert engine.requests["known"].times.first_scheduled is None
+    transfers.auto = True
+    finish(engine, tiering)
+    assert restored(engine, "known") == {"disk": 16} and engine.tokens("known") == alone(prompt(0, 17), 3)
+
+
 def test_what_host_memory_has_no_room_for_is_restored_in_part() -> None:
     tiering = SimulatedTiering(100)
     serve(make_engine(tiering), tiering, "first", prompt(0, 200))
