@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from cargohold.blocks import ABSENT, READY, KVCacheBlock, extend_hashes, root_hash
 from cargohold.connector.offloading.leftovers import Leftovers
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.engine.core.config import LoadFailurePolicy, QueuePolicy
+from cargohold.engine.core.config import LoadFailurePolicy
 from cargohold.engine.core.context import EngineContext
 from cargohold.engine.core.request import FinishReason
-from cargohold.engine.core.waiting_queue import WaitingQueue
+from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
 from cargohold.errors import RequestError
 from cargohold.offload.keys import offload_key
 from cargohold.offload.transfer import Direction
