@@ -120,6 +120,25 @@ def test_a_corrupted_tier_is_noticed_by_these_tests() -> None:
         engine.run()
 
 
+def test_of_what_a_window_has_left_behind_nothing_is_allocated_or_loaded() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(40, windows=(6,)), offloading)
+    engine.add("first", prompt(0, 41), 1)
+    finish(engine, offloading)
+    evict_everything(engine)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("second", prompt(0, 41), 1)
+    engine.step()
+    (load,) = transfers.pending
+    assert len(load.block_ids) == 2, "the next token's query reads 5 tokens before itself"
+    pool = engine.scheduler.kv.pool
+    assert pool.num_usable_blocks - pool.num_free_blocks == 2
+    transfers.auto = True
+    finish(engine, offloading)
+    assert engine.tokens("second") == alone(prompt(0, 41), 1)
+
+
 def test_two_requests_with_the_same_prefix_cause_one_load() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)

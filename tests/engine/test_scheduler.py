@@ -74,8 +74,9 @@ def test_the_check_for_wrong_tokens_can_fail() -> None:
         engine.step()
 
 
-def test_a_prefix_is_computed_once() -> None:
-    engine = SimulatedEngine(simulated_layout(40))
+@pytest.mark.parametrize("windows", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_prefix_is_computed_once(windows: tuple[int | None, ...]) -> None:
+    engine = SimulatedEngine(simulated_layout(40, windows=windows))
     run_all(engine, {"a": (prompt(0, 21), 1)})
     request = engine.add("b", prompt(0, 21), 1)
     step, _ = engine.step()
@@ -247,6 +248,21 @@ def test_a_block_that_turns_out_late_to_hold_garbage_is_found_by_nobody() -> Non
     assert engine.tokens("again") == alone(prompt(0, 14), 5)
 
 
+def test_who_has_a_bad_block_in_one_group_starts_over_and_nobody_else() -> None:
+    script = Script()
+    engine = SimulatedEngine(simulated_layout(60, windows=(None, 6)), scripted_connector(script))
+    engine.add("r", prompt(0, 14), 5)
+    engine.add("other", prompt(1, 9), 5)
+    step, _ = engine.step()
+    bad = step.scheduled[0].block_ids[0][1]
+    script.invalid = {bad}
+    engine.runner.memory[bad] = 0
+    engine.run()
+    engine.scheduler.check_settled()
+    assert [engine.requests[name].num_preemptions for name in ("r", "other")] == [1, 0]
+    assert engine.tokens("r") == alone(prompt(0, 14), 5)
+
+
 def test_reset_is_refused_while_a_request_runs_and_forgets_everything_after() -> None:
     engine = SimulatedEngine(simulated_layout(40))
     engine.add("a", prompt(0, 21), 2)
@@ -271,3 +287,11 @@ def test_events_of_the_device_pool_follow_its_contents() -> None:
     blocks = [pool.get_block(block_id) for block_id in range(1, 20)]
     assert index == {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
     assert index
+
+
+@pytest.mark.parametrize(("prefix_caching", "emit_events"), [(False, True), (True, False)])
+def test_what_nobody_can_find_or_hear_is_not_announced(prefix_caching: bool, emit_events: bool) -> None:
+    engine = SimulatedEngine(simulated_layout(20), prefix_caching=prefix_caching, emit_events=emit_events)
+    for at in range(6):
+        run_all(engine, {f"r{at}": (prompt(at, 20), 3)})
+    assert engine.scheduler.kv.take_events() == []

@@ -345,20 +345,42 @@ def test_one_trial_at_a_time() -> None:
         assert setup.state() is TierState.ON
 
 
-def test_what_is_queued_fails_when_the_breaker_opens() -> None:
+def test_what_is_no_trial_does_not_end_one_when_it_is_cancelled() -> None:
     gate = Gate("probe")
 
-    def fault(operation: str) -> str:
+    def fault(operation: str) -> str | None:
         gate(operation)
-        return "gone"
+        return "gone" if operation == "store" else None
+
+    tier = faulty(fault)
+    tier.has_index = True
+    with queue_on(tier, QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=1)), gate) as setup:
+        assert setup.run(JobKind.STORE, [b"a"], [chunk(1)]).status is JobStatus.FAILED
+        setup.clock.advance(1.0)
+        probe = setup.submit(JobKind.PROBE, [b"a"])
+        trial = setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
+        assert probe and trial
+        setup.queue.cancel(probe.job_id)
+        assert not setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
+        setup.queue.cancel(trial.job_id)
+        assert setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
+
+
+def test_what_is_queued_fails_when_the_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate("probe")
+
+    def fault(operation: str) -> str | None:
+        gate(operation)
+        return "gone" if operation == "probe" else None
 
     config = QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=1))
     with queue_on(faulty(fault), config, gate) as setup:
         setup.submit(JobKind.PROBE, [b"a"])
-        setup.submit(JobKind.STORE, [b"b"], [chunk(1)])
+        setup.submit(JobKind.STORE, [b"b"], [chunk(1)])  # which nothing else would keep from succeeding
         gate.opened.set()
         assert setup.queue.drain(WAIT_S)
         assert [result.status for result in setup.queue.poll()] == [JobStatus.FAILED] * 2
+        assert "rests for a while, after failures in a row: gone" in caplog.text
 
 
 def test_hanging_threads_open_the_breaker() -> None:
@@ -410,12 +432,15 @@ def test_a_dead_thread_is_noticed_and_replaced(caplog: pytest.LogCaptureFixture)
 def test_threads_that_keep_dying_turn_the_tier_off(caplog: pytest.LogCaptureFixture) -> None:
     config = QueueConfig(num_threads=1, max_thread_deaths=1, breaker=BreakerConfig(failures_to_open=100))
     with queue_on(faulty(dying), config) as setup:
+        ended = []
         for _ in range(2):
             setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
             setup.submit(JobKind.STORE, [b"b"], [chunk(1)])
             _await_death(setup)
-            assert setup.queue.poll()
+            ended += setup.queue.poll()
         assert setup.queue.drain(WAIT_S)
+        ended += setup.queue.poll()
+        assert sorted(result.job.job_id for result in ended) == [1, 2, 3, 4], "nobody will carry out the last one"
         assert setup.state() is TierState.OFF
         assert not setup.submit(JobKind.PROBE, [b"a"])
         assert "off for good" in caplog.text
@@ -440,6 +465,26 @@ def test_shutdown_cancels_what_is_left_and_closes_the_tier() -> None:
     setup.queue.shutdown(WAIT_S)
     assert closed
     assert not setup.submit(JobKind.PROBE, [b"a"])
+    assert not setup.queue.poll()
+    assert setup.queue.health().num_thread_deaths == 0, "those were meant to end"
+
+
+def test_a_tier_is_left_open_while_one_thread_of_several_hangs_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[bool] = []
+
+    class Closing(MemoryTier):
+        def close(self) -> None:
+            closed.append(True)
+
+    gate = Gate("probe")
+    setup = Setup(FaultyTier(Closing(CHUNK), gate), QueueConfig(num_threads=3))
+    setup.submit(JobKind.PROBE, [b"a"])
+    gate.wait_for_arrival()
+    setup.queue.shutdown(0.05)
+    assert not closed and "hangs in its medium" in caplog.text
+    gate.opened.set()
+    setup.queue.shutdown(WAIT_S)
+    assert closed
 
 
 def test_shutdown_lets_writes_end_that_were_taken() -> None:
@@ -464,13 +509,14 @@ def test_shutdown_lets_writes_end_that_were_taken() -> None:
     assert memory.probe([b"a", b"b", b"c"]) == [True] * 3
 
 
-def test_shutdown_waits_for_writes_no_longer_than_it_may() -> None:
+def test_shutdown_waits_for_writes_no_longer_than_it_may(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate("store")
     setup = Setup(FaultyTier(MemoryTier(CHUNK), gate), QueueConfig(num_threads=1, finish_s=0.01))
     setup.submit(JobKind.STORE, [b"a"], [chunk(1)])
     gate.wait_for_arrival()
     setup.queue.shutdown(0.02)
     assert [result.status for result in setup.queue.poll()] == [JobStatus.CANCELLED]
+    assert "not everything was written within 0.01 s" in caplog.text
     gate.opened.set()
     setup.queue.shutdown(WAIT_S)
 

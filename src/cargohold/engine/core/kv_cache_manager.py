@@ -79,10 +79,6 @@ class KVCacheManager:
         """Whether the request has block tables."""
         return request.request_id in self._tables
 
-    def num_blocks_for(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Blocks that a request of ``num_tokens`` tokens needs at most at one time, computed ``max_step_tokens`` a step."""
-        return sum(max_held_blocks(group, num_tokens, max_step_tokens) for group in self.layout.groups)
-
     def find_local_hit(self, request: Request) -> LocalHit:
         """The longest prefix of the request that the pool holds, leaving at least its last token to compute."""
         groups = self.layout.groups
