@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, READY, KVCacheBlock, extend_hashes, root_hash
+from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.connector.offloading.leftovers import Leftovers
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.engine.core.config import LoadFailurePolicy
@@ -19,8 +20,8 @@ from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
 from cargohold.errors import RequestError
 from cargohold.offload.keys import offload_key
 from cargohold.offload.transfer import Direction
-from cargohold.protocol import BlockRemoved, BlockStored, TransferOutcome
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.protocol import BlockIds, BlockRemoved, BlockStored, RequestView, TransferOutcome
+from cargohold.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt
 
 HOLDS: dict[str, dict[str, Any]] = {
@@ -700,6 +701,77 @@ def test_blocks_loaded_for_a_request_that_was_aborted_serve_the_next() -> None:
     offloading.transfers[0].auto = True
     finish(engine, offloading)
     assert engine.requests["b"].num_first_device_tokens == 40
+
+
+def broken_rule(engine: SimulatedEngine) -> str:
+    """The rule for which the connector was turned off, if it was."""
+    broken = engine.scheduler.connector.broken
+    return "" if broken is None else broken.rule
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_job_that_the_workers_do_not_end_turns_the_connector_off(direction: Direction) -> None:
+    offloading = SimulatedOffloading(60, transfer_timeout_s=5.0, job_timeout_s=20.0)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("first", prompt(0, 30), 1)
+    finish(engine, offloading)
+    evict_everything(engine)
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(100.0)  # what has ended is not lost
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("second", prompt(0 if direction is Direction.LOAD else 1, 30), 1)
+    while not transfers.pending:
+        engine.step()
+    (job,) = transfers.pending
+    assert job.direction is direction
+    engine.clock.advance(19.0)
+    for _ in range(10):
+        engine.step()
+    assert broken_rule(engine) == ""
+    for _ in range(10):
+        engine.clock.advance(1.0)
+        engine.step()
+    assert f"did not end job {job.job_id} within 20 s" in broken_rule(engine)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.tokens("second") == alone(prompt(0 if direction is Direction.LOAD else 1, 30), 1)
+
+
+def test_a_connector_is_told_of_a_loaded_request_again_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("first", prompt(0, 30), 1)
+    finish(engine, offloading)
+    evict_everything(engine)
+    told: list[int] = []
+    update_state_after_alloc = OffloadingScheduler.update_state_after_alloc
+
+    def noted(self: OffloadingScheduler, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        told.append(num_external_tokens)
+        update_state_after_alloc(self, request, blocks, num_external_tokens)
+
+    monkeypatch.setattr(OffloadingScheduler, "update_state_after_alloc", noted)
+    engine.add("second", prompt(0, 30), 3)
+    finish(engine, offloading)
+    assert told == [28, 0]
+
+
+def test_what_is_computed_behind_a_load_is_no_more_than_fits_a_step() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=8)
+    engine.add("first", prompt(0, 13), 1)
+    finish(engine, offloading)
+    for name, length, computed in (("long", 30, [8, 8, 2]), ("short", 14, [2])):
+        evict_everything(engine)
+        engine.add(name, prompt(0, length), 1, kv_transfer_params={"max_load_tokens": 12, "max_store_tokens": 0})
+        steps = []
+        while name not in engine.outputs:
+            step, _ = engine.step()
+            steps += [step.num_tokens] if step.num_tokens else []
+        assert steps == computed
+        finish(engine, offloading)
+        assert engine.outputs[name].cache_report.restored_tokens == {"host": 12}
 
 
 def test_copies_are_counted_by_how_they_ended() -> None:

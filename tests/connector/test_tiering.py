@@ -660,6 +660,13 @@ class TestDoNoHarm:
         serve(engine, tiering, "now", prompt(5, 60))
         assert restored(engine, "now") == {"disk": 60}
 
+    def test_only_what_comes_in_time_is_brought_up_behind_what_the_device_has(self) -> None:
+        engine, tiering = self.measure(step_s=9.0, job_s=0.2, restore_timeout_s=3.0)
+        serve(engine, tiering, "its start", prompt(5, 17))
+        serve(engine, tiering, "now", prompt(5, 60))
+        assert engine.requests["now"].num_first_device_tokens == 16
+        assert 4 <= restored(engine, "now")["disk"] <= 28, "half of 3 s is enough for seven chunks of eleven"
+
     def test_only_what_comes_in_time_is_brought_up(self) -> None:
         engine, tiering = self.measure(step_s=9.0, job_s=0.2, restore_timeout_s=3.0)
         serve(engine, tiering, "now", prompt(5, 60))

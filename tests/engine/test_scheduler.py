@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.simulation import SimulatedEngine, WrongTokenError, simulated_layout
-from tests.engine.scripted import Load, Script, scripted_connector
+from tests.engine.scripted import Load, Script, ScriptedScheduler, scripted_connector
 
 LAYOUTS = {
     "full": (None,),
@@ -229,6 +229,25 @@ def test_who_computed_in_a_step_whose_loads_may_be_missing_starts_over() -> None
     engine.scheduler.check_settled()
     assert engine.scheduler.connector.broken is not None
     assert engine.tokens("r") == engine.tokens("again") == alone(prompt(0, 14), 5)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_connector_that_breaks_when_it_is_told_of_blocks_loads_nothing(
+    is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ScriptedScheduler, "update_state_after_alloc", break_down)
+    script = Script()
+    script.offers["r"] = (12, is_async)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("r", prompt(0, 14), 5)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is not None
+    assert engine.tokens("r") == alone(prompt(0, 14), 5)
+    assert engine.requests["r"].num_external_tokens == 0 and engine.requests["r"].num_preemptions == 0
 
 
 def test_a_block_that_turns_out_late_to_hold_garbage_is_found_by_nobody() -> None:

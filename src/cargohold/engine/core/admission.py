@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from cargohold.engine.core.config import SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import KVCacheManager, LocalHit
 from cargohold.engine.core.plan import StepPlan
 from cargohold.engine.core.request import Request
@@ -33,13 +32,11 @@ class Admission:
 
     def __init__(
         self,
-        config: SchedulerConfig,
         kv: KVCacheManager,
         roster: Roster,
         connector: ConnectorGuard,
         clock: Clock,
     ) -> None:
-        self._config = config
         self._kv = kv
         self._roster = roster
         self._connector = connector

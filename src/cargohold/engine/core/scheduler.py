@@ -66,7 +66,7 @@ class Scheduler:
         self.connector = ConnectorGuard(connector, layout.num_blocks)
         if with_context:
             self.connector.bind_scheduler_context(EngineContext(self.kv, self._roster.waiting))
-        self._admission = Admission(config, self.kv, self._roster, self.connector, clock)
+        self._admission = Admission(self.kv, self._roster, self.connector, clock)
         self._reports = ConnectorReports(config, self.kv, self._roster, self.connector, clock, self._end)
         self._updates: list[RequestUpdate] = []
         self._plan: StepPlan | None = None
