@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
 from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.protocol import ConnectorGuard, NullConnectorScheduler
 from tests.vllm.common import EAGER, ask_twice, make_prompts, restored, tokens
