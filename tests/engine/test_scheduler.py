@@ -162,6 +162,23 @@ def test_a_load_that_does_not_end_is_noticed_while_others_go_on() -> None:
     assert engine.tokens("stuck") == alone(prompt(1, 12), 3)
 
 
+def test_a_load_may_take_as_long_as_it_may() -> None:
+    script = Script()
+    script.offers["slow"] = (8, True)
+    engine = SimulatedEngine(simulated_layout(100), scripted_connector(script), load_timeout_s=2.0)
+    engine.add("before", prompt(0, 5), 100)
+    engine.run()
+    began = engine.clock()
+    engine.add("busy", prompt(0, 5), 300)
+    engine.add("slow", prompt(1, 12), 3)
+    while engine.clock() - began < 1.9:
+        engine.step()
+    assert not engine.scheduler.connector.broken
+    engine.run()
+    assert engine.requests["slow"].times.first_token is not None
+    assert began + 2.0 < engine.requests["slow"].times.first_token < began + 2.5
+
+
 def test_a_connector_may_work_on_for_as_long_as_it_likes_while_nobody_waits() -> None:
     script = Script()
     engine = SimulatedEngine(simulated_layout(40), scripted_connector(script), load_timeout_s=0.1)

@@ -23,6 +23,7 @@ from cargohold.offload.tiering import (
     TieringConfig,
     TieringManager,
     TierOptions,
+    WriteMode,
 )
 from cargohold.protocol import TransferOutcome
 from cargohold.simulation import VirtualClock
@@ -46,6 +47,7 @@ class World:
         max_inflight_chunks: int = 64,
         max_daily_chunks: int | None = None,
         admission: Admission = Admission.ALL,
+        write_mode: WriteMode = WriteMode.THROUGH,
         has_index: bool = True,
         max_asked_chunks: int = 65536,
         host: OffloadManager | None = None,
@@ -58,6 +60,7 @@ class World:
                 TierOptions(
                     name=f"tier{at}",
                     admission=admission,
+                    write_mode=write_mode,
                     max_inflight_chunks=max_inflight_chunks,
                     max_daily_chunks=max_daily_chunks,
                     has_index=has_index,
@@ -129,9 +132,14 @@ def test_a_probe_is_not_repeated_while_it_runs() -> None:
 
 def test_a_question_about_more_than_a_tier_takes_at_a_time_is_several() -> None:
     world = World(max_asked_chunks=5)
+    world.keep([key_of(1, at) for at in range(8)])
+    while commands := world.step():
+        for command in commands:
+            world.end(command, [True] * len(command.keys))
     probes = world.lower.probe(KEYS)
     asked = []
     while commands := world.step():
+        assert len(commands) == 1, "what is written does not count, and what is asked for does"
         for command in commands:
             asked.append(command.keys)
             world.end(command, [True] * len(command.keys))
@@ -706,6 +714,24 @@ def test_a_tier_hears_of_the_use_of_what_host_memory_gives_back() -> None:
     world.manager.touch(KEYS[:2])
     (touch,) = world.step()
     assert touch.keys == tuple(KEYS[:2])
+
+
+def in_use_after(world: World, after_s: float) -> list[JobKind]:
+    """What a tier is asked to do when chunks that it has are used so much later."""
+    world.keep(KEYS[:8])
+    while stores := world.step():
+        for store in stores:
+            world.end(store, [True] * len(store.keys))
+    world.clock.advance(after_s)
+    world.manager.touch(KEYS[:8])
+    return [command.kind for command in world.step()]
+
+
+def test_who_has_no_index_is_not_told_of_use_and_what_is_written_back_is_not_looked_for() -> None:
+    assert in_use_after(World(), 11) == [JobKind.TOUCH]
+    assert in_use_after(World(has_index=False), 11) == []
+    assert in_use_after(World(), 601) == [JobKind.PROBE]
+    assert in_use_after(World(write_mode=WriteMode.BACK), 601) == [JobKind.TOUCH]
 
 
 def test_a_tier_hears_of_the_start_of_a_prefix_whenever_it_hears_of_its_end() -> None:

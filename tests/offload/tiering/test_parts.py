@@ -54,7 +54,7 @@ class TestBacklog:
         backlog = Backlog(20)
         for key in KEYS[:4]:
             backlog.add(key, None)
-        backlog.postpone(KEYS[:2])
+        backlog.postpone([*KEYS[:2], KEYS[9]])  # the last is nothing that waits
         taken = [backlog.take(1, everything) for _ in range(4)]
         assert [batch.keys[0] for batch in taken if batch] == [KEYS[2], KEYS[3], KEYS[1], KEYS[0]]
 

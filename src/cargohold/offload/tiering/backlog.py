@@ -63,11 +63,6 @@ class Backlog:
             if key in self._parents:
                 self._parents[key] = self._parents.pop(key)
 
-    def discard(self, keys: Iterable[OffloadKey]) -> None:
-        """These need not be written any more."""
-        for key in keys:
-            self._parents.pop(key, None)
-
     def take(self, limit: int, is_ready: Callable[[OffloadKey], bool]) -> Batch | None:
         """Take out the chunk whose turn it is, and those right behind it in its prefix, at most ``limit`` in all.
 
