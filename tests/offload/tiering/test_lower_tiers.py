@@ -25,6 +25,7 @@ from cargohold.offload.tiering import (
     TierOptions,
     WriteMode,
 )
+from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.protocol import TransferOutcome
 from cargohold.simulation import VirtualClock
 
@@ -146,6 +147,27 @@ def test_a_question_about_more_than_a_tier_takes_at_a_time_is_several() -> None:
     assert asked == [tuple(KEYS[:5]), tuple(KEYS[5:10]), tuple(KEYS[10:])]
     assert all(probe.has_ended for probe in probes)
     assert list(world.lower.lookup(KEYS)) == [READY] * NUM_CHUNKS
+
+
+def test_who_waits_for_a_full_tier_is_not_overtaken_and_nothing_is_too_large_for_an_idle_one() -> None:
+    world = World(max_asked_chunks=5)
+    world.lower.probe(KEYS[:4])
+    (first,) = world.step()
+    world.lower.probe(KEYS[4:9])
+    world.lower.probe(KEYS[9:10])
+    assert world.step() == [], "the last would have room"
+    world.end(first, [True] * 4)
+    (second,) = world.step()
+    assert second.keys == tuple(KEYS[4:9])
+    world.end(second, [True] * 5)
+    (third,) = world.step()
+    world.end(third, [True])
+    promotion = world.lower.promote([Chain(0, KEYS[:6], None)], ())
+    (load,) = world.step()
+    assert load.keys == tuple(KEYS[:6])
+    world.end(load, [True] * 6)
+    assert isinstance(promotion, Promotion)
+    promotion.release()
 
 
 def test_a_promotion_is_not_ready_before_all_workers_are_done() -> None:
@@ -312,7 +334,8 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
         (probe,) = world.step()
         world.end(probe, [False], TransferOutcome.FAILED)
     assert world.lower.lookup([KEYS[5]])[0] == ABSENT, "at once, without asking"
-    world.keep(KEYS[5:7])
+    world.keep(KEYS[5:6])
+    world.keep([key_of(1, 0)])
     assert world.step() == []
     world.clock.advance(11)
     assert world.lower.lookup([KEYS[8]])[0] == UNKNOWN
@@ -320,7 +343,7 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
     assert trial.kind is JobKind.STORE, "one job finds out"
     world.end(trial, [True] * len(trial.keys))
     world.lower.probe([KEYS[8]])
-    assert [command.kind for command in world.step()] == [JobKind.PROBE]
+    assert [command.kind for command in world.step()] == [JobKind.PROBE, JobKind.STORE], "and the others follow"
 
 
 def test_that_a_tier_is_left_alone_is_warned_of_once_and_not_with_every_trial(caplog: pytest.LogCaptureFixture) -> None:
@@ -484,6 +507,30 @@ def test_events_tell_what_is_known_of_a_tier() -> None:
     assert isinstance(promotion, Promotion)
     promotion.release()
     assert follow(world, set()) == {KEYS[0], KEYS[2], KEYS[3]}
+
+
+def test_where_nobody_listens_nothing_is_noted_for_them() -> None:
+    tier = LowerTier(TierOptions(name="tier"), 8, VirtualClock(), TieringConfig())
+    tier.note_presence(KEYS[:4], [True] * 4)
+    tier.note_presence(KEYS[:4], [False] * 4)
+    assert tier.take_events() == []
+
+
+def test_what_was_announced_goes_and_comes_with_what_is_known_and_ends_with_a_reset() -> None:
+    world = World()
+    world.keep(KEYS[:2])
+    (store,) = world.step()
+    world.end(store, [True, False])
+    stats = world.lower.take_stats()
+    assert (stats["tier0_stored_chunks"], stats["tier0_not_stored_chunks"]) == (1, 1)
+    known = follow(world, set())
+    assert known == {KEYS[0]}
+    for is_there in (False, True):
+        world.lower.tiers[0].note_presence(KEYS[:1], [is_there])
+        known = follow(world, known)
+        assert known == ({KEYS[0]} if is_there else set())
+    assert world.manager.reset()
+    assert follow(world, known) == set()
 
 
 def follow(world: World, known: set[bytes]) -> set[bytes]:
