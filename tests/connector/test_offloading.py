@@ -509,6 +509,19 @@ def test_what_a_request_leaves_unstored_is_stored_after_its_end(blocks_per_chunk
     assert engine.tokens("again") == alone(prompt(0, 49), 3)
 
 
+def test_of_an_ended_request_no_more_is_stored_than_was_wished() -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 1, kv_transfer_params={"max_store_tokens": 32})
+    engine.step()
+    assert not engine.scheduler.num_unfinished and offloading.manager.num_writing < 8
+    transfers.auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 8
+
+
 def test_of_an_ended_request_chunks_are_known_that_were_never_asked_for() -> None:
     """Under asynchronous scheduling the last tokens are known when no step is planned for the request any more."""
     engine = SimulatedEngine(simulated_layout(60))

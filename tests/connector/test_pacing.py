@@ -84,3 +84,30 @@ def test_time_in_which_nothing_was_planned_is_not_measured() -> None:
         engine.pace.end()  # there is nothing that could have ended
         engine.clock.advance(60)
     assert engine.pace.predict(1) == pytest.approx(0.051, rel=0.01)
+
+
+def test_what_was_measured_lately_counts_most_and_one_step_alone_not_much() -> None:
+    engine = Engine()
+    engine.compute(400)
+    engine.begin(400)
+    engine.clock.advance(0.45)
+    engine.end(400)
+    assert engine.pace.predict(400) == pytest.approx(0.54, rel=0.01), "it took 0.9 s this time"
+    for _ in range(30):
+        engine.begin(300)
+        engine.clock.advance(0.35)
+        engine.end(300)
+    assert engine.pace.predict(300) == pytest.approx(0.7, rel=0.01)
+
+
+def test_what_is_measured_again_and_again_stays_known_and_what_is_old_is_replaced() -> None:
+    engine = Engine()
+    for _ in range(4):
+        engine.compute(400)
+        engine.clock.advance(MAX_AGE_S / 2)
+    assert engine.pace.predict(400) == pytest.approx(0.45, rel=0.01)
+    engine.clock.advance(MAX_AGE_S)
+    engine.begin(400)
+    engine.clock.advance(0.45)
+    engine.end(400)
+    assert engine.pace.predict(400) == pytest.approx(0.9, rel=0.01)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -189,3 +190,11 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     os.chmod(path, 0o640)  # noqa: PTH101
     with pytest.raises(ConfigError, match="chmod 600"):
         read_key(f"file:{path}")
+
+
+@pytest.mark.parametrize("place", [0, 8], ids=["magic", "version"])
+def test_a_sound_header_of_another_kind_or_version_is_none(place: int) -> None:
+    packed = Header(bytes(32), key(1), b"", 10, bytes(16), 0).pack()
+    assert unpack_header(packed) is not None
+    changed = flipped(packed, 8 * place)[:-8]
+    assert unpack_header(changed + xxhash.xxh3_64_intdigest(changed).to_bytes(8, "little")) is None
