@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cargohold import __version__
 from cargohold.machine import memory_limit_bytes
@@ -154,7 +155,14 @@ def test_a_cache_directory_without_room_for_a_model_is_told_in_one_line(
     def save(*_: object, **__: object) -> None:
         raise SafetensorError("I/O error: No space left on device")
 
+    def read(*_: object, **__: object) -> tuple[LlamaForCausalLM, dict[str, list[str]]]:
+        """Another model, for reading the real one takes twenty seconds."""
+        return LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1)), {
+            "missing_keys": []
+        }
+
     monkeypatch.setenv("CARGOHOLD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", read)
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", save)
     result = cargohold("run", "smollm2", "--prompt", "x")
     assert result.status == 2
