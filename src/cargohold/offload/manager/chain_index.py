@@ -215,7 +215,10 @@ class ChainIndex:
             count = _num_same(strands, first)
             rest = strand.length - count
             chosen = positions[first : first + count]
-            if chosen == list(range(strand.length - 1, rest - 1, -1)):
+            if count == 1 and chosen[0] == rest:
+                removed.append(strand.key(rest))
+                strand.shorten(rest)
+            elif chosen == list(range(strand.length - 1, rest - 1, -1)):
                 removed += strand.keys(rest, strand.length)[::-1]
                 strand.shorten(rest)
             else:
@@ -309,8 +312,10 @@ class ChainIndex:
 def _num_same(strands: list[Strand], first: int) -> int:
     """How many strands from ``first`` on are the same one: no more than it has chunks."""
     strand = strands[first]
+    if first + 1 == len(strands) or strands[first + 1] is not strand:
+        return 1
     end = min(len(strands), first + strand.length)
-    if strands[first:end].count(strand) == end - first:
+    if strands[end - 1] is strand and strands[first:end].count(strand) == end - first:
         return end - first
     return next(at for at in range(first, end) if strands[at] is not strand) - first
 
