@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from cargohold.offload.manager import CannotStore, ChunksRemoved, LoadHandle, St
 from cargohold.offload.policy.base import ReplacementPolicy
 from cargohold.offload.policy.fifo import FIFOPolicy
 from cargohold.offload.policy.lru import LRUPolicy
+from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst
 from tests.offload.common import DEPTH, chain
 from tests.offload.policy.naive_policies import NaiveFIFO, NaiveLRU
 
@@ -172,3 +174,15 @@ def store(manager: TierManager, path: tuple[int, ...]) -> None:
 
 def evicted(manager: TierManager) -> list[bytes]:
     return [key for event in manager.take_events() if isinstance(event, ChunksRemoved) for key in event.keys]
+
+
+def test_a_slot_that_gets_the_stamp_it_had_is_taken_once() -> None:
+    """Before, ARC evicted such a slot twice in one call, and the manager raised (seed 905096)."""
+    stamps = np.array([5, 6], dtype=np.int64)
+    oldest = OldestFirst(stamps, 0, 100)
+    oldest.note(np.array([1, 0]), np.array([6, 5]))
+    assert oldest.take(1, np.array([1, 0], dtype=np.int32)).tolist() == [1], "the other is busy, and put aside"
+    stamps[:] = ABSENT
+    stamps[0] = 5
+    oldest.note(np.array([0]), np.array([5]))
+    assert oldest.take(2).tolist() == [0]

@@ -88,7 +88,7 @@ class OldestFirst:
             slots = self._take_queued(missing, busy, limit)
             taken.append(slots)
             missing -= len(slots)
-        return joined(taken)
+        return _each_once(joined(taken))
 
     def has_idle(self, busy: BusyCounts, since: int) -> bool:
         """Whether a slot with a stamp of at least ``since`` is not busy. Looks at all slots."""
@@ -171,3 +171,13 @@ class OldestFirst:
             return self._end
         sample.partition(rank)
         return int(sample[rank]) + 1
+
+
+def _each_once(slots: Slots) -> Slots:
+    """Without repetitions, in the same order.
+
+    A slot that was emptied and filled again may have got the stamp that it had: then what was noted of it before holds again.
+    """
+    if len(slots) < 2 or len(distinct(slots)) == len(slots):
+        return slots
+    return np.array(list(dict.fromkeys(slots.tolist())), dtype=np.intp)
