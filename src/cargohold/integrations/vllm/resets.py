@@ -26,12 +26,12 @@ class CacheResets:
         self._guard = guard
         self._pool = pool
         self._follows = follows
-        self._index = _index_of(pool)
+        self._index = pool.cached_block_hash_to_block
         self._is_due = False
 
     def is_due(self) -> bool:
         """Whether what is kept may not be found, because it is to be dropped and was in use so far. Mutates the connector."""
-        index = _index_of(self._pool)
+        index = self._pool.cached_block_hash_to_block
         if index is not self._index:
             self._index = index
             if self._follows:
@@ -46,10 +46,6 @@ class CacheResets:
 
     def reset(self) -> bool:
         """Drop what is kept; ``False`` if it is in use: then it is dropped later, and not found until then."""
-        self._index = _index_of(self._pool)
+        self._index = self._pool.cached_block_hash_to_block
         self._is_due = not self._guard.reset_cache()
         return not self._is_due
-
-
-def _index_of(pool: Any) -> Any:
-    return getattr(pool, "cached_block_hash_to_block", None)
