@@ -29,15 +29,16 @@ class Mutant:
     recipe: Recipe
 
 
-def registrar(mutants: list[Mutant], recipe_class: type[Recipe]) -> Callable[..., Callable[[Breaks], None]]:
+def registrar(mutants: list[Mutant], recipe_class: type[Recipe]) -> Callable[..., Callable[[Breaks], Breaks]]:
     """A decorator for functions that break something: each becomes one of ``mutants``, whose recipe is of that class."""
 
     def mutant(
         connector: str = "eager", workload: str = "shared-prefix", faults: str = "none"
-    ) -> Callable[[Breaks], None]:
-        def register(apply: Breaks) -> None:
+    ) -> Callable[[Breaks], Breaks]:
+        def register(apply: Breaks) -> Breaks:
             recipe = recipe_class(workload, connector, parse_faults(faults))
             mutants.append(Mutant(apply.__name__.replace("_", " "), apply, recipe))
+            return apply
 
         return register
 

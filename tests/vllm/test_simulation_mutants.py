@@ -14,10 +14,8 @@ pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
-import cargohold.connector.offloading.loads as loads_module
 import cargohold.integrations.vllm.connector as connector_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
-from cargohold.connector.offloading.chunks import BlocksToLoad, blocks_to_load
 from cargohold.integrations.vllm.blocks import PoolContext
 from cargohold.integrations.vllm.layout import bears_full_hits
 from cargohold.integrations.vllm.resets import CacheResets
@@ -25,8 +23,9 @@ from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.simulation.recipe import VllmRecipe
 from cargohold.integrations.vllm.step import Share
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
-from cargohold.protocol import NULL_BLOCK_ID, AttentionKind, OutputAggregator
+from cargohold.protocol import AttentionKind, OutputAggregator
 from cargohold.simulation.campaign import play_seed
+from tests.simulation.mutants import loads_the_state_of_one_block_too_early
 from tests.simulation.mutation import Mutant, Patch, registrar
 
 MAX_SEEDS = 60
@@ -94,18 +93,7 @@ def stores_a_state_that_was_advanced_past_its_boundary(patch: Patch) -> None:
     patch.setattr(Share, "_states", with_the_latest)
 
 
-@mutant(workload="recurrent", connector="lazy")
-def loads_the_state_of_one_block_too_early(patch: Patch) -> None:
-    def early(table: Sequence[int], block_tokens: int, blocks_per_chunk: int, *tokens: int) -> BlocksToLoad:
-        blocks = blocks_to_load(table, block_tokens, blocks_per_chunk, *tokens)
-        if blocks.numbers and blocks.numbers[0] and table[blocks.numbers[0] - 1] == NULL_BLOCK_ID:
-            numbers = [number - 1 for number in blocks.numbers]
-            return replace(
-                blocks, numbers=numbers, chunks=list(dict.fromkeys(at // blocks_per_chunk for at in numbers))
-            )
-        return blocks
-
-    patch.setattr(loads_module, "blocks_to_load", early)
+mutant(workload="recurrent", connector="lazy")(loads_the_state_of_one_block_too_early)
 
 
 @mutant(workload="recurrent")
