@@ -98,13 +98,13 @@ OFFLOADS: dict[str, Any] = {
 
 def visit(llm: LLM) -> list[RequestOutput]:
     """Three conversations in turn, twice; each answer becomes part of what follows."""
-    talks = [(talk.questions[0][:500], talk.questions[1]) for talk in load_conversations(2)[:3]]
+    talks = [(talk.questions[0][:300], talk.questions[1]) for talk in load_conversations(2)[:3]]
     messages: list[list[dict[str, str]]] = [[] for _ in talks]
     outputs = []
     for turn in range(2):
         for questions, history in zip(talks, messages, strict=True):
             history.append({"role": "user", "content": questions[turn]})
-            outputs.append(llm.chat(history, SamplingParams(max_tokens=8)))
+            outputs.append(llm.chat(history, SamplingParams(max_tokens=4)))
             history.append({"role": "assistant", "content": outputs[-1].text})
     return outputs
 
@@ -127,24 +127,24 @@ def answers() -> list[tuple[int, ...]]:
 def test_conversations_that_come_back_are_restored_and_go_on_the_same(
     offload: str, answers: list[tuple[int, ...]], smollm2: Callable[..., LLM]
 ) -> None:
-    outputs = visit(smollm2(offload=OFFLOADS[offload], num_device_blocks=15))
+    outputs = visit(smollm2(offload=OFFLOADS[offload], num_device_blocks=12))
     assert tokens_of(outputs) == answers
     first, second = outputs[:3], outputs[3:]
     assert all(not output.metrics.restored_tokens for output in first)
     for output in second:
         reused = output.metrics.device_tokens + restored(output)
         # Lazy offloading saves what it can reach in time in a pool that each conversation all but fills.
-        assert reused > (0.7 if offload in {"eager", "multi(eager, lazy)"} else 0.3) * output.metrics.prompt_tokens
+        assert reused > (0.6 if offload in {"eager", "multi(eager, lazy)"} else 0.3) * output.metrics.prompt_tokens
 
 
 def test_in_half_precision_what_is_restored_is_what_was_there(smollm2: Callable[..., LLM]) -> None:
     # Recomputing would round differently; so compare with a pool that keeps everything.
     kept = visit(smollm2(dtype="bfloat16", num_device_blocks=256))
-    again = visit(smollm2(dtype="bfloat16", num_device_blocks=15, offload=EAGER))
+    again = visit(smollm2(dtype="bfloat16", num_device_blocks=12, offload=EAGER))
     assert tokens_of(again) == tokens_of(kept)
     for before, after in zip(kept[3:], again[3:], strict=True):
-        assert before.metrics.device_tokens > 100 and not before.metrics.restored_tokens
-        assert restored(after) > 100
+        assert before.metrics.device_tokens > 80 and not before.metrics.restored_tokens
+        assert restored(after) > 60
 
 
 @pytest.mark.parametrize("offload", [None, EAGER], ids=["none", "eager"])

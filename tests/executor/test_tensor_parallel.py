@@ -16,10 +16,10 @@ from tests.executor.ranks import LoadsFailOnRank
 from tests.models import save_model
 
 MakeModel = Callable[..., str]
-SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
+SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
     "block_tokens": 8,
-    "num_device_blocks": 64,
+    "num_device_blocks": 32,
     "max_model_len": 96,
     "max_num_batched_tokens": 32,
 }
@@ -38,7 +38,7 @@ def model_with_heads(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 def prompts() -> list[list[int]]:
     """Conversations of two turns, visited in turn; together they are larger than the pool."""
-    talks = [[(number * 31 + at * at) % 199 for at in range(80)] for number in range(9)]
+    talks = [[(number * 31 + at * at) % 199 for at in range(80)] for number in range(5)]
     return [talk[:length] for length in (40, 80) for talk in talks]
 
 
@@ -64,7 +64,7 @@ def test_split_models_answer_as_whole_ones(
     split = make_llm(model, **OPTIONS, tensor_parallel_size=2, offload=OFFLOAD)
     tokens, restored = serve(split)
     assert tokens == alone
-    assert restored > 200, "the ranks' shards of the tier were used"
+    assert restored > 100, "the ranks' shards of the tier were used"
 
 
 def test_split_over_ray_actors(model_with_heads: MakeModel, make_llm: Callable[..., LLM], ray_cluster: None) -> None:
@@ -72,7 +72,7 @@ def test_split_over_ray_actors(model_with_heads: MakeModel, make_llm: Callable[.
     alone, _ = serve(make_llm(model, **OPTIONS))
     tokens, restored = serve(make_llm(model, **OPTIONS, tensor_parallel_size=2, executor="ray", offload=OFFLOAD))
     assert tokens == alone
-    assert restored > 200
+    assert restored > 100
 
 
 @pytest.mark.usefixtures("no_process_left")
