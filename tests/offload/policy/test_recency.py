@@ -176,13 +176,17 @@ def evicted(manager: TierManager) -> list[bytes]:
     return [key for event in manager.take_events() if isinstance(event, ChunksRemoved) for key in event.keys]
 
 
-def test_a_slot_that_gets_the_stamp_it_had_is_taken_once() -> None:
+@pytest.mark.parametrize("is_busy", [True, False], ids=["put aside", "in the queue"])
+def test_a_slot_that_gets_the_stamp_it_had_is_taken_once(is_busy: bool) -> None:
     """Before, ARC evicted such a slot twice in one call, and the manager raised (seed 905096)."""
-    stamps = np.array([5, 6], dtype=np.int64)
+    stamps = np.array([5, 6, 7, 8], dtype=np.int64)
     oldest = OldestFirst(stamps, 0, 100)
-    oldest.note(np.array([1, 0]), np.array([6, 5]))
-    assert oldest.take(1, np.array([1, 0], dtype=np.int32)).tolist() == [1], "the other is busy, and put aside"
-    stamps[:] = ABSENT
-    stamps[0] = 5
-    oldest.note(np.array([0]), np.array([5]))
-    assert oldest.take(2).tolist() == [0]
+    oldest.note(np.array([3, 2, 1, 0]), np.array([8, 7, 6, 5]))
+    first = oldest.take(1, np.array([is_busy, 0, 0, 0], dtype=np.int32)).tolist()
+    assert first == ([1] if is_busy else [0])
+    again = 0 if is_busy else 2
+    stamp = int(stamps[again])
+    stamps[[*first, again]] = ABSENT
+    stamps[again] = stamp
+    oldest.note(np.array([again]), np.array([stamp]))
+    assert oldest.take(3).tolist() == [slot for slot in range(4) if slot not in first]

@@ -88,7 +88,7 @@ class OldestFirst:
             slots = self._take_queued(missing, busy, limit)
             taken.append(slots)
             missing -= len(slots)
-        return _each_once(joined(taken))
+        return joined(taken)
 
     def has_idle(self, busy: BusyCounts, since: int) -> bool:
         """Whether a slot with a stamp of at least ``since`` is not busy. Looks at all slots."""
@@ -124,14 +124,23 @@ class OldestFirst:
         return taken
 
     def _sort_in(self, slots: Slots, stamps: Stamps) -> None:
-        """Slots that belong to the oldest are known only now. Mutates the queue and what is put aside."""
+        """Slots that belong to the oldest are known only now. Mutates the queue and what is put aside.
+
+        A slot that was emptied and filled again may have got the stamp that it had. What was noted of it then would hold
+        again beside what is noted now, so it is dropped.
+        """
+        if len(self._aside):
+            others = ~np.isin(self._aside, slots)
+            self._aside, self._aside_stamps = self._aside[others], self._aside_stamps[others]
         is_next = self._at < len(self._queue)
         passed = stamps < (self._queue_stamps[self._at] if is_next else self._cutoff)
         if passed.any():
             self._put_aside(slots[passed], stamps[passed])
         if not passed.all():
-            slots = np.concatenate((self._queue[self._at :], slots[~passed]))
-            stamps = np.concatenate((self._queue_stamps[self._at :], stamps[~passed]))
+            queue, queue_stamps = self._queue[self._at :], self._queue_stamps[self._at :]
+            others = ~np.isin(queue, slots)
+            slots = np.concatenate((queue[others], slots[~passed]))
+            stamps = np.concatenate((queue_stamps[others], stamps[~passed]))
             order = np.lexsort((slots, stamps))
             self._queue, self._queue_stamps, self._at = slots[order], stamps[order], 0
 
@@ -171,13 +180,3 @@ class OldestFirst:
             return self._end
         sample.partition(rank)
         return int(sample[rank]) + 1
-
-
-def _each_once(slots: Slots) -> Slots:
-    """Without repetitions, in the same order.
-
-    A slot that was emptied and filled again may have got the stamp that it had: then what was noted of it before holds again.
-    """
-    if len(slots) < 2 or len(distinct(slots)) == len(slots):
-        return slots
-    return np.array(list(dict.fromkeys(slots.tolist())), dtype=np.intp)
