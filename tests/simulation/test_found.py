@@ -15,7 +15,7 @@ from cargohold.simulation.layouts import GroupPlan
 from cargohold.simulation.links import LinkProfile
 from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import Scenario, Shape
-from cargohold.simulation.traffic import Action, Ask, Restart
+from cargohold.simulation.traffic import Action, Ask, Reset, Restart
 
 SCHEDULER = MappingProxyType(
     {
@@ -55,6 +55,23 @@ def test_a_tier_may_outlive_what_was_taken_back_of_it() -> None:
     num_off = 0
     for seed in range(20):
         actions: tuple[Action, ...] = (*asks[:4], Restart(2.0), *asks[4:])
+        result = Run(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: 0.02}, 2.0, actions)).play()
+        assert result.error is None, f"seed {seed}"
+        num_off += result.tallies["turned off"]
+    assert num_off
+
+
+def test_the_next_process_finds_nothing_that_a_tier_kept_of_other_weights() -> None:
+    # A bug of the simulator (seed 1010764). A connector that is turned off is not told of a reset, and needs not be: nobody
+    # loads what it holds. The next process would, and starts with the new weights; so it finds nothing of it, as in a store
+    # whose namespace names the weights.
+    prompt = tuple(range(16))
+    asks = [Ask(0.5 * at, f"r{at}", prompt, 1) for at in range(4)]
+    shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile())
+    connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru"}),))
+    num_off = 0
+    for seed in range(20):
+        actions: tuple[Action, ...] = (*asks, Reset(2.0), Restart(2.5), Ask(3.0, "again", prompt, 1))
         result = Run(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: 0.02}, 2.0, actions)).play()
         assert result.error is None, f"seed {seed}"
         num_off += result.tallies["turned off"]

@@ -87,6 +87,11 @@ class SimulatedOffloading:
 
         return OffloadingWorker(make_transfers)
 
+    def open_namespace(self) -> None:
+        """Engines made from now on find nothing of what was stored so far. None may be left that reads or writes."""
+        if not self.manager.reset():
+            raise RuntimeError("somebody still writes to the tier")
+
     def rows(self, rank: int, row_bytes: int) -> ByteRows:
         """One worker's shard of the tier."""
         if rank not in self._rows:

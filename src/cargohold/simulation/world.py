@@ -89,7 +89,9 @@ class World:
         return engine
 
     def open_namespace(self) -> None:
-        """The next engine has other weights than the last one started with: what that left in lower tiers is not its own."""
+        """The next engine has other weights than the last one started with: what that left in tiers is not its own."""
+        for tier in self.tiers:
+            tier.open_namespace()
         for tiered in self._tiered:
             tiered.open_namespace()
 
