@@ -42,3 +42,10 @@ def finish(engine: SimulatedEngine, *tiers: SimulatedOffloading) -> None:
     for tier in tiers:
         tier.manager.check()
         assert tier.manager.num_writing == tier.manager.num_pins == 0
+
+
+def serve_and_lose(engine: SimulatedEngine, tier: SimulatedOffloading, tokens: list[int], max_tokens: int) -> None:
+    """Serve a request named ``first`` to its end, and make the device forget it: what the tier has is there alone."""
+    engine.add("first", tokens, max_tokens)
+    finish(engine, tier)
+    evict_everything(engine)

@@ -22,7 +22,7 @@ from cargohold.offload.keys import offload_key
 from cargohold.offload.transfer import Direction
 from cargohold.protocol import BlockIds, BlockRemoved, BlockStored, RequestView, TransferOutcome
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
-from tests.connector.common import alone, evict_everything, finish, prompt
+from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
 
 HOLDS: dict[str, dict[str, Any]] = {
     "touch": {},
@@ -83,9 +83,7 @@ def test_a_prompt_that_was_evicted_is_restored(
 ) -> None:
     offloading = SimulatedOffloading(60, blocks_per_chunk=blocks_per_chunk)
     engine = SimulatedEngine(simulated_layout(40, windows=windows), offloading, **HOLDS[hold])
-    engine.add("first", prompt(0, 30), 3)
-    finish(engine, offloading)
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 30), 3)
     engine.add("second", prompt(0, 30), 3)
     finish(engine, offloading)
     chunk = 4 * blocks_per_chunk
@@ -97,9 +95,7 @@ def test_a_prompt_that_was_evicted_is_restored(
 def test_less_than_a_chunk_is_not_worth_a_transfer() -> None:
     offloading = SimulatedOffloading(60, blocks_per_chunk=3)
     engine = SimulatedEngine(simulated_layout(60), offloading)
-    engine.add("first", prompt(0, 25), 1)
-    finish(engine, offloading)
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 25), 1)
     engine.add("its start", prompt(0, 9), 1, kv_transfer_params={"max_load_tokens": 0})
     finish(engine, offloading)
     engine.add("two blocks and a chunk", prompt(0, 13), 1)
@@ -112,9 +108,7 @@ def test_a_corrupted_tier_is_noticed_by_these_tests() -> None:
     """The control: if restored bytes did not matter, the tests above would prove nothing."""
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(40), offloading)
-    engine.add("first", prompt(0, 30), 1)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
     offloading.transfers[0]._rows += 1
     engine.add("second", prompt(0, 30), 1)
     with pytest.raises(AssertionError, match="does not hold the KV"):
@@ -124,9 +118,7 @@ def test_a_corrupted_tier_is_noticed_by_these_tests() -> None:
 def test_of_what_a_window_has_left_behind_nothing_is_allocated_or_loaded() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(40, windows=(6,)), offloading)
-    engine.add("first", prompt(0, 41), 1)
-    finish(engine, offloading)
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 41), 1)
     (transfers,) = offloading.transfers
     transfers.auto = False
     engine.add("second", prompt(0, 41), 1)
@@ -143,9 +135,7 @@ def test_of_what_a_window_has_left_behind_nothing_is_allocated_or_loaded() -> No
 def test_two_requests_with_the_same_prefix_cause_one_load() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)
-    engine.add("first", prompt(0, 40), 1)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
     transfers = offloading.transfers[0]
     transfers.auto = False
     engine.add("a", [*prompt(0, 40), 1], 1)
@@ -165,9 +155,7 @@ def test_two_requests_with_the_same_prefix_cause_one_load() -> None:
 def test_a_request_does_not_wait_for_loads_of_what_it_has_on_the_device() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)
-    engine.add("first", prompt(0, 41), 1)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 41), 1)
     transfers = offloading.transfers[0]
     transfers.auto = False
     engine.add("loads the start", prompt(0, 17), 1)
@@ -306,9 +294,7 @@ def test_generated_tokens_are_stored_unless_told_otherwise() -> None:
 def test_a_failed_load_is_a_miss(failure: TransferOutcome, windows: tuple[int | None, ...]) -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
-    engine.add("first", prompt(0, 30), 3)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 30), 3)
     num_ready = offloading.manager.num_ready
     transfers = offloading.transfers[0]
     transfers.auto = False
@@ -338,9 +324,7 @@ def test_reports_say_what_a_load_that_failed_in_part_has_restored(
     offloading = SimulatedOffloading(60)
     layout = simulated_layout(60, windows=options.pop("windows", (None,)))
     engine = SimulatedEngine(layout, offloading, **options)
-    engine.add("first", prompt(0, 30), 3)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 30), 3)
     engine.scheduler.connector.get_stats()
     transfers = offloading.transfers[0]
     transfers.auto = False
@@ -365,9 +349,7 @@ def test_reports_say_what_a_load_that_failed_in_part_has_restored(
 def test_of_a_load_that_failed_in_part_the_bad_chunk_alone_is_forgotten(blocks_per_chunk: int) -> None:
     offloading = SimulatedOffloading(60, blocks_per_chunk=blocks_per_chunk)
     engine = SimulatedEngine(simulated_layout(60), offloading)
-    engine.add("first", prompt(0, 34), 3)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 34), 3)
     (transfers,) = offloading.transfers
     transfers.auto = False
     engine.add("second", prompt(0, 34), 3)
@@ -396,9 +378,7 @@ def test_of_a_load_that_failed_in_part_the_bad_chunk_alone_is_forgotten(blocks_p
 def test_an_abort_in_any_state_leaks_nothing(state: str, hold: str) -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=16, **HOLDS[hold])
-    engine.add("first", prompt(0, 30), 3)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 30), 3)
     transfers = offloading.transfers[0]
     transfers.auto = False
     engine.add("r", prompt(0, 30) + prompt(1, 30), 2)
@@ -666,9 +646,7 @@ def follow(engine: SimulatedEngine, index: dict[str, set[tuple[bytes, int]]]) ->
 def test_the_policy_to_fail_a_request_whose_load_failed() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading, load_failure_policy=LoadFailurePolicy.FAIL)
-    engine.add("first", prompt(0, 30), 1)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
     offloading.transfers[0].auto = False
     engine.add("second", prompt(0, 30), 1)
     engine.add("other", prompt(1, 30), 1)
@@ -687,9 +665,7 @@ def test_the_policy_to_fail_a_request_whose_load_failed() -> None:
 def test_a_failed_load_is_logged_once_and_not_per_block(caplog: pytest.LogCaptureFixture) -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)
-    engine.add("first", prompt(0, 60), 1)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 60), 1)
     offloading.transfers[0].auto = False
     engine.add("second", prompt(0, 60), 1)
     engine.step()
@@ -703,9 +679,7 @@ def test_a_failed_load_is_logged_once_and_not_per_block(caplog: pytest.LogCaptur
 def test_blocks_loaded_for_a_request_that_was_aborted_serve_the_next() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)
-    engine.add("first", prompt(0, 40), 1)
-    engine.run()
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
     offloading.transfers[0].auto = False
     engine.add("a", [*prompt(0, 40), 1], 1)
     engine.add("b", [*prompt(0, 40), 2], 1)
@@ -726,9 +700,7 @@ def broken_rule(engine: SimulatedEngine) -> str:
 def test_a_job_that_the_workers_do_not_end_turns_the_connector_off(direction: Direction) -> None:
     offloading = SimulatedOffloading(60, transfer_timeout_s=5.0, job_timeout_s=20.0)
     engine = SimulatedEngine(simulated_layout(60), offloading)
-    engine.add("first", prompt(0, 30), 1)
-    finish(engine, offloading)
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance(100.0)  # what has ended is not lost
     (transfers,) = offloading.transfers
@@ -754,9 +726,7 @@ def test_a_job_that_the_workers_do_not_end_turns_the_connector_off(direction: Di
 def test_a_connector_is_told_of_a_loaded_request_again_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)
-    engine.add("first", prompt(0, 30), 1)
-    finish(engine, offloading)
-    evict_everything(engine)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
     told: list[int] = []
     update_state_after_alloc = OffloadingScheduler.update_state_after_alloc
 

@@ -446,45 +446,42 @@ def test_threads_that_keep_dying_turn_the_tier_off(caplog: pytest.LogCaptureFixt
         assert "off for good" in caplog.text
 
 
+class Closing(MemoryTier):
+    """Counts how often it was closed."""
+
+    num_closes = 0
+
+    def close(self) -> None:
+        self.num_closes += 1
+
+
 def test_shutdown_cancels_what_is_left_and_closes_the_tier() -> None:
-    closed: list[bool] = []
-
-    class Closing(MemoryTier):
-        def close(self) -> None:
-            closed.append(True)
-
-    gate = Gate("probe")
-    setup = Setup(FaultyTier(Closing(CHUNK), gate), QueueConfig(num_threads=1))
+    gate, tier = Gate("probe"), Closing(CHUNK)
+    setup = Setup(FaultyTier(tier, gate), QueueConfig(num_threads=1))
     setup.submit(JobKind.PROBE, [b"a"])
     gate.wait_for_arrival()
     setup.submit(JobKind.STORE, [b"a"], [chunk(1)])
     setup.queue.shutdown(0.0)
     assert [result.status for result in setup.queue.poll()] == [JobStatus.CANCELLED] * 2
-    assert not closed, "a thread may still use it"
+    assert tier.num_closes == 0, "a thread may still use it"
     gate.opened.set()
     setup.queue.shutdown(WAIT_S)
-    assert closed
+    assert tier.num_closes == 1
     assert not setup.submit(JobKind.PROBE, [b"a"])
     assert not setup.queue.poll()
     assert setup.queue.health().num_thread_deaths == 0, "those were meant to end"
 
 
 def test_a_tier_is_left_open_while_one_thread_of_several_hangs_in_it(caplog: pytest.LogCaptureFixture) -> None:
-    closed: list[bool] = []
-
-    class Closing(MemoryTier):
-        def close(self) -> None:
-            closed.append(True)
-
-    gate = Gate("probe")
-    setup = Setup(FaultyTier(Closing(CHUNK), gate), QueueConfig(num_threads=3))
+    gate, tier = Gate("probe"), Closing(CHUNK)
+    setup = Setup(FaultyTier(tier, gate), QueueConfig(num_threads=3))
     setup.submit(JobKind.PROBE, [b"a"])
     gate.wait_for_arrival()
     setup.queue.shutdown(0.05)
-    assert not closed and "hangs in its medium" in caplog.text
+    assert tier.num_closes == 0 and "hangs in its medium" in caplog.text
     gate.opened.set()
     setup.queue.shutdown(WAIT_S)
-    assert closed
+    assert tier.num_closes == 1
 
 
 def test_shutdown_lets_writes_end_that_were_taken() -> None:
