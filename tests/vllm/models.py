@@ -6,7 +6,7 @@ What vLLM itself makes of ``load_format="dummy"`` is so small that outputs do no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Blip2Config,
     DeepseekV2Config,
+    Ernie4_5_MoeConfig,
     Gemma3TextConfig,
     Lfm2Config,
     LlamaConfig,
@@ -27,6 +30,8 @@ from transformers import (
 
 VOCAB_SIZE = 512
 WINDOW = 64
+PICTURE_TOKENS = 200
+PICTURE_SIZE = 28
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -42,14 +47,21 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+_PICTURE = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
+_SEEING = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
 _QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
-PLAIN = ("llama", "llama-retrained")
+PLAIN = ("llama", "llama-retrained", "ernie", "blip2")
 """One KV-cache group of full attention: what every version of vLLM lets us offload."""
 
 CONFIGS: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
     "llama-retrained": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
+    # No layer has experts: of its kind, with a layer behind the others that guesses, it is the simplest.
+    "ernie": lambda: Ernie4_5_MoeConfig(
+        **_COMMON, num_hidden_layers=3, moe_layer_start_index=3, moe_layer_end_index=3, moe_num_shared_experts=0
+    ),
     "mistral-window": lambda: MistralConfig(**_COMMON, num_hidden_layers=3, sliding_window=WINDOW),
     # Latent attention, in the one shape that vLLM's kernel for CPUs has.
     "deepseek": lambda: DeepseekV2Config(
@@ -95,6 +107,23 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     ),
+    # It sees pictures, and vLLM reads them for it without torchvision, of which there is no build for the torch of vLLM's CPUs.
+    "blip2": lambda: Blip2Config(
+        text_config={
+            "model_type": "opt",
+            "vocab_size": VOCAB_SIZE + 1,
+            "hidden_size": 64,
+            "word_embed_proj_dim": 64,
+            "ffn_dim": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 2048,
+        },
+        vision_config=_SEEING | {"image_size": PICTURE_SIZE, "patch_size": 14},
+        qformer_config=_SEEING | {"vocab_size": VOCAB_SIZE + 1, "encoder_hidden_size": 64},
+        num_query_tokens=PICTURE_TOKENS,
+        image_token_index=VOCAB_SIZE,
+    ),
 }
 
 
@@ -105,19 +134,43 @@ def save_model(kind: str, directory: Path) -> str:
         return str(path)
     torch.manual_seed(sum(kind.encode()))
     dtype = torch.bfloat16 if kind == "qwen3-next" else torch.float32
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=dtype)
+    model_class = AutoModelForImageTextToText if kind == "blip2" else AutoModelForCausalLM
+    model = model_class.from_config(CONFIGS[kind](), dtype=dtype)
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.dim() >= 2:
                 weights.normal_(0, 1.0 if "embed" in name else 1.2 / weights[0].numel() ** 0.5)
     model.save_pretrained(path)
+    if kind == "blip2":
+        save_tokenizer(str(path))
+        _write(path / "preprocessor_config.json", image_processor_type="BlipImageProcessor", size=_PICTURE)
+        _write(path / "processor_config.json", processor_class="Blip2Processor", num_query_tokens=PICTURE_TOKENS)
     return str(path)
 
 
 def save_tokenizer(path: str) -> None:
     """Write a tokenizer of made-up words to a model's directory, for what vLLM does not do without one."""
-    words = WordLevel({f"w{at}": at for at in range(VOCAB_SIZE)}, unk_token="w0")
+    words = WordLevel({f"w{at}": at for at in range(VOCAB_SIZE)} | {"<image>": VOCAB_SIZE}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(path)
+
+
+def save_mtp(model: str) -> str:
+    """Write ``model``, an Ernie, with one random layer more that guesses the token after the next one; returns its path."""
+    path = Path(f"{model}-mtp")
+    if path.is_dir():
+        return str(path)
+    path.mkdir()
+    config = json.loads((Path(model) / "config.json").read_text())
+    _write(path / "config.json", **config, num_nextn_predict_layers=1)
+    weights = load_file(Path(model) / "model.safetensors")
+    first, size = "model.layers.0.", config["hidden_size"]
+    shapes = {f"mtp_block.0.{name.removeprefix(first)}": weights[name].shape for name in weights if first in name}
+    shapes |= {f"mtp_{name}_norm.0.weight": torch.Size([size]) for name in ("emb", "hidden")}
+    shapes |= {"mtp_linear_proj.0.weight": torch.Size([size, 2 * size])}
+    torch.manual_seed(3)
+    weights |= {f"model.{name}": _random(shape) for name, shape in shapes.items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
 
 
 def save_guesser(model: str, noise: float) -> str:
@@ -155,11 +208,7 @@ def save_eagle3(model: str) -> str:
     shapes |= {"midlayer.hidden_norm.weight": (size,), "norm.weight": (size,)}
     shapes |= {"fc.weight": (size, 3 * size), "lm_head.weight": (vocabulary, size)}
     torch.manual_seed(2)
-    weights = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 1.2 / shape[1] ** 0.5
-        for name, shape in shapes.items()
-    }
-    save_file(weights, path / "model.safetensors")
+    save_file({name: _random(shape) for name, shape in shapes.items()}, path / "model.safetensors")
     return str(path)
 
 
@@ -182,3 +231,12 @@ def save_adapter(model: str, name: str) -> str:
     description = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": projections, "bias": "none"}
     (path / "adapter_config.json").write_text(json.dumps({**description, "task_type": "CAUSAL_LM"}))
     return str(path)
+
+
+def _random(shape: Sequence[int]) -> torch.Tensor:
+    """Weights of a layer that passes on what it reads; of a norm that does nothing."""
+    return torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 1.2 / shape[1] ** 0.5
+
+
+def _write(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(values))

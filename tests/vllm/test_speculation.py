@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from tests.vllm.common import EAGER, LAZY, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Engine
-from tests.vllm.models import save_eagle3, save_guesser
+from tests.vllm.models import save_eagle3, save_guesser, save_mtp
 
 NUM_DRAFTS = 3
 
@@ -73,17 +73,23 @@ def test_a_draft_model_has_its_own_kv_back(llama: str, start: Callable[..., Any]
     assert acceptance(engine) < 1
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [320, 330])
+@pytest.mark.parametrize(("head", "num_prompt_tokens"), [("eagle3", 320), ("eagle3", 330), ("mtp", 330)])
 def test_drafts_from_hidden_states_are_those_of_a_device_hit(
-    num_prompt_tokens: int, llama: str, start: Callable[..., Any]
+    head: str, num_prompt_tokens: int, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
 ) -> None:
     prompts = make_prompts(3, num_prompt_tokens)
-    options = {"speculative_config": drafted_by(save_eagle3(llama), "eagle3"), "async_scheduling": True}
-    engine = start(llama, num_blocks=200, **options)
+    if head == "mtp":
+        model = save_mtp(vllm_model("ernie"))
+        speculation = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    else:
+        model = vllm_model("llama")
+        speculation = drafted_by(save_eagle3(model), "eagle3")
+    options = {"speculative_config": speculation, "async_scheduling": True}
+    engine = start(model, num_blocks=200, **options)
     first = [engine.ask([prompt], 20)[0] for prompt in prompts]
     drafted = note_drafts(engine)
     hits = [engine.ask([prompt], 20)[0] for prompt in prompts]
-    engine = start(llama, EAGER, **options)
+    engine = start(model, EAGER, **options)
     for prompt in prompts:
         engine.ask([prompt], 20)
     forget(engine)
@@ -99,6 +105,13 @@ def test_drafts_from_hidden_states_are_those_of_a_device_hit(
     assert (
         answers[0].notes[0].startswith(f"of {num_prompt_tokens} tokens, {hits[0].device} were on the device and 0 more")
     )
+    # The control: the head reads KV of its own, behind that of the model.
+    faults.scramble_loads, faults.spared_regions = True, 3
+    forget(engine)
+    del drafted_again[:]
+    answers = [engine.ask([prompt], 20)[0] for prompt in prompts]
+    assert (tokens(answers), restored(answers)) == (tokens(first), 960)
+    assert drafted_again != drafted
 
 
 def test_a_step_that_vllm_does_not_end_is_ended_by_the_next(

@@ -24,7 +24,7 @@ from cargohold.protocol.request import RequestView
 
 @runtime_checkable
 class KVCacheBlockView(Protocol):
-    """One block of the pool, read-only."""
+    """One block of the pool, read-only. It tells what is so when it is asked, however long ago it was given."""
 
     @property
     def block_id(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from cargohold.errors import StaleCursorError
 from cargohold.protocol import KVCacheBlockView, SchedulerContext
 
 
@@ -47,13 +46,9 @@ class FreeQueueScout:
             self._safe = deque(entry for entry in self._safe if not entry[0].ref_cnt)
         if limit < 1 or len(self._safe) >= self._lookahead:
             return []
-        try:
-            walk = self._context.iter_free_blocks(after=self._safe[-1][0] if self._safe else None)
-        except StaleCursorError:
-            self._safe.clear()
-            walk = self._context.iter_free_blocks()
         unsafe: list[KVCacheBlockView] = []
-        for block in walk:
+        # A block that nobody references is in the queue, so no cursor is stale.
+        for block in self._context.iter_free_blocks(after=self._safe[-1][0] if self._safe else None):
             if block.block_hash is None or self._is_kept(block):
                 # Behind an unsafe block the stretch has a hole until that one is saved, and comes back at the head.
                 if not unsafe:
