@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -110,6 +113,56 @@ def test_headers_and_payloads_damaged_while_nobody_looked(tmp_path: Path) -> Non
     tier.close()
     tier = disk_tier(tmp_path, chunk_bytes=SMALL, max_bytes="1MiB")
     assert tier.probe([key(number) for number in range(3)]) == [True, False, False]
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+def test_of_a_chunk_that_was_left_in_two_slots_the_newer_one_counts(tmp_path: Path, newer: int) -> None:
+    tier = disk_tier(tmp_path, chunk_bytes=SMALL, max_bytes="1MiB")
+    for number in range(2):
+        tier.store(key(number), memoryview(payload(number, SMALL)))
+    tier.close()
+    (headers,) = tmp_path.glob("*/segment-00000.headers")
+    for slot in range(2):
+        stored_ns = 1_700_000_000_000_000_100 + (slot == newer)
+        header, body = codec(time_ns=repeat(stored_ns).__next__).encode(key(7), memoryview(payload(slot, SMALL)), None)
+        with headers.open("r+b") as file:
+            file.seek(slot * HEADER_BYTES)
+            file.write(header)
+        with headers.with_suffix(".data").open("r+b") as file:
+            file.seek(slot * 4096)
+            file.write(body)
+    for _ in range(2):
+        tier = disk_tier(tmp_path, chunk_bytes=SMALL, max_bytes="1MiB")
+        assert tier.usage().num_chunks == 1
+        assert load(tier, 7, SMALL) == payload(newer, SMALL)
+        tier.check()
+        tier.close()
+
+
+def test_encrypted_chunks_are_authenticated() -> None:
+    """A checksum is no protection against somebody who can compute one."""
+    own = codec(SECRET)
+    (header_bytes, body), (_, other_body) = (
+        own.encode(key(1), memoryview(payload(number, SMALL)), None) for number in (1, 2)
+    )
+    header = own.header_of(header_bytes, key(1), SMALL)
+    assert header is not None
+
+    def decode(stored: bytes, **changes: Any) -> bytes | None:
+        forged = replace(header, checksum=xxhash.xxh3_128(stored).digest(), **changes)
+        found = own.header_of(forged.pack(), forged.key, SMALL)
+        assert found is not None, "nothing is wrong with the header"
+        into = memoryview(bytearray(SMALL))
+        room = own.body_for(into)
+        room.view[:] = stored
+        return bytes(into) if own.decode(found, forged.key, room, into) else None
+
+    assert decode(bytes(body)) == payload(1, SMALL)
+    assert decode(flipped(bytes(body), 99)) is None
+    assert decode(bytes(body), tag=flipped(header.tag, 3)) is None
+    assert decode(bytes(body), nonce=flipped(header.nonce, 3)) is None
+    assert decode(bytes(body), key=key(2)) is None, "the bytes of one chunk under the name of another"
+    assert decode(bytes(other_body)) is None
 
 
 headers = st.builds(

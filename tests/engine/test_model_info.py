@@ -1,0 +1,87 @@
+"""What is read of a model's configuration, and which models are refused before any weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from cargohold import ConfigError, UnsupportedModelError
+from cargohold.engine.model.info import describe_model
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def saved(directory: Path, kind: str, **fields: Any) -> str:
+    """A directory with the configuration of a model of that kind."""
+    getattr(transformers, kind)(**fields).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        (
+            "Qwen3NextConfig",
+            SMALL,
+            "layers of type linear_attention are not served; served are full_attention, sliding",
+        ),
+        ("DeepseekV3Config", SMALL, "multi-head latent attention is not served"),
+        ("Gemma2Config", SMALL, "soft-capped attention scores are not served"),
+        (
+            "Gemma3TextConfig",
+            {**SMALL, "use_bidirectional_attention": True},
+            "attention that looks ahead is not served",
+        ),
+        (
+            "Gemma3nTextConfig",
+            {**SMALL, "num_kv_shared_layers": 1, "intermediate_size": 48, "layer_types": ["full_attention"] * 2},
+            "layers that share another layer's KV are not served",
+        ),
+        ("T5Config", {}, "encoder-decoder models are not served; choose a decoder-only model"),
+        ("ViTConfig", {}, "vit is not a language model that generates text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.endswith("Config") else "",
+)
+def test_models_that_would_be_answered_wrongly_are_refused(
+    kind: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        describe_model(saved(tmp_path, kind, **fields))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "more"),
+    [
+        ("LlamaConfig", {"rope_type": "dynamic"}, {}),
+        (
+            "Phi3Config",
+            {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6},
+            {"original_max_position_embeddings": 128, "pad_token_id": 0},
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_sequences_end_before_rotary_embeddings_change(
+    kind: str, rope: dict[str, Any], more: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Requests of one batch would share the angles of the longest, and cached keys keep theirs.
+    parameters = {"factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128, **rope}
+    model = saved(tmp_path, kind, **SMALL, **more, max_position_embeddings=512, rope_parameters=parameters)
+    assert describe_model(model).max_positions == 128
+    assert f"up to 128 of its 512 tokens: its {rope['rope_type']} rotary embedding changes there" in caplog.text
+
+
+def test_the_type_of_numbers_is_the_one_saved_unless_told_otherwise(tmp_path: Path) -> None:
+    model = saved(tmp_path, "LlamaConfig", **SMALL, dtype="bfloat16")
+    assert describe_model(model).dtype == "bfloat16"
+    assert describe_model(model, "float32").dtype_bytes == 4
+    with pytest.raises(ConfigError, match=r"dtype='int8' .* auto or one of float32, bfloat16, float16"):
+        describe_model(model, "int8")
