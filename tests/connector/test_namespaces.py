@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
+from cargohold.connector.offloading.make_tiers import open_queues
 from cargohold.connector.offloading.namespaces import namespace_of
 from cargohold.errors import ConfigError
 from cargohold.offload.tier import DiskTierConfig
-from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment, ServedModel
+from cargohold.protocol import (
+    AttentionKind,
+    KVCacheGroup,
+    KVCacheLayout,
+    SchedulerEnvironment,
+    ServedModel,
+    WorkerEnvironment,
+)
 from cargohold.simulation import VirtualClock, simulated_layout
 
 
@@ -232,3 +240,14 @@ def test_what_cannot_be_named_is_refused_by_name(layout: KVCacheLayout) -> None:
     unknown = replace(layout, model=replace(model_of(layout), obstacle="its weights come from elsewhere"))
     with pytest.raises(ConfigError, match="its weights come from elsewhere, so KV cannot outlive the engine"):
         namespace_of(unknown, 0, 1)
+
+
+def test_tiers_are_closed_again_when_one_behind_them_cannot_be_opened(layout: KVCacheLayout, tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    good, bad = (DiskTierConfig(directory=str(tmp_path / name), max_bytes="8MiB") for name in ("good", "a file"))
+    environment = WorkerEnvironment(layout, 0, VirtualClock())
+    with pytest.raises(ConfigError, match="a file") as caught:
+        open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good, bad]), environment)
+    (queue,) = open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good]), environment)
+    queue.shutdown()
+    del caught
