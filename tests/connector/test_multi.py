@@ -36,6 +36,7 @@ from cargohold.protocol import (
     StepView,
     TransferOutcome,
     WorkerMetadata,
+    add_stats,
 )
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt
@@ -538,3 +539,21 @@ def test_a_misbehaving_child_does_not_take_the_others_with_it(what: str, first: 
     assert broken is not None
     assert MISBEHAVIOUR[what] in broken.rule
     assert engine.outputs["c"].cache_report.restored_tokens == {"host": 40}, "the other still works"
+    assert connector.get_stats()[f"{broken.connector}.connectors_off"] == 1
+
+
+def test_what_a_child_holds_that_is_turned_off_is_not_counted() -> None:
+    tiers = [SimulatedOffloading(60), SimulatedOffloading(60)]
+    engine = SimulatedEngine(simulated_layout(60), MultiConnectorFactory(tuple(tiers)))
+    connector = engine.connector
+    assert isinstance(connector, MultiConnectorScheduler)
+    engine.add("r", prompt(0, 30), 1)
+    finish(engine, *tiers)
+    told = engine.scheduler.connector.get_stats()
+    assert told["offloading.num_ready_chunks"] == 14
+    connector.children[0].break_off("made for this test")
+    told = add_stats(told, engine.scheduler.connector.get_stats())
+    assert told["offloading.num_ready_chunks"] == tiers[1].manager.num_ready == 7
+    engine.scheduler.connector.break_off("made for this test")
+    told = add_stats(told, engine.scheduler.connector.get_stats())
+    assert told["offloading.num_ready_chunks"] == 0

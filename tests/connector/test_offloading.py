@@ -777,7 +777,7 @@ def test_copies_are_counted_by_how_they_ended() -> None:
     evict_everything(engine)
     engine.add("second", prompt(0, 30), 1)
     finish(engine, offloading)
-    assert counted() == {"stores": 1, "stored_blocks": 7, "stored_chunks": 7, "ready_chunks": 7}
+    assert counted() == {"stores": 1, "stored_blocks": 7, "stored_chunks": 7, "num_ready_chunks": 7}
     evict_everything(engine)
     engine.add("third", prompt(0, 30), 1)
     finish(engine, offloading)

@@ -22,7 +22,7 @@ def test_stats_count_what_was_moved(tiny_model: Callable[[str], str], make_llm: 
     # 65 tokens are eight whole blocks.
     assert stats["store_blocks"] == stats["stored_blocks"] == 24
     assert "load_blocks" not in stats
-    assert stats["ready_chunks"] == stats["stored_chunks"] == 24
+    assert stats["num_ready_chunks"] == stats["stored_chunks"] == 24
     restored = llm.generate(prompts[0], SamplingParams(max_tokens=1))[0].metrics.restored_tokens["host"]
     assert restored == 64
     assert llm.stats()["load_blocks"] == 8
@@ -44,4 +44,4 @@ def test_what_came_in_has_gone_or_is_there(tiny_model: Callable[[str], str], mak
             llm.generate([number, *range(90)], SamplingParams(max_tokens=1))
         stats = llm.stats()
         assert stats["removed_chunks"] > 0
-        assert stats["ready_chunks"] == stats["stored_chunks"] - stats["removed_chunks"]
+        assert stats["num_ready_chunks"] == stats["stored_chunks"] - stats["removed_chunks"]

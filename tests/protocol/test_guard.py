@@ -27,7 +27,9 @@ from cargohold.protocol import (
     NullConnectorScheduler,
     RequestView,
     SchedulerContext,
+    Stats,
     StepView,
+    add_stats,
 )
 
 NUM_BLOCKS = 6
@@ -70,6 +72,7 @@ class Scripted(KVConnectorScheduler):
         self.report: KVConnectorSchedulerOutput | None = None
         self.raises: Exception | None = None
         self.events: list[KVEvent] = []
+        self.stats: Stats = {}
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
         self.context = context
@@ -98,6 +101,9 @@ class Scripted(KVConnectorScheduler):
         if self.raises:
             raise self.raises
         return self.events
+
+    def get_stats(self) -> Stats:
+        return self.stats
 
     def shutdown(self) -> None:
         if self.raises:
@@ -293,6 +299,23 @@ def test_a_connector_that_is_turned_off_holds_nothing_that_a_reset_could_forget(
     assert guard.reset_cache()
 
 
+def test_levels_of_a_connector_that_is_turned_off_are_taken_back(guard: ConnectorGuard, inner: Scripted) -> None:
+    told: dict[str, float] = {}
+    for inner.stats in ({"stores": 2, "num_ready_chunks": 5}, {"num_ready_chunks": -2, "child.num_held": 1}):
+        told = dict(add_stats(told, guard.get_stats()))
+    assert told == {"stores": 2, "num_ready_chunks": 3, "child.num_held": 1}
+    guard.break_off("made for this test")
+    told = dict(add_stats(told, guard.get_stats()))
+    assert told == {"stores": 2, "num_ready_chunks": 0, "child.num_held": 0, "connectors_off": 1}
+    assert guard.get_stats() == {}, "once"
+
+
+def test_stats_that_are_none_turn_a_connector_off(guard: ConnectorGuard, inner: Scripted) -> None:
+    inner.stats = {"num_ready_chunks": "many"}  # type: ignore[dict-item]  # nonsense on purpose
+    assert guard.get_stats() == {"connectors_off": 1}
+    assert guard.broken is not None
+
+
 def test_the_guard_decides_every_method_of_the_contract() -> None:
     """A method that the guard does not override would reach the base class's default instead of the connector."""
     assert set(CONTRACT) <= vars(ConnectorGuard).keys()
@@ -330,5 +353,7 @@ def test_whatever_method_raises_the_caller_goes_on(name: str, context: Context) 
         assert answer == CacheReport(notes=(str(guard.broken),))
     elif name == "take_events":
         assert not list(answer)
+    elif name == "get_stats":
+        assert answer == {"connectors_off": 1}
     else:
         assert answer == getattr(NullConnectorScheduler(), name)(*ARGUMENTS.get(name, ()))

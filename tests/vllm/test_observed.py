@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from prometheus_client import REGISTRY
 
+from cargohold.integrations.vllm.metrics import metric_of
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 
 
@@ -77,6 +78,14 @@ def test_a_connector_that_is_turned_off_holds_nothing_any_more(
     engine.ask(make_prompts(1, 40, seed=7), 3)
     assert series("cargohold_tier_chunks")[""] == 0
     assert series("cargohold_failures_total")["connector_off"] == 1
+
+
+def test_levels_of_a_connector_of_ones_own_can_go_down() -> None:
+    shown = [metric_of(counter) for counter in ("held", "num_held")]
+    assert [(metric.name, metric.labels, metric.is_level) for metric in shown] == [
+        ("cargohold_connector", (("counter", "held"),), False),
+        ("cargohold_connector_level", (("counter", "num_held"),), True),
+    ]
 
 
 def test_an_index_built_from_events_is_what_the_tier_holds(

@@ -42,6 +42,7 @@ from cargohold.protocol.messages import (
     TransferOutcome,
     WorkerMetadata,
     add_stats,
+    is_level,
 )
 from cargohold.protocol.null import NULL_CONNECTOR, NullConnectorScheduler, NullConnectorWorker
 from cargohold.protocol.patience import Patience
@@ -95,4 +96,5 @@ __all__ = [
     "WorkerEnvironment",
     "WorkerMetadata",
     "add_stats",
+    "is_level",
 ]

@@ -136,7 +136,7 @@ class KVConnectorScheduler(ABC):
         return True
 
     def get_stats(self) -> Stats:
-        """Counters since the last call."""
+        """Counters since the last call; see ``Stats``."""
         return {}
 
     def get_finished_count(self) -> int | None:

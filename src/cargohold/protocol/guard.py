@@ -11,7 +11,7 @@ blocks; then the caller gives them back with ``release``.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from cargohold.protocol.messages import (
     KVConnectorOutput,
     KVConnectorSchedulerOutput,
     Stats,
+    is_level,
 )
 from cargohold.protocol.request import RequestView, StepView
 
@@ -133,6 +134,8 @@ class ConnectorGuard(KVConnectorScheduler):
         self._touched = BlockLedger()
         self._locked = BlockLedger()
         self._announced = AnnouncedBlocks()
+        self._levels: defaultdict[str, float] = defaultdict(float)
+        self._is_off_counted = False
         self.name = inner.name
         self.worker_metadata_type = inner.worker_metadata_type
         self.broken: ContractError | None = None
@@ -235,8 +238,13 @@ class ConnectorGuard(KVConnectorScheduler):
         return self._call("reset_cache", True, self._inner.reset_cache)
 
     def get_stats(self) -> Stats:
-        """Pass on."""
-        return self._call("get_stats", {}, self._inner.get_stats)
+        """Pass on; once broken, count that it is off and take its levels back, for nobody can find what they count."""
+        nothing: Stats = {}
+        stats = self._call("get_stats", nothing, self._stats)
+        if self.broken is None or self._is_off_counted:
+            return stats
+        self._is_off_counted = True
+        return {"connectors_off": 1, **{counter: -level for counter, level in self._levels.items() if level}}
 
     def get_finished_count(self) -> int | None:
         """Pass on."""
@@ -287,6 +295,13 @@ class ConnectorGuard(KVConnectorScheduler):
             self._locked.give_back(report.lock_block_ids)
             raise
         return report
+
+    def _stats(self) -> Stats:
+        stats = self._inner.get_stats()
+        for counter, value in stats.items():
+            if is_level(counter):
+                self._levels[counter] += value
+        return stats
 
     def _events(self) -> Sequence[KVEvent]:
         events = tuple(self._inner.take_events())

@@ -51,7 +51,16 @@ class EmptyMetadata:
 
 
 Stats: TypeAlias = Mapping[str, float]
-"""Counters by name, for one step: increments, not totals, so that steps and workers add up."""
+"""Counters by name, for one step: increments, not totals, so that steps and workers add up.
+
+A name that begins with ``num_`` is a *level*: it says how much there is now, so its increments may be negative. Scheduler sides
+have levels; when one is turned off, its levels are taken back.
+"""
+
+
+def is_level(counter: str) -> bool:
+    """Whether a counter is a level, with the name of its connector and a dot in front or without."""
+    return counter.rpartition(".")[2].startswith("num_")
 
 
 def add_stats(left: Stats, right: Stats) -> Stats:

@@ -251,7 +251,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def get_stats(self) -> Stats:
         """Counters since the last call."""
         stats, self._shared.stats = dict(self._shared.stats), Counter()
-        levels = {"removed_chunks": self.manager.num_removed, "ready_chunks": self.manager.num_ready}
+        levels = {"removed_chunks": self.manager.num_removed, "num_ready_chunks": self.manager.num_ready}
         # Differences, so that counters of several steps add up to what there is.
         stats |= {
             name: level - before for name, level in levels.items() if level != (before := self._levels.get(name, 0))

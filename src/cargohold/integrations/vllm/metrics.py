@@ -17,7 +17,7 @@ from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
 
 from cargohold.integrations.vllm import compat
-from cargohold.protocol import Stats
+from cargohold.protocol import Stats, is_level
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Metric:
         name: in Prometheus; a counter's gets ``_total`` behind it.
         help: what it counts.
         labels: what tells it from others of that name.
-        is_level: whether it can go down: its counter comes as differences.
+        is_level: whether its counter is one, and can go down.
     """
 
     name: str
@@ -42,6 +42,7 @@ _BYTES = "Bytes copied between device and host memory, over all workers."
 _SECONDS = "Seconds between start and end of transfers, over all workers."
 _FAILURES = "What failed or was given up, by kind."
 _OTHER = "Everything else that connectors and tiers count, by their own names."
+_OTHER_LEVELS = "What else connectors and tiers say how much of it there is now, by their own names."
 
 METRICS: Mapping[str, Metric] = {
     "device_tokens": Metric("cargohold_prompt_tokens", _PROMPT, (("tier", "device"),)),
@@ -64,7 +65,7 @@ METRICS: Mapping[str, Metric] = {
     "removed_chunks": Metric(
         "cargohold_removed_chunks", "Chunks that left host memory: evicted, found damaged, or dropped by a reset."
     ),
-    "ready_chunks": Metric("cargohold_tier_chunks", "Chunks that host memory holds.", is_level=True),
+    "num_ready_chunks": Metric("cargohold_tier_chunks", "Chunks that host memory holds.", is_level=True),
 }
 """By the name of the counter."""
 
@@ -79,12 +80,8 @@ def metric_of(counter: str) -> Metric:
         return METRICS[counter]
     if counter.endswith(_TIER_TOKENS):
         return Metric("cargohold_prompt_tokens", _PROMPT, (("tier", counter.removesuffix(_TIER_TOKENS)),))
-    return Metric("cargohold_connector", _OTHER, (("counter", counter),))
-
-
-def is_level(counter: str) -> bool:
-    """Whether a counter, with its connector's name in front or without, can go down."""
-    return metric_of(_last_name(counter)).is_level
+    name, text = ("cargohold_connector_level", _OTHER_LEVELS) if is_level(counter) else ("cargohold_connector", _OTHER)
+    return Metric(name, text, (("counter", counter),), is_level(counter))
 
 
 def for_vllm(stats: Stats, block_bytes: float) -> dict[str, float]:

@@ -14,7 +14,6 @@ from cargohold.integrations.vllm import probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.deferrals import Deferrals
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
-from cargohold.integrations.vllm.metrics import is_level
 from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.integrations.vllm.step import Step
@@ -29,6 +28,7 @@ from cargohold.protocol import (
     OutputAggregator,
     Patience,
     Stats,
+    add_stats,
 )
 
 logger = logging.getLogger(__name__)
@@ -118,8 +118,6 @@ class SchedulerSide:
         self._stopped_ranks: set[int] = set()
         self._is_released = False
         self._has_seen_request = False
-        self._is_broken_counted = False
-        self._levels: Counter[str] = Counter()
         self._stats: Counter[str] = Counter()
         self.guard.bind_scheduler_context(self._context)
 
@@ -272,14 +270,7 @@ class SchedulerSide:
     def take_stats(self) -> Stats:
         """Counters of both sides since the last call."""
         stats, self._stats = self._stats, Counter()
-        stats.update(dict(self.guard.get_stats()))
-        # Levels come as differences: what was counted up must be counted down when nobody can find it any more.
-        self._levels.update({name: value for name, value in stats.items() if is_level(name)})
-        if self.guard.broken is not None and not self._is_broken_counted:
-            self._is_broken_counted = True
-            stats["connectors_off"] = 1
-            stats.subtract(self._levels)
-        return stats
+        return add_stats(stats, self.guard.get_stats())
 
     def shutdown(self) -> None:
         """Let go of everything."""
