@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -242,7 +244,7 @@ def test_what_is_not_ours_is_not_touched(place: Place, tmp_path: Path) -> None:
     [
         (["ls", "/no/such/directory"], "there is no such directory"),
         (["ls", "file:///no/such/directory"], "there is no such directory"),
-        (["ls", "ftp://host"], "the scheme must be one of"),
+        (["ls", "ftp://:secret@host"], "PLACE='ftp://host' is not possible: the scheme must be one of"),
         (["rm", "PLACE"], "give --all for every one"),
         (["rm", "PLACE", "--all", "ab"], "give --all for every one"),
         (["rm", "PLACE", "zz"], "exactly one namespace's id"),
@@ -258,3 +260,16 @@ def test_impossible_wishes_are_refused_by_name(place: Place, words: list[str], r
     assert reason in result.stderr and len(result.stderr.splitlines()) == 1
     assert isinstance(result.exception, SystemExit) and not isinstance(result.exception, ConfigError)
     assert len(listed(place)) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "place", "extra"), [("redis", "valkey://h", "redis"), ("obstore", "s3://b", "objects")]
+)
+def test_a_missing_package_is_named_with_its_extra(package: str, place: str, extra: str) -> None:
+    script = f"import sys; sys.modules[{package!r}] = None; from cargohold.cli import main; sys.exit(main())"
+    run = subprocess.run(
+        [sys.executable, "-c", script, "cache", "ls", place], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert f"PLACE='{place}'" in line and f"pip install 'cargohold[{extra}]'" in line

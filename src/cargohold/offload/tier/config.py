@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from os import PathLike, fspath
@@ -146,7 +148,7 @@ class SharedTierConfig:
         if not isinstance(self.url, str):
             raise ConfigError("url", self.url, "it must be the URL of a store, such as s3://bucket/prefix")
         if self.scheme not in schemes:
-            raise ConfigError("url", self.url, f"the scheme must be one of {', '.join(schemes)}")
+            raise ConfigError("url", self.shown_url, f"the scheme must be one of {', '.join(schemes)}")
         if not is_timeout(self.request_timeout_s):
             expected = f"it must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
             raise ConfigError("request_timeout_s", self.request_timeout_s, expected)
@@ -179,8 +181,26 @@ class SharedTierConfig:
         """What kind of store it is."""
         return urlsplit(self.url).scheme
 
+    @property
+    def shown_url(self) -> str:
+        """The URL without user and password, for messages."""
+        scheme, colon, rest = self.url.partition("://")
+        return f"{scheme}{colon}{rest.rpartition('@')[2]}"
+
 
 TierConfig: TypeAlias = DiskTierConfig | SharedTierConfig
+
+
+@contextmanager
+def needs_extra(config: SharedTierConfig) -> Iterator[None]:
+    """Around imports for a shared store: where the package for it is not installed, ``ConfigError`` says how to get it."""
+    try:
+        yield
+    except ImportError as error:
+        extra = "redis" if config.scheme in REDIS_SCHEMES else "objects"
+        raise ConfigError(
+            "url", config.shown_url, f"{config.scheme} needs an extra: pip install 'cargohold[{extra}]'"
+        ) from error
 
 
 def _require_usage(admission: object, write: object) -> None:

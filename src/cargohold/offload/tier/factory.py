@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.codec import ChunkCodec
-from cargohold.offload.tier.config import REDIS_SCHEMES, DiskTierConfig, TierConfig
+from cargohold.offload.tier.config import REDIS_SCHEMES, DiskTierConfig, TierConfig, needs_extra
 from cargohold.offload.tier.encryption import read_key
 from cargohold.offload.tier.namespace import Namespace
 
@@ -59,9 +59,11 @@ def open_tier(
 
         return DiskTier(config, codec, chunk_bytes, num_shards)
     if config.scheme in REDIS_SCHEMES:
-        from cargohold.offload.tier.redis_tier import RedisTier  # noqa: PLC0415  # an optional package
+        with needs_extra(config):
+            from cargohold.offload.tier.redis_tier import RedisTier  # noqa: PLC0415  # an optional package
 
         return RedisTier(config, codec, chunk_bytes)
-    from cargohold.offload.tier.object_tier import ObjectTier  # noqa: PLC0415  # an optional package
+    with needs_extra(config):
+        from cargohold.offload.tier.object_tier import ObjectTier  # noqa: PLC0415  # an optional package
 
     return ObjectTier(config, codec, chunk_bytes)

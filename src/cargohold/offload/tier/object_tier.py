@@ -16,20 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
+import obstore
+from obstore import exceptions as store_errors
+from obstore.store import LocalStore, from_url
+
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.shared import SharedTier
-
-try:
-    import obstore
-    from obstore import exceptions as store_errors
-    from obstore.store import LocalStore, from_url
-except ImportError as missing:
-    raise ConfigError("url", "object store", "this needs the extra: pip install 'cargohold[objects]'") from missing
-
 from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there
+from cargohold.offload.tier.shared import SharedTier
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -11,16 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+import redis
+
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.shared import SharedTier
-
-try:
-    import redis
-except ImportError as missing:
-    raise ConfigError("url", "redis", "this needs the extra: pip install 'cargohold[redis]'") from missing
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
             url, socket_timeout=config.request_timeout_s, socket_connect_timeout=config.request_timeout_s
         )
     except ValueError as error:
-        raise ConfigError("url", _without_password(config.url), one_line(error)) from error
+        raise ConfigError("url", config.shown_url, one_line(error)) from error
 
 
 class RedisTier(SharedTier):
@@ -99,9 +96,7 @@ class RedisTier(SharedTier):
         try:
             self._client.set(self._prefix, json.dumps(self._codec.namespace.describe()))
         except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError) as error:
-            raise ConfigError(
-                "url", _without_password(config.url), f"the server refuses access: {one_line(error)}"
-            ) from error
+            raise ConfigError("url", config.shown_url, f"the server refuses access: {one_line(error)}") from error
         except redis.exceptions.RedisError as error:
             logger.warning("shared tier: the server does not answer yet: %s", one_line(error))
 
@@ -111,8 +106,3 @@ class RedisTier(SharedTier):
             yield
         except redis.exceptions.RedisError as error:
             raise TierError(self.name, one_line(error)) from error
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier.config import REDIS_SCHEMES, SharedTierConfig
+from cargohold.offload.tier.config import REDIS_SCHEMES, SharedTierConfig, needs_extra
 from cargohold.offload.tier.inventory.base import Inventory
 from cargohold.offload.tier.inventory.disk import DiskInventory
 
@@ -22,15 +22,23 @@ def open_inventory(place: str) -> Inventory:
     """
     if "://" not in place:
         return DiskInventory(Path(place).expanduser().absolute())
-    config = SharedTierConfig(url=place)
+    try:
+        return _shared_inventory(SharedTierConfig(url=place))
+    except ConfigError as error:
+        raise ConfigError("PLACE", error.value, error.expected) from error  # there is no option url here
+
+
+def _shared_inventory(config: SharedTierConfig) -> Inventory:
     if config.scheme in REDIS_SCHEMES:
-        from cargohold.offload.tier.inventory.redis import RedisInventory  # noqa: PLC0415  # an optional package
-        from cargohold.offload.tier.redis_tier import open_client  # noqa: PLC0415  # an optional package
+        with needs_extra(config):
+            from cargohold.offload.tier.inventory.redis import RedisInventory  # noqa: PLC0415  # an optional package
+            from cargohold.offload.tier.redis_tier import open_client  # noqa: PLC0415  # an optional package
 
         return RedisInventory(open_client(config))
-    if config.scheme == "file" and not Path(unquote(urlsplit(place).path)).is_dir():
-        raise ConfigError("PLACE", place, "there is no such directory")  # a tier would make it
-    from cargohold.offload.tier.inventory.objects import ObjectInventory  # noqa: PLC0415  # an optional package
-    from cargohold.offload.tier.object_tier import open_store  # noqa: PLC0415  # an optional package
+    if config.scheme == "file" and not Path(unquote(urlsplit(config.url).path)).is_dir():
+        raise ConfigError("url", config.url, "there is no such directory")  # a tier would make it
+    with needs_extra(config):
+        from cargohold.offload.tier.inventory.objects import ObjectInventory  # noqa: PLC0415  # an optional package
+        from cargohold.offload.tier.object_tier import open_store  # noqa: PLC0415  # an optional package
 
     return ObjectInventory(open_store(config))
