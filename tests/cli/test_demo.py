@@ -81,11 +81,13 @@ def test_it_fails_if_an_answer_differs(cargohold: Command, chat_model: str, monk
             "--num-device-blocks=40 .* longest conversation alone needs about [0-9]+ blocks",
         ),
         (("--turns", "9"), "--turns='.* 4"),
+        (("--num-device-blocks", "300", "--host-bytes", "1KiB"), "--host-bytes='1KiB' .* one chunk takes"),
     ],
 )
 def test_what_cannot_work_is_told_before_the_first_visit(
-    options: tuple[str, ...], expected: str, cargohold: Command, chat_model: str
+    options: tuple[str, ...], expected: str, cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(LLM, "chat", lambda *_: pytest.fail("a visit was made"))
     result = demo(cargohold, chat_model, *options)
     assert result.status == 2
     assert "{" not in result.out

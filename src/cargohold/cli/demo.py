@@ -16,7 +16,8 @@ from cargohold.cli.common import loaded, quiet_transformers
 from cargohold.cli.console import Answers, errors
 from cargohold.cli.conversations import Conversation, load_conversations
 from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_all
-from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.factory import check_places
+from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.silent_heads import write_with_silent_heads
 from cargohold.engine.model.source import SMOLLM2
@@ -35,7 +36,10 @@ def demo(
     turns: Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")] = 3,
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Length of an answer.")] = 24,
     device_blocks: Annotated[
-        int, typer.Option("--num-device-blocks", help="Device pool: too small for two conversations.")
+        int,
+        typer.Option(
+            "--num-device-blocks", help="Device pool, in blocks of 16 tokens: too small for two conversations."
+        ),
     ] = 192,
     host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
     disk_dir: Annotated[
@@ -66,7 +70,8 @@ def demo(
     }
     with _splittable(model, tensor_parallel_size, out) as path, progress() as bar:
         total = len(conversations) * turns
-        without = _visit_all(path, conversations, answer_tokens, ticker(bar, "without offloading", total), options)
+        tick = ticker(bar, "without offloading", total)
+        without = _visit_all(path, conversations, answer_tokens, tick, options, later=offload)
         options["offload"] = offload
         with_offload = _visit_all(path, conversations, answer_tokens, ticker(bar, "with offloading", total), options)
     show(out, without, with_offload)
@@ -99,11 +104,15 @@ def _visit_all(
     answer_tokens: int,
     tick: Callable[[], None],
     options: dict[str, Any],
+    later: OffloadConfig | None = None,
 ) -> list[Visit]:
-    """The visits, on a fresh engine."""
+    """The visits, on a fresh engine. What the engine after it is to keep is checked against this one's model."""
     sampling = SamplingParams(max_tokens=answer_tokens)
     with loaded(model, **options) as llm:
         _check_fits(llm, conversations, answer_tokens)
+        if later is not None:
+            OffloadingFactory(later).num_slots(llm.plan.layout)
+            check_places(later, llm.plan.layout)
         _warm_up(llm)
 
         def ask(messages: list[dict[str, str]]) -> Answer:
