@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,16 @@ def test_a_damaged_file_is_an_error_of_ours(compression: str, write: Callable[[b
     data[20:60] = bytes(40)
     with pytest.raises(TraceError):
         list(read_trace([write(bytes(data))]))
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    file = write(COMPRESSORS["zstd"](TEXT))
+    with pytest.raises(TraceError) as caught:
+        list(read_trace([file]))
+    assert str(caught.value).startswith(f"{file}: it is compressed with Zstandard: pip install 'cargohold[zstd]'")
 
 
 def test_several_files_are_read_in_order_and_lazily(write: Callable[[bytes], Path]) -> None:

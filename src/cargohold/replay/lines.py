@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from cargohold.errors import ConfigError, TraceError, one_line
+from cargohold.errors import TraceError, one_line
 
 STDIN: Final = "-"
 
@@ -58,8 +58,7 @@ def read_lines(file: str | Path, on_progress: Callable[[int], None] | None = Non
         on_progress: told how many bytes of the file were read since the last call.
 
     Raises:
-        TraceError: the file cannot be read, or is damaged; says where.
-        ConfigError: it is compressed with Zstandard, and the package for that is not installed.
+        TraceError: the file cannot be read, is damaged, or needs a package that is not installed; says where.
     """
     name = str(file)
     number = 0
@@ -136,7 +135,8 @@ def _decompressor_for(start: bytes) -> Callable[[], _Decompressor] | None:
     try:
         import zstandard  # noqa: PLC0415  # optional
     except ModuleNotFoundError as error:
-        raise ConfigError("trace", "a Zstandard file", "install cargohold[zstd], or decompress it first") from error
+        reason = "it is compressed with Zstandard: pip install 'cargohold[zstd]', or decompress it first"
+        raise ValueError(reason) from error
     context = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
     return context.decompressobj
 
