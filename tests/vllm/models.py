@@ -107,7 +107,7 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     ),
-    # It sees pictures, and vLLM reads them for it without torchvision, of which there is no build for the torch of vLLM's CPUs.
+    # It sees pictures, for which most others need torchvision, which the environment of these tests lacks.
     "blip2": lambda: Blip2Config(
         text_config={
             "model_type": "opt",
@@ -118,11 +118,13 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
             "num_hidden_layers": 3,
             "num_attention_heads": 2,
             "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
         },
         vision_config=_SEEING | {"image_size": PICTURE_SIZE, "patch_size": 14},
         qformer_config=_SEEING | {"vocab_size": VOCAB_SIZE + 1, "encoder_hidden_size": 64},
         num_query_tokens=PICTURE_TOKENS,
         image_token_index=VOCAB_SIZE,
+        tie_word_embeddings=False,
     ),
 }
 

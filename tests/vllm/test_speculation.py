@@ -11,9 +11,11 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from tests.vllm.common import EAGER, LAZY, ask_twice, forget, make_prompts, restored, tokens
+from tests.vllm.common import CAN_DRAFT, EAGER, LAZY, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Engine
 from tests.vllm.models import save_eagle3, save_guesser, save_mtp
+
+pytestmark = pytest.mark.skipif(not CAN_DRAFT, reason="vLLM 0.30's build for CPUs ends at the first draft")
 
 NUM_DRAFTS = 3
 

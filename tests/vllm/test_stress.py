@@ -20,7 +20,7 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from tests.vllm.common import COMPOSED, EAGER, LAZY
+from tests.vllm.common import CAN_DRAFT, COMPOSED, EAGER, LAZY
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.models import VOCAB_SIZE, save_guesser
 
@@ -145,7 +145,7 @@ def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
 
 def _speculation(model: str, rng: random.Random) -> dict[str, Any]:
     """In half of the engines that can, a draft model whose guesses are often wrong."""
-    if not model.endswith("llama") or rng.random() < 0.5:
+    if not CAN_DRAFT or not model.endswith("llama") or rng.random() < 0.5:
         return {}
     drafts = {"method": "draft_model", "model": save_guesser(model, 0.05), "num_speculative_tokens": 3}
     return {"speculative_config": drafts}

@@ -1,0 +1,81 @@
+"""Pictures: the same words under another picture are another prompt, and a picture may be restored in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.vllm.faults import Faults
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+from tests.vllm.common import EAGER, LAZY, forget, make_prompts, restored, tokens
+from tests.vllm.engine import Answer, Engine
+from tests.vllm.models import PICTURE_SIZE, PICTURE_TOKENS
+
+OPTIONS = {"skip_tokenizer_init": False}
+
+
+def make_prompt(seed: int) -> dict[str, Any]:
+    """A picture before words that are always the same; 330 tokens in all."""
+    picture = np.random.default_rng(seed).integers(0, 256, (PICTURE_SIZE, PICTURE_SIZE, 3), dtype=np.uint8)
+    (words,) = make_prompts(1, 330 - PICTURE_TOKENS)
+    return {"prompt_token_ids": words, "multi_modal_data": {"image": picture}}
+
+
+PROMPTS = [make_prompt(seed) for seed in range(3)]
+
+
+def look(engine: Engine, **options: Any) -> list[Answer]:
+    """The answers to all prompts, one after the other."""
+    return [engine.ask_for([prompt], **options)[0] for prompt in PROMPTS]
+
+
+def test_who_sees_another_picture_is_restored_nothing_of_it(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
+) -> None:
+    model = vllm_model("blip2")
+    expected = tokens(look(start(model, **OPTIONS)))
+    assert len(set(expected)) == len(PROMPTS), "the model says the same of all pictures: this proves nothing"
+    for extra in (EAGER, LAZY):
+        engine = start(model, extra, **OPTIONS)
+        first = look(engine)
+        forget(engine)
+        second = look(engine)
+        assert tokens(first) == tokens(second) == expected
+        assert restored(first) == 0
+        assert [answer.restored for answer in second] == [320] * 3
+        forget(engine)
+        faults.scramble_loads = True
+        assert tokens(look(engine)) != expected
+        faults.scramble_loads = False
+        assert not engine.side.guard.broken
+
+
+def test_a_picture_of_which_a_part_is_restored_is_seen_as_a_whole(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    engine = start(vllm_model("blip2"), EAGER, **OPTIONS)
+    expected = tokens(look(engine, wishes={"max_store_tokens": 100}))
+    forget(engine)
+    again = look(engine, wishes={"max_store_tokens": 100})
+    assert tokens(again) == expected
+    assert [answer.restored for answer in again] == [96] * 3
+
+
+def test_pictures_are_found_again_on_disk(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
+    tier = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}
+    extra = {**EAGER, "restore": "always", "restore_timeout_s": 60.0, "tiers": [tier]}
+    engine = start(vllm_model("blip2"), extra, **OPTIONS)
+    expected = tokens(look(engine))
+    engine.settle()
+    again = look(start(vllm_model("blip2"), extra, **OPTIONS))
+    assert tokens(again) == expected
+    assert restored(again) == 960
