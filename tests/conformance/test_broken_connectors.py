@@ -18,6 +18,7 @@ from cargohold.protocol import (
     RequestView,
     SchedulerContext,
     SchedulerEnvironment,
+    Stats,
     StepView,
     WorkerEnvironment,
 )
@@ -147,6 +148,23 @@ class Boasting(ShelfScheduler):
 def test_reports_are_true() -> None:
     with pytest.raises(AssertionError):
         suite(Boasting).test_it_explains_what_it_has_restored()
+
+
+class Shrinking(ShelfScheduler):
+    counter = "saved_blocks"
+
+    def get_stats(self) -> Stats:
+        return {self.counter: -1}
+
+
+class Owing(Shrinking):
+    counter = "num_saved_blocks"
+
+
+@pytest.mark.parametrize(("broken", "message"), [(Shrinking, "counters fell"), (Owing, "less than nothing")])
+def test_counters_add_up(broken: type[ShelfScheduler], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        suite(broken).test_its_counters_add_up()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 
 from cargohold.conformance.strict import CodedExecutor, StrictFactory
 from cargohold.errors import ConfigError
-from cargohold.protocol import KVConnectorFactory
+from cargohold.protocol import KVConnectorFactory, Stats, add_stats, is_level
 from cargohold.simulation.chains import tokens_alone
 from cargohold.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.simulation.engine import VOCAB_SIZE, SimulatedEngine
@@ -130,6 +130,19 @@ class ConnectorConformance(ABC):
         report = engine.outputs["again"].cache_report
         assert sum(report.restored_tokens.values()) <= again.num_external_tokens
         assert all(report.notes), "an empty note explains nothing"
+
+    def test_its_counters_add_up(self) -> None:
+        """Each time it is asked, counters have grown or are the same; levels may fall, but there is never less than nothing."""
+        engine = self._engine(self.factory())
+        total: Stats = {}
+        for number in (0, 1, 2, 0):
+            self._ask(engine, f"request {len(engine.requests)}", self._prompt(number))
+            stats = engine.scheduler.connector.get_stats()
+            assert engine.scheduler.connector.broken is None
+            fallen = {counter: value for counter, value in stats.items() if value < 0 and not is_level(counter)}
+            assert not fallen, f"counters fell: {fallen}"
+            total = add_stats(total, stats)
+            assert all(value >= 0 for value in total.values()), f"less than nothing: {total}"
 
     def test_a_reset_forgets_everything(self) -> None:
         """After ``reset_cache``, nothing is found."""
