@@ -33,16 +33,12 @@ class Backlog:
 
     Args:
         limit: chunks to remember; the oldest are given up first.
-
-    Attributes:
-        num_given_up: chunks forgotten for want of room.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         # Unlike a plain dictionary, it finds the first in no time when many before it have gone.
         self._parents: OrderedDict[OffloadKey, OffloadKey | None] = OrderedDict()
-        self.num_given_up = 0
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -55,7 +51,6 @@ class Backlog:
         self._parents.setdefault(key, parent)
         if len(self._parents) > self._limit:
             self._parents.popitem(last=False)
-            self.num_given_up += 1
 
     def postpone(self, keys: Iterable[OffloadKey]) -> None:
         """These were used just now: they are written last, the end of their prefix before its start."""
