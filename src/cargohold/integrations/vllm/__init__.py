@@ -12,11 +12,15 @@ entry point in ``plugin``.
     plugin      registers the connector's short name
     compat      the one place that imports names from vLLM, and notes what a version lacks
     probe       the tested versions, and what else this adapter relies on in vLLM
+    signatures  whether vLLM calls, and wants to be called, as expected
     settings    options
+    served      whose KV it is
+    stages      what each worker holds, where they differ
     layout      vLLM's KV-cache configuration as our layout, or why it cannot be served
     regions     the paged KV's tensors as plain bytes
     blocks      vLLM's block pool as a scheduler context
     room        whether there is room for another load
+    resets      resets of vLLM's prefix cache, followed
     deferrals   how long requests wait for an answer
     step        vLLM's scheduler output as a step
     messages    what travels between scheduler and workers
@@ -26,4 +30,6 @@ entry point in ``plugin``.
     metrics     counters for vLLM's log and its Prometheus endpoint
     report      what is said at start
     connector   the class that vLLM instantiates
+    server      ``vllm serve`` as a child process, for demos and benchmarks
+    simulation  vLLM's scheduler and this adapter in ``cargohold simulate``
 """
