@@ -18,8 +18,11 @@ from cargohold import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    SharedTierConfig,
 )
 from cargohold.engine.config import EngineConfig
+from cargohold.integrations.vllm.settings import AdapterSettings
+from cargohold.units import parse_bytes
 from tests.command import Command
 from tests.data.make_trace import TRACE
 
@@ -72,7 +75,7 @@ SHORTER = {
 
 @pytest.mark.parametrize("args", commands(README), ids=" ".join)
 def test_commands_in_the_readme_work(args: list[str], cargohold: Command, chat_model: str, tmp_path: Path) -> None:
-    stand_ins = {"smollm2": chat_model, "M": chat_model, "trace.jsonl.zst": str(TRACE), "/nvme/kv": str(tmp_path)}
+    stand_ins = {"smollm2": chat_model, "M": chat_model, "trace.jsonl": str(TRACE), "/nvme/kv": str(tmp_path)}
     args = [stand_ins.get(arg, arg) for arg in args] + SHORTER.get(" ".join(args), [])
     if args[0] == "demo":
         args += ["--model", chat_model]
@@ -97,6 +100,31 @@ def test_the_manual_lists_every_option_with_its_default(heading: str, kind: type
         if re.fullmatch(r"`\w+`|[0-9.]+", default):
             value = fields[name].default
             assert default.strip("`") == (f"{value:g}" if isinstance(value, float) else str(value)), name
+
+
+@pytest.mark.parametrize(
+    ("document", "heading", "kind"),
+    [
+        ("tiers", "`DiskTierConfig`: ", DiskTierConfig),
+        ("tiers", "`SharedTierConfig`: ", SharedTierConfig),
+        ("vllm", "and beside them those of the adapter:", AdapterSettings),
+    ],
+)
+def test_further_tables_list_every_option_with_its_default(document: str, heading: str, kind: type) -> None:
+    text = (REPOSITORY / "docs" / f"{document}.md").read_text(encoding="utf-8")
+    table = text.split(f"\n{heading}")[1].split("\n\n")[1]
+    listed = {name: default.strip().strip("`") for name, default in re.findall(r"(?m)^\| `(\w+)` \|([^|]*)\|", table)}
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    assert listed.keys() == fields.keys()
+    for name, default in listed.items():
+        value = fields[name]
+        if value is dataclasses.MISSING:
+            assert default == ""
+        elif name in {"reserve_bytes", "max_bytes"} and value is not None:
+            assert parse_bytes(name, default) == parse_bytes(name, value)
+        else:
+            shown = {"none": "None", "true": "True"}.get(default, default)  # as one writes it in JSON
+            assert shown == (f"{value:g}" if isinstance(value, float) else str(value)), name
 
 
 @pytest.mark.parametrize("kind", [SamplingParams, LazyOffloadConfig, RequestMetrics])

@@ -23,10 +23,10 @@ class ShelfScheduler(protocol.KVConnectorScheduler):
     name, num_places = "shelf", 64
 
     def __init__(self, environment: protocol.SchedulerEnvironment) -> None:
-        groups = environment.layout.groups
-        if len(groups) != 1 or groups[0].kind is not protocol.AttentionKind.FULL:
-            raise ConfigError("layout", len(groups), "the shelf is for models of full attention alone")
-        self._size, self._full_hits = groups[0].block_tokens, environment.full_hits
+        layout, (group, *others) = environment.layout, environment.layout.groups
+        if others or group.kind is not protocol.AttentionKind.FULL or group.block_tokens != layout.hash_block_tokens:
+            raise ConfigError("layout", layout, "the shelf is for one group of full attention, with a hash per block")
+        self._size, self._full_hits = group.block_tokens, environment.full_hits
         self._requests = dict[str, protocol.RequestView]()
         self._first = dict[str, int]()  # of each request's blocks, the first that is not on the device
         self._loads = list[tuple[int, int]]()

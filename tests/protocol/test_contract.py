@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,20 @@ def documented(heading: str) -> dict[str, list[str]]:
 def in_code(*kinds: type) -> dict[str, list[str]]:
     """Public methods that the classes define, with their parameters, in order."""
     return {
-        name: [parameter for parameter in inspect.signature(method).parameters if parameter != "self"]
+        name: parameters_of(method)
         for kind in kinds
         for name, method in vars(kind).items()
         if inspect.isfunction(method) and not name.startswith("_")
     }
+
+
+def parameters_of(method: Callable[..., object]) -> list[str]:
+    """Names, with a star before those that must be named in a call."""
+    parameters = [parameter for name, parameter in inspect.signature(method).parameters.items() if name != "self"]
+    named = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    return (
+        [parameter.name for parameter in parameters if parameter.name not in named] + ["*" for _ in named[:1]] + named
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,6 +75,39 @@ def test_the_document_lists_exactly_the_fields_there_are(message: str) -> None:
     (row,) = re.findall(rf"^\| `{message}` \|.*\| (.*) \|$", DOCUMENT, re.MULTILINE)
     fields = [field.name for field in dataclasses.fields(getattr(protocol, message))]
     assert re.findall(r"`(\w+)`", row) == fields
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "SchedulerEnvironment",
+        "WorkerEnvironment",
+        "KVCacheLayout",
+        "KVCacheGroup",
+        "RequestView",
+        "StepView",
+        "ScheduledRequest",
+    ],
+)
+def test_the_document_lists_what_a_connector_is_shown(shown: str) -> None:
+    (row,) = re.findall(rf"^\| `{shown}` \| (.*) \|$", DOCUMENT, re.MULTILINE)
+    kind = getattr(protocol, shown)
+    is_message = dataclasses.is_dataclass(kind)
+    fields = (
+        [field.name for field in dataclasses.fields(kind)]
+        if is_message
+        else [name for name, value in vars(kind).items() if isinstance(value, property)]
+    )
+    assert re.findall(r"`(\w+)`", row) == fields
+
+
+def test_the_document_names_what_must_be_written() -> None:
+    (sentence,) = re.findall(
+        r"^Of the scheduler side,.*?must be written, of the worker.*?;", DOCUMENT, re.MULTILINE | re.DOTALL
+    )
+    scheduler, worker = (set(re.findall(r"`(\w+)`", part)) for part in sentence.split("must be written"))
+    assert scheduler == KVConnectorScheduler.__abstractmethods__
+    assert worker == KVConnectorWorker.__abstractmethods__
 
 
 def test_every_method_says_what_it_means() -> None:
