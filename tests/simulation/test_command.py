@@ -67,4 +67,4 @@ def test_without_vllm_its_engine_is_refused(
 ) -> None:
     monkeypatch.setattr(simulate_module, "find_spec", lambda name: None)
     assert simulate(monkeypatch, "--engine", "vllm") == 2
-    assert "cargohold[vllm] brings it" in capsys.readouterr().err
+    assert "make test-vllm" in capsys.readouterr().err
