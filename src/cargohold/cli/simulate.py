@@ -149,7 +149,9 @@ def _recipe_class(engine: str) -> type[Recipe]:
     if engine != VLLM:
         raise ConfigError("engine", engine, f"it must be {OWN} or {VLLM}")
     if find_spec("vllm") is None:
-        raise ConfigError("engine", engine, "vLLM is not installed in this environment; make test-vllm makes one that has it")
+        raise ConfigError(
+            "engine", engine, "vLLM is not installed in this environment; make test-vllm makes one that has it"
+        )
     try:
         from cargohold.integrations.vllm.simulation.recipe import VllmRecipe  # noqa: PLC0415  # takes seconds
     except ImportError as error:
