@@ -248,6 +248,5 @@ def test_tiers_are_closed_again_when_one_behind_them_cannot_be_opened(layout: KV
     environment = WorkerEnvironment(layout, 0, VirtualClock())
     with pytest.raises(ConfigError, match="a file") as caught:
         open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good, bad]), environment)
-    (queue,) = open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good]), environment)
-    queue.shutdown()
+    open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good]), environment)["disk"].shutdown()
     del caught

@@ -42,7 +42,7 @@ class Tiered:
         self.opened = threading.Event()
         medium = FaultyTier(MemoryTier(8), self._wait)
         self.queue = TierQueue(medium, self.clock, QueueConfig(num_threads=2))
-        self.worker = TierWorker([self.queue], np.zeros((NUM_SLOTS, 8), np.uint8), 1, self.clock)
+        self.worker = TierWorker({"disk": self.queue}, np.zeros((NUM_SLOTS, 8), np.uint8), 1, self.clock)
         self._ids = itertools.count(1)
 
     def _wait(self, _: str) -> None:

@@ -529,14 +529,14 @@ def test_an_engine_that_did_not_step_for_long_does_not_blame_the_tier_for_that()
 def drawn_tiering(draw: Callable[[Any], Any]) -> SimulatedTiering:
     options = st.builds(
         TierOptions,
-        name=st.just("tier"),
+        name=st.sampled_from(["near", "far"]),
         admission=st.sampled_from(Admission),
         write_mode=st.sampled_from(WriteMode),
         max_inflight_chunks=st.integers(1, 20),
     )
     tiering = SimulatedTiering(
         draw(st.integers(1, 40)),
-        draw(st.lists(options, min_size=1, max_size=2)),
+        draw(st.lists(options, min_size=1, max_size=2, unique_by=lambda tier: tier.name)),
         draw(st.integers(1, 2)),
         blocks_per_chunk=draw(st.integers(1, 2)),
         restore_timeout_s=draw(st.sampled_from([0.05, 1.0])),

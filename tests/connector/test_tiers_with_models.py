@@ -121,6 +121,26 @@ def test_damaged_files_are_misses(
     assert restored(again) == [{}] * 3
 
 
+def test_bytes_to_and_from_a_disk_and_damage_are_counted(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    config = offload(disk(tmp_path))
+    with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
+        ask(first, prompts(2))
+        block_bytes, stats = first.plan.layout.block_bytes, first.stats()
+        assert stats["disk_stored_bytes"] == 2 * 27 * block_bytes == stats["disk_stored_chunks"] * block_bytes
+        assert not {"disk_loaded_bytes", "disk_corrupt_chunks"} & stats.keys()
+    (data,) = tmp_path.rglob("*.data")
+    contents = bytearray(data.read_bytes())
+    contents[100] ^= 1  # the first chunk
+    data.write_bytes(contents)
+    again = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
+    ask(again, prompts(2))
+    stats = again.stats()
+    assert stats["disk_corrupt_chunks"] == 1
+    assert stats["disk_loaded_bytes"] == 49 * block_bytes == stats["disk_loaded_chunks"] * block_bytes
+
+
 def test_a_directory_that_disappears_costs_misses(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:

@@ -188,7 +188,10 @@ class TieredOffloading:
         """A worker side with an empty host memory, and the rank's shards of the media."""
         num_rows = self._num_slots * self.config.blocks_per_chunk
         rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
-        queues = [self._make_queue(self._shard(at, environment.rank), plan) for at, plan in enumerate(self._plans)]
+        queues = {
+            plan.options.name: self._make_queue(self._shard(at, environment.rank), plan)
+            for at, plan in enumerate(self._plans)
+        }
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
             return self._make_transfers(as_array(regions[0]), rows, environment)

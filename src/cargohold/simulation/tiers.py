@@ -176,8 +176,11 @@ class SimulatedTiering:
         """A worker side with an empty host memory, and the rank's shards of the media."""
         num_rows = self.num_slots * self.config.blocks_per_chunk
         rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
-        queues = [HeldQueue(media[environment.rank], environment.clock) for media in self.media]
-        self.queues.append(queues)
+        queues = {
+            tier.name: HeldQueue(media[environment.rank], environment.clock)
+            for tier, media in zip(self.options, self.media, strict=True)
+        }
+        self.queues.append(list(queues.values()))
 
         def make_transfers(regions: Sequence[Any]) -> HeldTransfers:
             self.transfers.append(HeldTransfers(regions[0], rows, environment.clock))

@@ -34,22 +34,22 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
     return options
 
 
-def open_queues(config: OffloadConfig, environment: WorkerEnvironment) -> list[TierQueue]:
-    """The worker side: each tier opened, with threads of its own. Reads the model's weights.
+def open_queues(config: OffloadConfig, environment: WorkerEnvironment) -> dict[str, TierQueue]:
+    """The worker side: each tier opened, by its name, with threads of its own. Reads the model's weights.
 
     Raises:
         ConfigError: a tier cannot be opened; none is left open.
     """
     layout = environment.layout
     namespace = namespace_of(layout, environment.rank, config.blocks_per_chunk)
-    queues: list[TierQueue] = []
+    queues: dict[str, TierQueue] = {}
     try:
-        for tier in config.tiers:
+        for tier, options in zip(config.tiers, tier_options(config, layout), strict=True):
             opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.world_size)
             limits = QueueConfig(num_threads=tier.num_threads, finish_s=config.shutdown_timeout_s)
-            queues.append(TierQueue(opened, environment.clock, limits))
+            queues[options.name] = TierQueue(opened, environment.clock, limits)
     except BaseException:
-        for queue in queues:
+        for queue in queues.values():
             queue.shutdown()
         raise
     return queues

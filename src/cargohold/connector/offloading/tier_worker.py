@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cargohold.connector.offloading.messages import TierAnswer
+from cargohold.offload.tier.base import LoadOutcome, StoreOutcome
 from cargohold.offload.tier.host import ByteRows
 from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob, TierResult
 from cargohold.offload.tiering.commands import TierCommand
-from cargohold.protocol import Clock, TransferOutcome
+from cargohold.protocol import Clock, Stats, TransferOutcome
 
 _OUTCOMES = {
     JobStatus.DONE: TransferOutcome.DONE,
@@ -48,20 +50,21 @@ class TierWorker:
     """Hands commands to the queues of one worker's tiers.
 
     Args:
-        queues: one per tier, the fastest first.
+        queues: one per tier, by its name, the fastest first.
         rows: this worker's shard of host memory.
         rows_per_slot: rows that make a chunk.
         clock: monotonic time in seconds.
     """
 
-    def __init__(self, queues: Sequence[JobQueue], rows: ByteRows, rows_per_slot: int, clock: Clock) -> None:
-        self._queues = queues
+    def __init__(self, queues: Mapping[str, JobQueue], rows: ByteRows, rows_per_slot: int, clock: Clock) -> None:
+        self._names, self._queues = tuple(queues), tuple(queues.values())
         self._chunks = rows.reshape(len(rows) // rows_per_slot, -1)
         self._clock = clock
         self._refused: list[TierCommand] = []
         # Which queue has which job.
         self._queue_of: dict[int, JobQueue] = {}
         self._reported_off: set[int] = set()
+        self._stats: Counter[str] = Counter()
 
     def start(self, command: TierCommand) -> None:
         """Start a job."""
@@ -87,9 +90,10 @@ class TierWorker:
         ended = {
             command.job_id: (TransferOutcome.ABANDONED, TierAnswer(bytes(len(command.keys)))) for command in refused
         }
-        for queue in self._queues:
+        for name, queue in zip(self._names, self._queues, strict=True):
             for result in queue.poll():
                 self._queue_of.pop(result.job.job_id, None)
+                self._count(name, result)
                 ended[result.job.job_id] = (_OUTCOMES[result.status], TierAnswer(bytes(result.succeeded)))
         return ended
 
@@ -99,7 +103,23 @@ class TierWorker:
         self._reported_off |= news
         return news
 
+    def take_stats(self) -> Stats:
+        """Bytes moved and chunks that failed their check, per tier, since the last call."""
+        stats, self._stats = self._stats, Counter()
+        return stats
+
     def shutdown(self) -> None:
         """Stop all queues."""
         for queue in self._queues:
             queue.shutdown()
+
+    def _count(self, name: str, result: TierResult) -> None:
+        if result.job.kind not in (JobKind.LOAD, JobKind.STORE):
+            return
+        for answer, counter, amount in (
+            (LoadOutcome.LOADED, "loaded_bytes", self._chunks.shape[1]),
+            (LoadOutcome.CORRUPT, "corrupt_chunks", 1),
+            (StoreOutcome.STORED, "stored_bytes", self._chunks.shape[1]),
+        ):
+            if count := result.answers.count(answer):
+                self._stats[f"{name}_{counter}"] += count * amount

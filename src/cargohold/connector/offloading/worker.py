@@ -110,9 +110,9 @@ class OffloadingWorker(KVConnectorWorker):
         return invalid
 
     def get_stats(self) -> Stats:
-        """Blocks moved and seconds taken, per direction, since the last call."""
+        """Blocks moved and seconds taken, per direction, and what lower tiers moved, since the last call."""
         stats, self._stats = self._stats, {}
-        return stats
+        return stats if self._tiers is None else {**stats, **self._tiers.take_stats()}
 
     def build_connector_worker_meta(self) -> TierReport | None:
         """How the chunks fared whose jobs in lower tiers ended, and which tiers are off from now on."""
