@@ -89,7 +89,6 @@ class FaultyWorker(KVConnectorWorker):
         self.metadata_type = inner.metadata_type
         self._source = source
         self._held_back = FinishedTransfers()
-        self._invalid: AbstractSet[int] = frozenset()
         self._steps_late = 0
 
     def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:

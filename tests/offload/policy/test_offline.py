@@ -47,14 +47,14 @@ def test_no_policy_gives_more_and_more_room_never_gives_less(requests: list[tupl
     trace = OfflineTrace(keys)
     optimum = [sum(trace.optimal_hits(capacity)) for capacity in range(1, 14)]
     assert optimum == sorted(optimum)
-    assert optimum[-1] <= sum(trace.hits_without_eviction())
+    assert optimum[-1] <= sum(trace.optimal_hits(trace.num_chunks))
     for policy in POLICIES:
         assert hits_of(policy, keys, 4) <= optimum[3]
 
 
 def test_without_eviction_what_was_used_before_is_a_hit() -> None:
     trace = OfflineTrace([chain((0, 0)), chain((0, 1)), chain((0, 0, 0)), []])
-    assert trace.hits_without_eviction() == [0, 1, 2, 0]
+    assert trace.optimal_hits(trace.num_chunks) == [0, 1, 2, 0]
     assert (trace.num_chunks, trace.num_lookups) == (4, 7)
 
 

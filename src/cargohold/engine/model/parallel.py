@@ -54,12 +54,6 @@ def join_ranks(place: RankPlace, device: str) -> str:
     return own_device
 
 
-def leave_ranks() -> None:
-    """Undo ``join_ranks``, if it was called."""
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
 def parallel_options(info: ModelInfo, world_size: int) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that load one rank's part."""
     if world_size == 1:

@@ -50,10 +50,6 @@ class OfflineTrace:
         self._ends = np.cumsum(lengths, dtype=np.int64)
         self._spans = self._find_spans(np.array(chunks, dtype=np.int64), np.array(lengths, dtype=np.int64))
 
-    def hits_without_eviction(self) -> list[int]:
-        """For each request, how many of its leading chunks were used before."""
-        return self.optimal_hits(self.num_chunks)
-
     def optimal_hits(self, capacity: int) -> list[int]:
         """For each request, how many of its leading chunks the best possible tier of ``capacity`` slots holds."""
         hits = []
