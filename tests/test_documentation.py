@@ -153,7 +153,7 @@ def test_the_manual_does_not_mention_what_is_not_there() -> None:
     }
     methods = {name for kind in (LLM, RequestOutput, RequestMetrics) for name in (*dir(kind), *_fields(kind))}
     written = set(re.findall(r"`(\w+_\w+)`", USAGE))
-    elsewhere = {"add_request", "has_work", "if_faster", "make_scheduler_side", "make_worker_side"}
+    elsewhere = {"add_request", "has_work", "if_faster"}
     assert written - names - methods - elsewhere - COUNTERS == set()
 
 
