@@ -763,6 +763,23 @@ def test_a_tier_hears_of_the_use_of_what_host_memory_gives_back() -> None:
     assert touch.keys == tuple(KEYS[:2])
 
 
+@pytest.mark.parametrize(("after_s", "kind"), [(11, JobKind.TOUCH), (601, JobKind.PROBE)])
+def test_of_a_prefix_longer_than_a_tier_takes_at_a_time_the_end_is_used_before_the_start(
+    after_s: float, kind: JobKind
+) -> None:
+    """Found by reading: workers refused it all, which was held against their medium."""
+    world = World(capacity=32, max_asked_chunks=3)
+    written(world, KEYS[:8])
+    world.clock.advance(after_s)
+    world.manager.touch(KEYS[:8])
+    told = []
+    while commands := world.step():
+        for command in commands:
+            told.append((command.kind, command.keys))
+            world.end(command, [True] * len(command.keys))
+    assert told == [(kind, tuple(KEYS[6:8])), (kind, tuple(KEYS[3:6])), (kind, tuple(KEYS[:3]))]
+
+
 def in_use_after(world: World, after_s: float) -> list[JobKind]:
     """What a tier is asked to do when chunks that it has are used so much later."""
     world.keep(KEYS[:8])

@@ -80,6 +80,11 @@ class LowerTier:
         """Whether it takes jobs: not while it is left alone because it kept failing, or one job is finding out."""
         return not self.is_off and self.breaker.would_admit()
 
+    def parts(self, keys: Sequence[OffloadKey]) -> list[Sequence[OffloadKey]]:
+        """The keys, as many at a time as the tier's workers take."""
+        size = self.options.max_asked_chunks
+        return [keys[first : first + size] for first in range(0, len(keys), size)]
+
     def is_tried_by(self, kind: JobKind) -> bool:
         """Whether a job shows that the medium lives."""
         return reaches_medium(kind, has_index=self.options.has_index)

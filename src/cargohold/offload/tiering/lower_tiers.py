@@ -166,9 +166,9 @@ class LowerTiers:
             if state == UNKNOWN and at is not None:
                 asked.setdefault(at, []).append(key)
         probes = [
-            TierTask(JobKind.PROBE, at, asked_keys[first : first + self.tiers[at].options.max_asked_chunks])
+            TierTask(JobKind.PROBE, at, part)
             for at, asked_keys in asked.items()
-            for first in range(0, len(asked_keys), self.tiers[at].options.max_asked_chunks)
+            for part in self.tiers[at].parts(asked_keys)
         ]
         for probe in probes:
             self.tiers[probe.tier].probing.update(probe.keys)

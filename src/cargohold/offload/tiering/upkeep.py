@@ -20,6 +20,8 @@ TOUCH_S = 10.0
 class Upkeep:
     """Asks after chunks in use, and tells of their use.
 
+    What is more than a tier takes at a time goes in parts, the end of a prefix first: it is to count as used before its start.
+
     Args:
         tiers: the tiers; mutated.
         tasks: where jobs are wanted.
@@ -40,10 +42,10 @@ class Upkeep:
 
     def _look_after(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         asked = [key for key in tier.presence.not_heard_of(kept, LOOK_AFTER_S) if not tier.is_asked_for(key)]
-        if asked:
-            parents = dict(zip(keys, (None, *keys), strict=False))
-            tier.probing.update(asked)
-            self._tasks.want(TierTask(JobKind.PROBE, at, asked, rewrites={key: parents[key] for key in asked}))
+        parents = dict(zip(keys, (None, *keys), strict=False)) if asked else {}
+        tier.probing.update(asked)
+        for part in reversed(tier.parts(asked)):
+            self._tasks.want(TierTask(JobKind.PROBE, at, part, rewrites={key: parents[key] for key in part}))
 
     def _tell(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey]) -> None:
         """Tell of the use of all that the tier is thought to have, if it has not heard of some of it lately.
@@ -54,4 +56,5 @@ class Upkeep:
         known = [key for key in kept if tier.presence.last(key) and key not in is_told]
         if tier.presence.not_heard_of(known, TOUCH_S):
             tier.touching.update(known)
-            self._tasks.want(TierTask(JobKind.TOUCH, at, known))
+            for part in reversed(tier.parts(known)):
+                self._tasks.want(TierTask(JobKind.TOUCH, at, part))
