@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +15,7 @@ from cargohold.protocol import (
     FinishedTransfers,
     KVConnectorWorker,
     Stats,
+    TransferOutcome,
     WorkerConnectorGuard,
 )
 
@@ -90,6 +93,35 @@ def test_what_it_said_before_it_raised_counts() -> None:
     assert output.invalid_block_ids == {7}
     assert output.stats == {}
     assert "get_stats" in (guard.take_error() or "")
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "said"),
+    [
+        ("get_finished", None, "is no FinishedTransfers"),
+        ("get_finished", FinishedTransfers(finished_recving=["a"]), "finished_recving="),  # type: ignore[arg-type]  # wrong on purpose
+        ("get_finished", FinishedTransfers(finished_sending=frozenset({1})), "finished_sending="),  # type: ignore[arg-type]  # wrong on purpose
+        ("get_finished", FinishedTransfers(jobs={"s1": TransferOutcome.DONE}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
+        ("get_finished", FinishedTransfers(jobs={1: True}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
+        ("get_block_ids_with_load_errors", {"7"}, "no block ids"),
+        ("get_stats", None, "no names and numbers"),
+        ("get_stats", {"copies": "many"}, "no names and numbers"),
+    ],
+)
+def test_an_answer_that_no_executor_could_carry_stops_it(
+    method: str, answer: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by writing a connector with names for its jobs: an engine with workers in other processes died of them."""
+    inner = Scripted()
+    monkeypatch.setattr(inner, method, Mock(__name__=method, return_value=answer))
+    guard = WorkerConnectorGuard(inner)
+    guard.begin(EmptyMetadata())
+    output = guard.collect(frozenset())
+    assert inner.calls[-1] == "shutdown"
+    error = guard.take_error() or ""
+    assert said in error and error.endswith(method)
+    assert output.finished == FinishedTransfers(step_failed=True)
+    assert output.stats == {}
 
 
 def test_saying_nothing_stays_saying_nothing() -> None:
