@@ -197,6 +197,19 @@ def forgets_an_event_when_chunks_are_evicted(patch: Patch) -> None:
     patch.setattr(TierEvents, "_removed", lambda self, keys: ())
 
 
+@mutant(connector="multi", faults="raises")
+def counts_what_is_out_of_reach_when_a_connector_is_turned_off(patch: Patch) -> None:
+    patch.setattr("cargohold.protocol.guard.is_level", lambda counter: False)
+
+
+@mutant(workload="tiny-pool")
+def counts_evicted_chunks_as_if_they_were_there(patch: Patch) -> None:
+    get_stats = OffloadingScheduler.get_stats
+    patch.setattr(
+        OffloadingScheduler, "get_stats", lambda self: {name: max(0, value) for name, value in get_stats(self).items()}
+    )
+
+
 @mutant()
 def remembers_ended_requests_for_ever(patch: Patch) -> None:
     explain = OffloadingScheduler.explain

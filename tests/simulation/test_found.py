@@ -61,6 +61,22 @@ def test_a_tier_may_outlive_what_was_taken_back_of_it() -> None:
     assert num_off
 
 
+def test_the_next_process_may_refuse_what_the_last_one_took() -> None:
+    # A bug of the simulator (seed 1400346). A connector that is turned off refuses no wish; that of the next process does.
+    first = Ask(0.0, "first", tuple(range(16)), 1)
+    wishing = Ask(1.0, "wishing", tuple(range(100, 108)), 20, params={"max_load_tokens": -1})
+    last = Ask(2.0, "last", tuple(range(200, 208)), 1)
+    shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile())
+    connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru"}),))
+    refused = set()
+    for seed in range(20):
+        actions: tuple[Action, ...] = (first, wishing, Restart(1.05), last)
+        result = Run(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: 0.1}, 0.9, actions)).play()
+        assert result.error is None, f"seed {seed}"
+        refused.add((result.tallies["turned off"], result.tallies["requests"], result.tallies["refused"]))
+    assert refused == {(0, 2, 1), (1, 3, 1)}, "taken and refused later, or refused at once"
+
+
 def test_the_next_process_finds_nothing_that_a_tier_kept_of_other_weights() -> None:
     # A bug of the simulator (seed 1010764). A connector that is turned off is not told of a reset, and needs not be: nobody
     # loads what it holds. The next process would, and starts with the new weights; so it finds nothing of it, as in a store

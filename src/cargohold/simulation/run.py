@@ -195,9 +195,8 @@ class Run:
             self._world.open_namespace()
         self._start_engine()
         self._result.tallies["restarts"] += 1
-        for request_id, expected in self._expected.items():
-            if not expected.has_ended:
-                self._add(self._asks[request_id])
+        for request_id in [request_id for request_id, expected in self._expected.items() if not expected.has_ended]:
+            self._add(self._asks[request_id])  # which may refuse it now, if the connector was off when it came first
 
     def _step(self, next_action: float) -> None:
         engine = self._engine

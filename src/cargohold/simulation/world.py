@@ -21,7 +21,7 @@ from cargohold.simulation.layouts import layout_of
 from cargohold.simulation.links import LinkTransfers
 from cargohold.simulation.lower import LinkedQueue, MediumPlan, TieredOffloading
 from cargohold.simulation.offloading import SimulatedOffloading
-from cargohold.simulation.oracles import Oracle
+from cargohold.simulation.oracles import Oracle, StatsOracle
 from cargohold.simulation.replica import Replica
 from cargohold.simulation.scenario import Scenario
 from cargohold.simulation.tiers import SimulatedMedium
@@ -97,7 +97,7 @@ class World:
 
     def oracles(self, engine: Replica) -> list[Oracle]:
         """What else must hold in this engine, besides what must hold in all."""
-        return []
+        return [] if self._scenario.connector.custom else [StatsOracle(engine)]
 
     def next_event(self) -> float:
         """When something will happen by itself; infinity if nothing is in flight."""

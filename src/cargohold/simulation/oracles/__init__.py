@@ -5,6 +5,7 @@ from cargohold.simulation.oracles.blocks import CopyOracle, PoolOracle
 from cargohold.simulation.oracles.containment import ContainmentOracle
 from cargohold.simulation.oracles.events import EventOracle, Index
 from cargohold.simulation.oracles.requests import Expectation, RequestOracle
+from cargohold.simulation.oracles.stats import StatsOracle
 from cargohold.simulation.oracles.tiers import LimitOracle, TierOracle
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "OracleError",
     "PoolOracle",
     "RequestOracle",
+    "StatsOracle",
     "TierOracle",
 ]

@@ -1,0 +1,43 @@
+"""What connectors count adds up."""
+
+from __future__ import annotations
+
+from cargohold.protocol import Stats, add_stats, is_level
+from cargohold.simulation.offloading import guards_of, offloading_sides
+from cargohold.simulation.oracles.base import Oracle
+from cargohold.simulation.replica import Replica
+
+
+class StatsOracle(Oracle):
+    """Asks for counters now and then: they never fall, and levels say what there is, also when connectors are turned off.
+
+    Args:
+        engine: the replica, whose connectors are offloading connectors; nobody else asks for their counters.
+    """
+
+    name = "stats"
+
+    def __init__(self, engine: Replica) -> None:
+        self._engine = engine
+        self._total: Stats = {}
+
+    def inspect(self) -> None:
+        """Ask, and compare."""
+        connector = self._engine.scheduler.connector
+        stats = connector.get_stats()
+        fallen = [counter for counter, value in stats.items() if value < 0 and not is_level(counter)]
+        self.require(not fallen, f"counters fell: {fallen}")
+        self._total = add_stats(self._total, stats)
+        live = [side for side, guards in offloading_sides(connector) if all(guard.broken is None for guard in guards)]
+        num_ready = sum(side.manager.num_ready for side in live)
+        told = self._sum("num_ready_chunks")
+        self.require(told == num_ready, f"counters tell of {told} chunks, {num_ready} can be found")
+        is_any_off = any(guard.broken is not None for guard in guards_of(connector))
+        self.require(bool(self._sum("connectors_off")) is is_any_off, "connectors that are turned off are not counted")
+
+    def at_end(self) -> None:
+        """Ask once more."""
+        self.inspect()
+
+    def _sum(self, name: str) -> float:
+        return sum(value for counter, value in self._total.items() if counter.rpartition(".")[2] == name)
