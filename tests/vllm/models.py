@@ -50,7 +50,37 @@ _COMMON: dict[str, Any] = {
 _PICTURE = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
 _SEEING = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
+_QWEN3_NEXT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
 _QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+
+_MTP: Mapping[str, tuple[str, str, Sequence[str], str]] = {
+    "ernie4_5_moe": (
+        "model.layers.0.",
+        "model.mtp_block.0.",
+        ("model.mtp_emb_norm.0.weight", "model.mtp_hidden_norm.0.weight"),
+        "model.mtp_linear_proj.0.weight",
+    ),
+    "qwen3_next": (
+        "model.layers.1.",
+        "mtp.layers.0.",
+        ("mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"),
+        "mtp.fc.weight",
+    ),
+}
+"""By type of model: the layer that the guessing one is like, what it is called, its norms, and what reads two tokens as one."""
 
 PLAIN = ("llama", "llama-retrained", "ernie", "blip2")
 """One KV-cache group of full attention: what every version of vLLM lets us offload."""
@@ -93,19 +123,10 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         block_multiple_of=32,
         block_ffn_dim_multiplier=1.0,
     ),
-    "qwen3-next": lambda: Qwen3NextConfig(
-        **_COMMON,
-        num_hidden_layers=4,
-        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
+    "qwen3-next": lambda: Qwen3NextConfig(**_COMMON, **_QWEN3_NEXT),
+    # Its keys and values are as large as its states already after 96 tokens, so its blocks have no more.
+    "qwen3-next-many-heads": lambda: Qwen3NextConfig(
+        **(_COMMON | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}), **_QWEN3_NEXT
     ),
     # It sees pictures, for which most others need torchvision, which the environment of these tests lacks.
     "blip2": lambda: Blip2Config(
@@ -135,7 +156,7 @@ def save_model(kind: str, directory: Path) -> str:
     if path.is_dir():
         return str(path)
     torch.manual_seed(sum(kind.encode()))
-    dtype = torch.bfloat16 if kind == "qwen3-next" else torch.float32
+    dtype = torch.bfloat16 if kind.startswith("qwen3-next") else torch.float32
     model_class = AutoModelForImageTextToText if kind == "blip2" else AutoModelForCausalLM
     model = model_class.from_config(CONFIGS[kind](), dtype=dtype)
     with torch.no_grad():
@@ -157,7 +178,7 @@ def save_tokenizer(path: str) -> None:
 
 
 def save_mtp(model: str) -> str:
-    """Write ``model``, an Ernie, with one random layer more that guesses the token after the next one; returns its path."""
+    """Write ``model`` with one random layer more that guesses the token after the next one; returns its path."""
     path = Path(f"{model}-mtp")
     if path.is_dir():
         return str(path)
@@ -165,12 +186,13 @@ def save_mtp(model: str) -> str:
     config = json.loads((Path(model) / "config.json").read_text())
     _write(path / "config.json", **config, num_nextn_predict_layers=1)
     weights = load_file(Path(model) / "model.safetensors")
-    first, size = "model.layers.0.", config["hidden_size"]
-    shapes = {f"mtp_block.0.{name.removeprefix(first)}": weights[name].shape for name in weights if first in name}
-    shapes |= {f"mtp_{name}_norm.0.weight": torch.Size([size]) for name in ("emb", "hidden")}
-    shapes |= {"mtp_linear_proj.0.weight": torch.Size([size, 2 * size])}
+    like, layer, norms, projection = _MTP[config["model_type"]]
+    size = config["hidden_size"]
+    shapes = {name.replace(like, layer): tuple(tensor.shape) for name, tensor in weights.items() if like in name}
+    shapes |= dict.fromkeys(norms, (size,)) | {projection: (size, 2 * size)}
     torch.manual_seed(3)
-    weights |= {f"model.{name}": _random(shape) for name, shape in shapes.items()}
+    dtype = weights["lm_head.weight"].dtype
+    weights |= {name: _random(shape).to(dtype) for name, shape in shapes.items()}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return str(path)
 
