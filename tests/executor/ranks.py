@@ -195,13 +195,46 @@ class ProbingScheduler(NullConnectorScheduler):
 
 @dataclass(frozen=True)
 class Probing:
-    """Makes probing connectors."""
+    """Makes probing connectors, with worker sides of a kind."""
+
+    worker: type[ProbingWorker] = ProbingWorker
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> ProbingScheduler:
         return ProbingScheduler()
 
     def make_worker_side(self, environment: WorkerEnvironment) -> ProbingWorker:
-        return ProbingWorker(environment)
+        return self.worker(environment)
+
+
+class Opaque:
+    """Nothing that can be made bytes of."""
+
+    def aggregate(self, other: Opaque) -> Opaque:
+        return self
+
+
+class OpaqueWorker(ProbingWorker):
+    """Says what cannot be carried."""
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        return Opaque()
+
+
+class UndeclaredWorker(ProbingWorker):
+    """Says what is not of the type that its scheduler side declares."""
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        return Undeclared()
+
+
+@dataclass(frozen=True)
+class Undeclared:
+    """A message of another type than was declared."""
+
+    number: str = "one"
+
+    def aggregate(self, other: Undeclared) -> Undeclared:
+        return self
 
 
 @dataclass(frozen=True)

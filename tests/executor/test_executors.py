@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +18,20 @@ from cargohold.engine.executor.multiprocess import MultiprocessExecutor
 from cargohold.engine.executor.rank import RankPlace, RankSpec
 from cargohold.engine.executor.ray_executor import RayExecutor
 from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
-from cargohold.protocol import ClassFactory, OutputAggregator, WorkerEnvironment
+from cargohold.protocol import ClassFactory, KVConnectorFactory, OutputAggregator, WorkerEnvironment
 from cargohold.simulation import simulated_layout
-from tests.executor.ranks import Calls, ProbeMetadata, Probing, StubRunners, Trouble
+from tests.executor.ranks import (
+    Calls,
+    Opaque,
+    OpaqueWorker,
+    ProbeMetadata,
+    Probing,
+    ProbingWorker,
+    StubRunners,
+    Trouble,
+    Undeclared,
+    UndeclaredWorker,
+)
 
 LAYOUT = simulated_layout(20, windows=(None, 6), world_size=2)
 ORDER = [
@@ -37,17 +49,18 @@ ORDER = [
 """The contract's table of the worker side."""
 
 
-def step(number: int, *, empty: bool = False) -> SchedulerStep:
+def step(number: int, *, empty: bool = False, metadata: Any = None) -> SchedulerStep:
     share = ScheduledTokens("r", (5, 6, 7), number * 3, 0, ([1, 2, 3], [0, 4, 5]), SampleSpec(index=number))
     return SchedulerStep(
         scheduled=() if empty else (share,),
         preempted_req_ids=frozenset({"p"}),
         finished_req_ids=frozenset({"f"}),
-        connector_metadata=ProbeMetadata(number),
+        connector_metadata=metadata or ProbeMetadata(number),
     )
 
 
 NO_TROUBLE = Trouble()
+PROBING = Probing()
 MakeExecutor = Callable[..., Executor]
 
 
@@ -58,8 +71,13 @@ MANY = ["multiprocess", "ray"]
 def make_executor(request: pytest.FixtureRequest) -> Iterator[MakeExecutor]:
     made: list[Executor] = []
 
-    def make(kind: str, trouble: Trouble = NO_TROUBLE, step_timeout_s: float = 30.0) -> Executor:
-        runners, connectors = StubRunners(LAYOUT, trouble), Probing()
+    def make(
+        kind: str,
+        trouble: Trouble = NO_TROUBLE,
+        step_timeout_s: float = 30.0,
+        connectors: KVConnectorFactory = PROBING,
+    ) -> Executor:
+        runners = StubRunners(LAYOUT, trouble)
         if kind == "inline":
             runner = runners.make_runner(RankPlace(0, 1, ""))
             connector = connectors.make_worker_side(WorkerEnvironment(LAYOUT, 0, lambda: 0.0))
@@ -127,6 +145,45 @@ def test_jobs_end_when_the_last_rank_has_reported_them(kind: str, make_executor:
 @pytest.mark.parametrize("kind", MANY)
 def test_stats_of_all_ranks_are_added_up(kind: str, make_executor: MakeExecutor) -> None:
     assert make_executor(kind).execute(step(0)).connector.stats == {"ranks": 2}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        (Opaque(), "its Opaque cannot be carried to another process: "),
+        (Undeclared(), "its message is no ProbeMetadata, as it declares: "),
+    ],
+    ids=["opaque", "undeclared"],
+)
+def test_a_connector_whose_message_cannot_be_delivered_is_turned_off_alone(
+    metadata: Any, reason: str, make_executor: MakeExecutor
+) -> None:
+    executor = make_executor("multiprocess")
+    output = executor.execute(step(0, metadata=metadata))
+    assert output.sampled == {"r": 3}
+    assert output.connector.finished.step_failed, "what it was to load is not there"
+    assert output.connector_error is not None
+    assert [f"worker {rank}: " in output.connector_error for rank in (0, 1)] == [True, True]
+    assert reason in output.connector_error
+    assert executor.execute(step(1)).sampled == {"r": 6}
+
+
+@pytest.mark.parametrize(
+    ("worker", "reason"),
+    [
+        (OpaqueWorker, "its Opaque cannot be carried to another process: "),
+        (UndeclaredWorker, "its message is no Calls, as it declares: "),
+    ],
+)
+def test_a_connector_whose_workers_answer_what_cannot_be_read_is_turned_off_alone(
+    worker: type[ProbingWorker], reason: str, make_executor: MakeExecutor
+) -> None:
+    executor = make_executor("multiprocess", connectors=Probing(worker))
+    output = executor.execute(step(0))
+    assert output.sampled == {"r": 3}
+    assert not output.connector.finished.step_failed, "the step itself went well"
+    assert output.connector_error is not None
+    assert reason in output.connector_error
 
 
 @pytest.mark.parametrize("where", ["begin", "forward"])

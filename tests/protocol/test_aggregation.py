@@ -152,3 +152,18 @@ def test_an_expectation_that_can_never_be_met_is_refused(count: int) -> None:
 def test_nothing_from_nobody_is_nothing() -> None:
     merged = OutputAggregator(2).aggregate([None, KVConnectorOutput()])
     assert merged.is_empty()
+
+
+@dataclass(frozen=True)
+class Unmergeable:
+    """Worker metadata whose author forgot that there may be several workers."""
+
+    def aggregate(self, other: Unmergeable) -> Unmergeable:
+        raise NotImplementedError("one worker only")
+
+
+def test_metadata_that_cannot_be_merged_is_its_connectors_fault() -> None:
+    outputs = [KVConnectorOutput(worker_meta=Unmergeable()) for _ in range(2)]
+    assert OutputAggregator(1).aggregate(outputs[:1]).worker_meta == Unmergeable()
+    with pytest.raises(ContractError, match="aggregate raised NotImplementedError"):
+        OutputAggregator(2).aggregate(outputs)

@@ -80,7 +80,8 @@ class OutputAggregator:
         """Merge one step's outputs, indexed by rank; ``None`` where a worker had nothing to say.
 
         Raises:
-            ContractError: a worker reported an id twice, or raised the expectation beyond the number of workers.
+            ContractError: a worker reported an id twice, or raised the expectation beyond the number of workers; or the
+                workers' metadata cannot be merged.
         """
         present = [
             (rank, output) for rank, output in enumerate(outputs) if output is not None and not output.is_empty()
@@ -94,7 +95,7 @@ class OutputAggregator:
         stats: Stats = {}
         for _, output in present:
             if output.worker_meta is not None:
-                worker_meta = output.worker_meta if worker_meta is None else worker_meta.aggregate(output.worker_meta)
+                worker_meta = self._merged(worker_meta, output.worker_meta)
             stats = add_stats(stats, output.stats)
         return KVConnectorOutput(
             finished=FinishedTransfers(
@@ -110,6 +111,14 @@ class OutputAggregator:
             worker_meta=worker_meta,
             stats=stats,
         )
+
+    def _merged(self, left: WorkerMetadata | None, right: WorkerMetadata) -> WorkerMetadata:
+        if left is None:
+            return right
+        try:
+            return left.aggregate(right)
+        except Exception as error:  # a third party's code: whatever it raises must not stop the engine
+            raise ContractError(self._connector, f"aggregate raised {error!r}") from error
 
     def _count(self, rank: int, finished: FinishedTransfers) -> None:
         if finished.expected_finished_count:

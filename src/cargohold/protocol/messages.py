@@ -29,6 +29,17 @@ class ConnectorMetadata(Protocol):
     """
 
 
+@dataclass(frozen=True, slots=True)
+class UndeliveredMetadata:
+    """Stands in the place of metadata that could not be carried to a worker, whose connector is stopped for it.
+
+    Attributes:
+        reason: why not.
+    """
+
+    reason: str
+
+
 @runtime_checkable
 class WorkerMetadata(Protocol):
     """Workers to scheduler side, opaque to the engine. The rule for fields is that of ``ConnectorMetadata``."""

@@ -17,6 +17,7 @@ from cargohold.protocol.messages import (
     KVConnectorOutput,
     Stats,
     TransferOutcome,
+    UndeliveredMetadata,
     WorkerMetadata,
 )
 from cargohold.protocol.null import NullConnectorWorker
@@ -67,6 +68,8 @@ class WorkerConnectorGuard:
         inner = self._inner
         call: Callable[..., object] = inner.bind_connector_metadata
         try:
+            if isinstance(metadata, UndeliveredMetadata):
+                raise TypeError(metadata.reason)  # noqa: TRY301  # as if the connector had found it out itself
             inner.bind_connector_metadata(metadata)
             call = inner.handle_preemptions
             inner.handle_preemptions()

@@ -1,7 +1,7 @@
 """Step messages as bytes, for workers in other processes.
 
 msgpack, decoded into declared types by msgspec: bytes can make data and nothing else. Connectors' messages ride inside, decoded
-by the types that their two sides declare.
+by the types that their two sides declare. A message that cannot be carried is its connector's fault, and the step's no other.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 
 from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
+from cargohold.errors import one_line
 from cargohold.protocol import (
     EmptyMetadata,
     FinishedTransfers,
     KVConnectorOutput,
     KVConnectorScheduler,
     TransferOutcome,
+    UndeliveredMetadata,
 )
 
 _INT32 = "i"
@@ -42,6 +44,7 @@ class _WireStep(msgspec.Struct, array_like=True):
     preempted_req_ids: list[str]
     finished_req_ids: list[str]
     connector_metadata: bytes | None
+    undelivered: str | None
     drop_connector: bool
 
 
@@ -84,12 +87,14 @@ class StepCodec:
     def encode_step(self, step: SchedulerStep) -> bytes:
         """A step as bytes."""
         metadata = step.connector_metadata
+        raw, undelivered = (None, None) if isinstance(metadata, EmptyMetadata) else self._carry(metadata)
         return self._encoder.encode(
             _WireStep(
                 scheduled=[self._wire_share(share) for share in step.scheduled],
                 preempted_req_ids=list(step.preempted_req_ids),
                 finished_req_ids=list(step.finished_req_ids),
-                connector_metadata=None if isinstance(metadata, EmptyMetadata) else self._encode(metadata),
+                connector_metadata=raw,
+                undelivered=undelivered,
                 drop_connector=step.drop_connector,
             )
         )
@@ -97,18 +102,21 @@ class StepCodec:
     def decode_step(self, data: bytes) -> SchedulerStep:
         """A step from bytes. Raises ``msgspec.MsgspecError`` for bytes that are none."""
         wire = self._step_decoder.decode(data)
-        raw = wire.connector_metadata
+        metadata, problem = _read(self._metadata_decoder, wire.connector_metadata)
+        if undelivered := wire.undelivered or problem:
+            metadata = UndeliveredMetadata(undelivered)
         return SchedulerStep(
             scheduled=tuple(_share(share) for share in wire.scheduled),
             preempted_req_ids=frozenset(wire.preempted_req_ids),
             finished_req_ids=frozenset(wire.finished_req_ids),
-            connector_metadata=EmptyMetadata() if raw is None else self._metadata_decoder.decode(raw),
+            connector_metadata=EmptyMetadata() if metadata is None else metadata,
             drop_connector=wire.drop_connector,
         )
 
     def encode_output(self, output: StepOutput) -> bytes:
         """An output as bytes."""
         report, finished = output.connector, output.connector.finished
+        raw, undelivered = (None, None) if report.worker_meta is None else self._carry(report.worker_meta)
         return self._encoder.encode(
             _WireOutput(
                 sampled=dict(output.sampled),
@@ -119,9 +127,9 @@ class StepCodec:
                 expected_finished_count=finished.expected_finished_count,
                 step_failed=finished.step_failed,
                 invalid_block_ids=list(report.invalid_block_ids),
-                worker_meta=None if report.worker_meta is None else self._encode(report.worker_meta),
+                worker_meta=raw,
                 stats=dict(report.stats),
-                connector_error=output.connector_error,
+                connector_error=output.connector_error or undelivered,
             )
         )
 
@@ -136,18 +144,22 @@ class StepCodec:
             expected_finished_count=wire.expected_finished_count,
             step_failed=wire.step_failed,
         )
-        raw = wire.worker_meta
+        worker_meta, problem = _read(self._worker_metadata_decoder, wire.worker_meta)
         report = KVConnectorOutput(
             finished=finished,
             invalid_block_ids=frozenset(wire.invalid_block_ids),
-            worker_meta=None if raw is None else self._worker_metadata_decoder.decode(raw),
+            worker_meta=worker_meta,
             stats=wire.stats,
         )
         sampled: Mapping[str, int] = wire.sampled
-        return StepOutput(sampled=sampled, connector=report, connector_error=wire.connector_error)
+        return StepOutput(sampled=sampled, connector=report, connector_error=wire.connector_error or problem)
 
-    def _encode(self, message: object) -> bytes:
-        return self._encoder.encode(message)
+    def _carry(self, message: object) -> tuple[bytes | None, str | None]:
+        """A connector's message as bytes, or why it has none."""
+        try:
+            return self._encoder.encode(message), None
+        except Exception as error:  # noqa: BLE001  # a third party's types: whatever making bytes of them raises
+            return None, f"its {type(message).__name__} cannot be carried to another process: {one_line(error)}"
 
     @staticmethod
     def _wire_share(share: ScheduledTokens) -> _WireShare:
@@ -170,6 +182,16 @@ def _share(wire: _WireShare) -> ScheduledTokens:
         block_ids=tuple(_unpack(table) for table in wire.block_ids),
         sample=wire.sample,
     )
+
+
+def _read(decoder: Any, raw: bytes | None) -> tuple[Any, str | None]:
+    """A connector's message from bytes, or why they are none of its declared type."""
+    if raw is None:
+        return None, None
+    try:
+        return decoder.decode(raw), None
+    except Exception as error:  # noqa: BLE001  # a third party's types: whatever making them of bytes raises
+        return None, f"its message is no {decoder.type.__name__}, as it declares: {one_line(error)}"
 
 
 def _unpack(data: bytes) -> array[int]:
