@@ -22,6 +22,8 @@ from cargohold import (
     RequestOutput,
     SamplingParams,
 )
+from cargohold.offload.transfer import TransferWorker
+from cargohold.offload.transfer.factory import make_transfer_worker
 from tests.models import VOCAB_SIZE
 
 MakeLLM = Callable[..., LLM]
@@ -149,11 +151,20 @@ def test_who_reads_a_stream_slowly_does_not_turn_offloading_off(
 ) -> None:
     real, away = time.monotonic, [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: real() + away[0])
+    transfers: list[TransferWorker] = []
+
+    def make_transfers(*args: Any) -> TransferWorker:
+        transfers.append(make_transfer_worker(*args))
+        return transfers[-1]
+
+    monkeypatch.setattr("cargohold.offload.transfer.factory.make_transfer_worker", make_transfers)
     llm = llama(num_device_blocks=24, offload=OffloadConfig(host_bytes="8MiB"))
     outputs = llm.stream(prompt(0, 42), SamplingParams(max_tokens=8))
     for _ in range(tokens_read):
         next(outputs)
+        transfers[0].finish_stores()  # as it would in so long a time, which here is none
         away[0] += 1000
+    assert llm.stats()["stores"] > 0
     list(outputs)
     assert llm.engine.scheduler.connector.broken is None
 
