@@ -13,7 +13,7 @@ from cargohold.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.simulation.faults import Fault
 from cargohold.simulation.layouts import GroupPlan
 from cargohold.simulation.links import LinkProfile
-from cargohold.simulation.run import Run
+from cargohold.simulation.run import Run, RunResult
 from cargohold.simulation.scenario import Scenario, Shape
 from cargohold.simulation.traffic import Action, Ask, Reset, Restart
 
@@ -46,19 +46,23 @@ def test_requests_do_not_take_turns_in_loading_and_losing_their_blocks(gap_s: fl
     assert result.num_steps < 200
 
 
+def play_raising(actions: tuple[Action, ...], rate: float, until_s: float) -> list[RunResult]:
+    """Play a scene with twenty seeds, over a tier that outlives processes, while its connector may raise."""
+    shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile())
+    connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru"}),))
+    results = []
+    for seed in range(20):
+        results.append(Run(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: rate}, until_s, actions)).play())
+        assert results[-1].error is None, f"seed {seed}"
+    return results
+
+
 def test_a_tier_may_outlive_what_was_taken_back_of_it() -> None:
     # A bug of the simulator. A connector that is turned off takes back what it announced, but its tier keeps that, and the next
     # process evicts it.
     asks = [Ask(0.5 * at, f"r{at}", tuple(range(100 * at, 100 * at + 16)), 1) for at in range(8)]
-    shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile())
-    connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru"}),))
-    num_off = 0
-    for seed in range(20):
-        actions: tuple[Action, ...] = (*asks[:4], Restart(2.0), *asks[4:])
-        result = Run(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: 0.02}, 2.0, actions)).play()
-        assert result.error is None, f"seed {seed}"
-        num_off += result.tallies["turned off"]
-    assert num_off
+    results = play_raising((*asks[:4], Restart(2.0), *asks[4:]), 0.02, until_s=2.0)
+    assert sum(result.tallies["turned off"] for result in results)
 
 
 def test_the_next_process_may_refuse_what_the_last_one_took() -> None:
@@ -66,14 +70,8 @@ def test_the_next_process_may_refuse_what_the_last_one_took() -> None:
     first = Ask(0.0, "first", tuple(range(16)), 1)
     wishing = Ask(1.0, "wishing", tuple(range(100, 108)), 20, params={"max_load_tokens": -1})
     last = Ask(2.0, "last", tuple(range(200, 208)), 1)
-    shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile())
-    connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru"}),))
-    refused = set()
-    for seed in range(20):
-        actions: tuple[Action, ...] = (first, wishing, Restart(1.05), last)
-        result = Run(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: 0.1}, 0.9, actions)).play()
-        assert result.error is None, f"seed {seed}"
-        refused.add((result.tallies["turned off"], result.tallies["requests"], result.tallies["refused"]))
+    results = play_raising((first, wishing, Restart(1.05), last), 0.1, until_s=0.9)
+    refused = {tuple(result.tallies[what] for what in ("turned off", "requests", "refused")) for result in results}
     assert refused == {(0, 2, 1), (1, 3, 1)}, "taken and refused later, or refused at once"
 
 
@@ -83,12 +81,5 @@ def test_the_next_process_finds_nothing_that_a_tier_kept_of_other_weights() -> N
     # whose namespace names the weights.
     prompt = tuple(range(16))
     asks = [Ask(0.5 * at, f"r{at}", prompt, 1) for at in range(4)]
-    shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile())
-    connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru"}),))
-    num_off = 0
-    for seed in range(20):
-        actions: tuple[Action, ...] = (*asks, Reset(2.0), Restart(2.5), Ask(3.0, "again", prompt, 1))
-        result = Run(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: 0.02}, 2.0, actions)).play()
-        assert result.error is None, f"seed {seed}"
-        num_off += result.tallies["turned off"]
-    assert num_off
+    results = play_raising((*asks, Reset(2.0), Restart(2.5), Ask(3.0, "again", prompt, 1)), 0.02, until_s=2.0)
+    assert sum(result.tallies["turned off"] for result in results)

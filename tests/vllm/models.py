@@ -219,7 +219,7 @@ def save_eagle3(model: str) -> str:
     config = json.loads((Path(model) / "config.json").read_text())
     size, vocabulary = config["hidden_size"], config["vocab_size"]
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": vocabulary}
-    (path / "config.json").write_text(json.dumps(config))
+    _write(path / "config.json", **config)
     first = "model.layers.0."
     shapes: dict[str, tuple[int, ...]] = {
         name.removeprefix(first): tuple(weights.shape)

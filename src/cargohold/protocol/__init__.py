@@ -44,6 +44,7 @@ from cargohold.protocol.messages import (
     WorkerMetadata,
     add_stats,
     is_level,
+    last_name,
 )
 from cargohold.protocol.null import NULL_CONNECTOR, NullConnectorScheduler, NullConnectorWorker
 from cargohold.protocol.patience import Patience
@@ -99,4 +100,5 @@ __all__ = [
     "WorkerMetadata",
     "add_stats",
     "is_level",
+    "last_name",
 ]

@@ -69,9 +69,14 @@ have levels; when one is turned off, its levels are taken back.
 """
 
 
+def last_name(counter: str) -> str:
+    """A counter's name without those of connectors in front."""
+    return counter.rpartition(".")[2]
+
+
 def is_level(counter: str) -> bool:
-    """Whether a counter is a level, with the name of its connector and a dot in front or without."""
-    return counter.rpartition(".")[2].startswith("num_")
+    """Whether a counter is a level, with names of connectors in front or without."""
+    return last_name(counter).startswith("num_")
 
 
 def add_stats(left: Stats, right: Stats) -> Stats:

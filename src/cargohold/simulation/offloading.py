@@ -109,6 +109,11 @@ def offloading_sides(connector: KVConnectorScheduler) -> Iterator[tuple[Offloadi
     yield from _sides(connector, [])
 
 
+def live_sides(connector: KVConnectorScheduler) -> list[OffloadingScheduler]:
+    """Every offloading connector inside ``connector`` that is not turned off, itself or with one around it."""
+    return [side for side, guards in offloading_sides(connector) if all(guard.broken is None for guard in guards)]
+
+
 def guards_of(connector: ConnectorGuard) -> list[ConnectorGuard]:
     """Every guard around or inside ``connector``."""
     inside = [guard for _, guards in offloading_sides(connector) for guard in guards]

@@ -15,7 +15,7 @@ from cargohold.offload.tiering import TieringManager
 from cargohold.simulation.clock import VirtualClock
 from cargohold.simulation.engine import STEP_S
 from cargohold.simulation.faults import BREAKING, Fault
-from cargohold.simulation.offloading import forget_engine, offloading_sides
+from cargohold.simulation.offloading import forget_engine, live_sides
 from cargohold.simulation.oracles import (
     ContainmentOracle,
     CopyOracle,
@@ -233,8 +233,8 @@ class Run:
         """
         lower = [
             side.manager.lower
-            for side, guards in offloading_sides(self._engine.scheduler.connector)
-            if isinstance(side.manager, TieringManager) and all(guard.broken is None for guard in guards)
+            for side in live_sides(self._engine.scheduler.connector)
+            if isinstance(side.manager, TieringManager)
         ]
         while lower and (
             not all(tiers.is_idle for tiers in lower)

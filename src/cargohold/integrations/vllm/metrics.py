@@ -17,7 +17,7 @@ from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
 
 from cargohold.integrations.vllm import compat
-from cargohold.protocol import Stats, is_level
+from cargohold.protocol import Stats, is_level, last_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,10 @@ def for_vllm(stats: Stats, block_bytes: float) -> dict[str, float]:
     """
     total: dict[str, float] = {}
     for name, value in stats.items():
-        total[_last_name(name)] = total.get(_last_name(name), 0) + value
+        total[last_name(name)] = total.get(last_name(name), 0) + value
     for direction in ("load", "store"):
         total[f"{direction}_bytes"] = total.pop(f"{direction}_blocks", 0) * block_bytes
     return {name: value for name, value in total.items() if value and name not in _NOT_SHOWN}
-
-
-def _last_name(counter: str) -> str:
-    return counter.rpartition(".")[2]
 
 
 _registered: list[Any] = []

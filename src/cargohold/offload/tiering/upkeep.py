@@ -42,7 +42,9 @@ class Upkeep:
 
     def _look_after(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         asked = [key for key in tier.presence.not_heard_of(kept, LOOK_AFTER_S) if not tier.is_asked_for(key)]
-        parents = dict(zip(keys, (None, *keys), strict=False)) if asked else {}
+        if not asked:
+            return
+        parents = dict(zip(keys, (None, *keys), strict=False))
         tier.probing.update(asked)
         for part in reversed(tier.parts(asked)):
             self._tasks.want(TierTask(JobKind.PROBE, at, part, rewrites={key: parents[key] for key in part}))

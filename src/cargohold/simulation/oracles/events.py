@@ -9,7 +9,7 @@ from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.keys import offload_key
 from cargohold.protocol import MEDIUM_DEVICE, MEDIUM_HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from cargohold.simulation.faulty_manager import FaultyManager
-from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.offloading import live_sides, offloading_sides
 from cargohold.simulation.oracles.base import Oracle
 from cargohold.simulation.replica import Replica
 
@@ -63,9 +63,8 @@ class EventOracle(Oracle):
         return self._knows_tiers and all(guard.broken is None for _, guards in sides for guard in guards)
 
     def _compare_tiers(self) -> None:
-        sides = offloading_sides(self._engine.scheduler.connector)
         # One that is turned off has taken back what it announced, for nobody can load what it holds.
-        managers = [side.manager for side, guards in sides if all(guard.broken is None for guard in guards)]
+        managers = [side.manager for side in live_sides(self._engine.scheduler.connector)]
         inner = [manager.inner if isinstance(manager, FaultyManager) else manager for manager in managers]
         announced = self._index[MEDIUM_HOST]
         for (block_hash, group), count in announced.items():

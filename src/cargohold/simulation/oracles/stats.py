@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cargohold.protocol import Stats, add_stats, is_level
-from cargohold.simulation.offloading import guards_of, offloading_sides
+from cargohold.protocol import Stats, add_stats, is_level, last_name
+from cargohold.simulation.offloading import guards_of, live_sides
 from cargohold.simulation.oracles.base import Oracle
 from cargohold.simulation.replica import Replica
 
@@ -28,8 +28,7 @@ class StatsOracle(Oracle):
         fallen = [counter for counter, value in stats.items() if value < 0 and not is_level(counter)]
         self.require(not fallen, f"counters fell: {fallen}")
         self._total = add_stats(self._total, stats)
-        live = [side for side, guards in offloading_sides(connector) if all(guard.broken is None for guard in guards)]
-        num_ready = sum(side.manager.num_ready for side in live)
+        num_ready = sum(side.manager.num_ready for side in live_sides(connector))
         told = self._sum("num_ready_chunks")
         self.require(told == num_ready, f"counters tell of {told} chunks, {num_ready} can be found")
         is_any_off = any(guard.broken is not None for guard in guards_of(connector))
@@ -40,4 +39,4 @@ class StatsOracle(Oracle):
         self.inspect()
 
     def _sum(self, name: str) -> float:
-        return sum(value for counter, value in self._total.items() if counter.rpartition(".")[2] == name)
+        return sum(value for counter, value in self._total.items() if last_name(counter) == name)
