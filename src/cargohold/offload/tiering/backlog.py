@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from cargohold.offload.manager.base import OffloadKey
@@ -57,6 +58,10 @@ class Backlog:
         for key in reversed(list(keys)):
             if key in self._parents:
                 self._parents[key] = self._parents.pop(key)
+
+    def first(self, limit: int) -> list[OffloadKey]:
+        """The chunks whose turn comes first, at most ``limit``."""
+        return list(islice(self._parents, limit))
 
     def take(self, limit: int, is_ready: Callable[[OffloadKey], bool]) -> Batch | None:
         """Take out the chunk whose turn it is, and those right behind it in its prefix, at most ``limit`` in all.
