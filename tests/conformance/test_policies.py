@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -50,6 +51,11 @@ class Greedy(LRUPolicy):
         return super().make_room(offer, num_slots + 1, busy)
 
 
+class RuthlessToOthers(LRUPolicy):
+    def make_room_for_each(self, offers: Sequence[Offer], num_slots: int, busy: BusyCounts) -> list[int]:
+        return [int(slot) for offer in offers[-num_slots:] for slot in self.make_room(offer, 1, busy).victims]
+
+
 class Unforgetting(LRUPolicy):
     def drop(self, slots: Slots) -> None:
         del slots
@@ -78,6 +84,7 @@ class MostRecent(LRUPolicy):
     [
         (Ruthless, "test_any_traffic_keeps_every_rule"),
         (Greedy, "test_any_traffic_keeps_every_rule"),
+        (RuthlessToOthers, "test_any_traffic_keeps_every_rule"),
         (Unforgetting, "test_any_traffic_keeps_every_rule"),
         (Moody, "test_the_same_traffic_has_the_same_victims"),
         (Stubborn, "test_idle_chunks_make_room_or_are_worth_more"),

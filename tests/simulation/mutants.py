@@ -338,15 +338,15 @@ def forgets_a_pin(patch: Patch) -> None:
 
 @mutant()
 def finds_chunks_that_are_being_written(patch: Patch) -> None:
-    insert = TierManager.prepare_store
+    reserve = TierManager._reserved
 
-    def visible_at_once(self: TierManager, keys: Any, parent: Any = None) -> Any:
-        handle: Any = insert(self, keys, parent)
-        for strand in self._writing.get(handle, ()):
+    def visible_at_once(self: TierManager, placement: Any) -> Any:
+        handle = reserve(self, placement)
+        for strand in self._writing[handle]:
             self._index.publish(strand)
         return handle
 
-    patch.setattr(TierManager, "prepare_store", visible_at_once)
+    patch.setattr(TierManager, "_reserved", visible_at_once)
 
 
 @mutant(workload="tiny-pool")

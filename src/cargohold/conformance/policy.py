@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from random import Random
 from typing import ClassVar
 
@@ -11,8 +12,8 @@ import pytest
 
 from cargohold.blocks import READY
 from cargohold.conformance.chunks import Tree
-from cargohold.offload.manager import CannotStore, LoadHandle, OffloadKey, StoreHandle, TierManager
-from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.manager import CannotStore, LoadHandle, OffloadKey, StoreHandle, StoreOffer, TierManager
+from cargohold.offload.policy.base import NO_SLOT, REFUSED, BusyCounts, Offer, ReplacementPolicy, Room, Slots
 
 NUM_OPERATIONS = 250
 
@@ -116,6 +117,8 @@ class StrictPolicy(ReplacementPolicy):
     def __init__(self, inner: ReplacementPolicy) -> None:
         self._inner = inner
         self._known: set[int] = set()
+        # By slot, the chunk before it, for those that were stored when that was there, while it is.
+        self._parents: dict[int, int] = {}
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
         """Pass on."""
@@ -137,31 +140,72 @@ class StrictPolicy(ReplacementPolicy):
             rest = sorted(self._known.difference(victims))
             # Idle ones may have to stay as well: those before a chunk in use.
             assert not rest or before[rest].any(), "nothing is in use, and yet the answer is to ask again"
-        if offer.parent != NO_SLOT:
-            prefix = set(offer.ancestors().tolist())
-            assert prefix.isdisjoint(victims), "a chunk is given up for what comes behind it"
-        self._known -= set(victims)
+        assert self._in_front(offer).isdisjoint(victims), "a chunk is given up for what comes behind it"
+        self._forget(victims)
         return room
+
+    def make_room_for_each(self, offers: Sequence[Offer], num_slots: int, busy: BusyCounts) -> list[int]:
+        """Pass on, and look at what is given up."""
+        before = busy.copy()
+        answers = self._inner.make_room_for_each(offers, num_slots, busy)
+        assert (busy == before).all(), "make_room_for_each left busy counts changed"
+        assert len(answers) == num_slots, f"{len(answers)} answers for {num_slots} slots"
+        victims = [answer for answer in answers if answer not in (NO_SLOT, REFUSED)]
+        assert len(set(victims)) == len(victims), "a chunk is given up twice"
+        assert self._known.issuperset(victims), "a slot is given up that holds nothing"
+        assert not before[victims].any(), "a chunk is given up that is in use"
+        if NO_SLOT in answers:
+            rest = sorted(self._known.difference(victims))
+            assert not rest or before[rest].any(), "nothing is in use, and yet the answer is to ask again"
+        for offer in offers:
+            assert self._in_front(offer).isdisjoint(victims), "a chunk is given up for what comes behind it"
+        self._forget(victims)
+        return answers
 
     def add(self, offer: Offer, slots: Slots) -> None:
         """Pass on."""
-        self._known |= set(slots.tolist())
+        self._learn(slots.tolist(), [offer.parent, *slots.tolist()])
         self._inner.add(offer, slots)
+
+    def add_each(self, offers: Sequence[Offer], slots: Slots) -> None:
+        """Pass on."""
+        self._learn(slots.tolist(), [offer.parent for offer in offers])
+        self._inner.add_each(offers, slots)
 
     def drop(self, slots: Slots) -> None:
         """Pass on."""
-        self._known -= set(slots.tolist())
+        self._forget(slots.tolist())
         self._inner.drop(slots)
 
     def clear(self) -> None:
         """Pass on."""
-        self._known.clear()
+        self._forget(list(self._known))
         self._inner.clear()
 
     def check(self, slots: Slots) -> None:
         """Compare with what was added and not given up."""
         assert self._known == set(np.asarray(slots).tolist()), "the policy and the tier disagree on what is in use"
         self._inner.check(slots)
+
+    def _learn(self, slots: Sequence[int], parents: Sequence[int]) -> None:
+        self._known |= set(slots)
+        self._parents.update(zip(slots, parents, strict=False))
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        gone = set(slots)
+        self._known -= gone
+        self._parents = {
+            slot: parent for slot, parent in self._parents.items() if slot not in gone and parent not in gone
+        }
+
+    def _in_front(self, offer: Offer) -> set[int]:
+        """The chunks before an offer."""
+        found: set[int] = set()
+        slot = offer.parent
+        while slot != NO_SLOT and slot not in found:
+            found.add(slot)
+            slot = self._parents.get(slot, NO_SLOT)
+        return found
 
 
 class _Traffic:
@@ -184,9 +228,11 @@ class _Traffic:
 
     def move(self) -> None:
         """One operation."""
-        match self.random.randrange(6):
+        match self.random.randrange(7):
             case 0 | 1:
                 self._store()
+            case 6:
+                self._store_several()
             case 2:
                 self.manager.touch(self.tree.any_path(self.random))
             case 3:
@@ -213,6 +259,18 @@ class _Traffic:
             self._stores.append(handle)
             if self._all_goes_well:
                 self._end_store(self._stores.pop())
+
+    def _store_several(self) -> None:
+        """What requests do that generate: each continues its own prefix."""
+        offers = []
+        for _ in range(self.random.randint(2, 4)):
+            path = self.tree.any_path(self.random)
+            at = len(self.manager.lookup_run(path))
+            if at < len(path):
+                offers.append(StoreOffer(path[at : at + 1], path[at - 1] if at else None))
+        self._stores.append(self.manager.prepare_stores(offers))
+        if self._all_goes_well:
+            self._end_store(self._stores.pop())
 
     def _load(self) -> None:
         path = self.tree.any_path(self.random)

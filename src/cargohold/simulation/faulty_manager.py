@@ -8,9 +8,11 @@ from cargohold.blocks import ABSENT, NOT_YET
 from cargohold.offload.manager import (
     CannotStore,
     ForwardingManager,
+    JoinedStores,
     OffloadKey,
     OffloadManager,
     StoreHandle,
+    StoreOffer,
 )
 from cargohold.simulation.faults import Fault, FaultSource
 
@@ -65,6 +67,15 @@ class FaultyManager(ForwardingManager):
         if keys and (self._is_gone() or self._source.strikes(Fault.FULL)):
             return CannotStore.BUSY
         return self.inner.prepare_store(keys, parent)
+
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """Pass on, or be busy for some of them."""
+        struck = [bool(offer.keys) and (self._is_gone() or self._source.strikes(Fault.FULL)) for offer in offers]
+        handle = self.inner.prepare_stores(
+            [offer for offer, is_busy in zip(offers, struck, strict=True) if not is_busy]
+        )
+        busy = [key for offer, is_busy in zip(offers, struck, strict=True) if is_busy for key in offer.keys]
+        return JoinedStores([handle], [*handle.deferred, *busy]) if busy else handle
 
     def _undecided(self, keys: Sequence[OffloadKey], states: bytes) -> bytes:
         """The states, with "not yet" for keys that are asked for the first time and take their time."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.offload.manager import CannotStore, LoadHandle, OffloadManager, StoreHandle
+from cargohold.offload.manager import CannotStore, LoadHandle, OffloadManager, StoreHandle, StoreOffer
+from cargohold.offload.manager.block_pool import BlockPoolManager
 from tests.offload.common import EVERY_KEY
 
 
@@ -66,6 +67,36 @@ class NaiveTier:
         self._note_order(keys, parent, set(answer.keys))
         self.stores.append(answer)
         return answer
+
+    def store_each(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """Offer chunks of several prefixes at once."""
+        before, num_free, writing = dict(self.ready), self.num_free, self.writing
+        offered = {key: parent for keys, parent in offers for parent, key in zip([parent, *keys], keys, strict=False)}
+        absent = {key for key in offered if key not in before and key not in writing}
+        pinned = set(self.read_slots)
+        num_waiting = len(writing) + len(pinned)
+        stays = set[bytes | None]()
+        if all(len(keys) == 1 for keys, _ in offers):
+            for _, parent in offers:
+                stays |= self._in_front(parent) if self.knows_prefixes else {parent}
+        store = self.manager.prepare_stores(offers)
+        evicted = self._note_evictions()
+        self._forget(evicted)
+        assert not pinned & set(evicted.values()), "evicted while being read"
+        assert len(store.keys) == len(set(store.keys)) == len(set(store.slots)), "given twice"
+        # One offer may evict what is in another.
+        assert (absent | evicted.keys()).issuperset(store.keys), "stored twice"
+        assert offered.keys() - set(store.keys) >= set(store.deferred)
+        if not isinstance(self.manager, BlockPoolManager):
+            assert not stays & evicted.keys(), "evicted for its own child"
+            assert len(evicted) == max(0, len(store.keys) - num_free), "more evicted than needed"
+        assert not store.deferred or num_waiting + len(store.keys), "deferred although nobody is using anything"
+        taken = {*self.ready.values(), *writing.values(), *self.leaving}
+        assert not taken & set(store.slots), "a slot was given twice"
+        for key in store.keys:
+            self._note_order([key], offered[key], set(store.keys))
+        self.stores.append(store)
+        return store
 
     def commit(self, store: StoreHandle) -> None:
         self.stores.remove(store)

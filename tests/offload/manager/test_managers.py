@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from cargohold.blocks import READY
 from cargohold.errors import LifecycleError, MissingChunkError
-from cargohold.offload.manager import ChunksStored, OffloadManager, make_manager
+from cargohold.offload.manager import ChunksStored, JoinedStores, OffloadManager, StoreOffer, make_manager
 from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.policy import POLICIES
 from tests.offload.common import DEPTH, EVERY_KEY, chain
@@ -52,12 +52,26 @@ class TierMachine(RuleBasedStateMachine):
         first = data.draw(st.sampled_from([len(self.manager.lookup_run(keys)), data.draw(st.integers(0, len(keys)))]))
         self.tier.store(keys[first:], keys[first - 1] if first else None)
 
+    @rule(several=st.lists(st.tuples(paths, st.booleans()), min_size=1, max_size=4))
+    def store_each(self, several: list[tuple[tuple[int, ...], bool]]) -> None:
+        """What requests do that generate: each continues its own prefix; some are prompts of more than a chunk."""
+        offers = []
+        for path, is_prompt in several:
+            keys = chain(path)
+            first = min(len(self.manager.lookup_run(keys)), len(keys) - 1)
+            offers.append(
+                StoreOffer(keys[first:] if is_prompt else keys[first : first + 1], keys[first - 1] if first else None)
+            )
+        self.tier.store_each(offers)
+
     @precondition(lambda self: self.tier.stores)
     @rule(data=st.data(), works=st.booleans())
     def end_store(self, data: st.DataObject, works: bool) -> None:
         store = data.draw(st.sampled_from(self.tier.stores))
         (self.tier.commit if works else self.tier.forfeit)(store)
         for again in (store.commit, store.forfeit):
+            if isinstance(store, JoinedStores):
+                continue  # of several handles, or of none
             with pytest.raises(LifecycleError) as raised:
                 again()
             assert raised.value.history == ("prepare_store", "commit" if works else "forfeit")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cargohold.blocks import READY
-from cargohold.offload.manager import CannotStore, TierManager, make_manager
+from cargohold.offload.manager import CannotStore, StoreOffer, TierManager, make_manager
 from cargohold.offload.policy import DEFAULT_POLICY, leaf_queue
 from cargohold.offload.policy.absent_chunks import AbsentChunks
-from cargohold.offload.policy.base import NO_SLOT
+from cargohold.offload.policy.base import NO_SLOT, NO_SLOTS, REFUSED, Offer
 from cargohold.offload.policy.key_hash import KeyHash
 from cargohold.offload.policy.leaf_queue import NEVER, LeafQueue
 from cargohold.offload.policy.prefix_tree import PrefixTree
@@ -124,6 +124,33 @@ def test_above_other_tiers_everything_gets_in_and_what_is_worth_most_still_stays
     assert num_hits > 0.9 * 400 * 8
 
 
+@pytest.mark.parametrize("admits_all", [False, True])
+def test_chunks_of_several_prefixes_count_as_if_they_had_come_one_by_one(admits_all: bool) -> None:
+    """Requests that generate side by side, some of whose answers come back: either way the same chunks are known alike."""
+    together, apart = (ReuseIndexPolicy(40) for _ in range(2))
+    managers = TierManager(40, together), TierManager(40, apart)
+    if admits_all:
+        for manager in managers:
+            manager.admit_all()
+    for turn in range(30):
+        prefixes = [numbered(*range(1000 * (turn // 2 + line), 1000 * (turn // 2 + line) + 8)) for line in range(3)]
+        offers = [StoreOffer(keys[at : at + 1], keys[at - 1] if at else None) for at in range(8) for keys in prefixes]
+        for step in range(8):
+            some = offers[3 * step : 3 * step + 3]
+            managers[0].prepare_stores(some).commit()
+            for offer in some:
+                handle = managers[1].prepare_store(offer.keys, offer.parent)
+                assert not isinstance(handle, CannotStore)
+                handle.commit()
+        for manager in managers:
+            manager.check()
+            for keys in prefixes:
+                manager.touch(keys[: len(manager.lookup_run(keys))])
+    for left, right in ((together._uses, apart._uses), (together._classes, apart._classes)):
+        assert np.bincount(left).tolist() == np.bincount(right).tolist()
+    assert together._now == apart._now
+
+
 def test_until_it_has_learned_something_it_evicts_the_oldest_leaf() -> None:
     manager = make_manager("reuse-index", 4, record_events=True)
     for first in (1, 2):
@@ -219,7 +246,12 @@ def test_a_tree_counts_children(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 20))):
         free = [slot for slot in range(12) if slot not in parent_of]
         grows = data.draw(st.booleans())
-        if free and grows:
+        if free and grows and data.draw(st.booleans()):
+            slots = data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True))
+            parents = [data.draw(st.sampled_from([NO_SLOT, *parent_of])) for _ in slots]
+            tree.link_each(np.array(slots), np.array(parents))
+            parent_of.update(zip(slots, parents, strict=True))
+        elif free and grows:
             slots = data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True))
             parent = data.draw(st.sampled_from([NO_SLOT, *parent_of]))
             tree.link(np.array(slots), parent)
@@ -304,6 +336,38 @@ def test_whole_lines_go_as_one_chunk_after_the_other_does(data: st.DataObject) -
     assert victims(1) == victims(capacity + 1)
 
 
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_of_several_newcomers_each_is_weighed_against_the_leaf_that_is_worth_least(data: st.DataObject) -> None:
+    capacity = data.draw(st.integers(1, 16))
+    worth_of = [0.1, 0.2, 0.4, 0.8]
+    classes = np.array(data.draw(st.lists(st.integers(0, 3), min_size=capacity, max_size=capacity)), dtype=np.uint8)
+    last_uses = np.arange(capacity, dtype=np.int64)
+    tree = PrefixTree(capacity)
+    for slot in range(capacity):
+        tree.link(np.array([slot]), data.draw(st.sampled_from([NO_SLOT, *range(slot)])))
+    parents, alive = tree._parents.copy(), set(range(capacity))
+    queue = LeafQueue(last_uses, classes, tree, np.tile(np.array([worth_of]).T, (1, NUM_AGES)))
+    busy = np.array(data.draw(st.lists(st.integers(0, 1), min_size=capacity, max_size=capacity)), dtype=np.int32)
+    newcomers = data.draw(st.lists(st.sampled_from([0.1, 0.3, 1.0]), min_size=1, max_size=capacity + 2))
+    answers, victims_used = queue.take_each(newcomers, now=capacity, busy=busy)
+    for newcomer, answer in zip(newcomers, answers, strict=True):
+        idle = [slot for slot in alive if not busy[slot] and not any(parents[other] == slot for other in alive)]
+        least = min((worth_of[classes[slot]] for slot in idle), default=None)
+        if least is None:
+            assert answer == NO_SLOT
+        elif newcomer < least:
+            assert answer == REFUSED
+        else:
+            assert answer in idle and worth_of[classes[answer]] == least
+            alive.remove(answer)
+    victims = [answer for answer in answers if answer >= 0]
+    assert victims_used == victims, "slots were used in their order"
+    tree.check(np.array(sorted(alive), dtype=np.intp))
+    rest = queue.take(np.full(capacity, np.inf), now=capacity, busy=np.zeros(capacity, dtype=np.int32))
+    assert sorted(rest.slots.tolist()) == sorted(alive), "who was passed over is still queued"
+
+
 def test_a_queued_leaf_that_was_continued_is_a_leaf_no_more() -> None:
     last_uses, busy = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int32)
     tree = PrefixTree(2)
@@ -338,6 +402,12 @@ def test_one_chunk_is_met_as_many_are(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 12))):
         first = data.draw(st.integers(0, len(names) - 1))
         request(manager, names[first : first + data.draw(st.integers(1, 3))])
+    offers = [Offer([name], parent, lambda: NO_SLOTS) for name in names for parent in (NO_SLOT, *range(8))]
+    each = policy._meet_each(offers)
+    ones = [policy._meet_one(offer.keys, offer.parent) for offer in offers]
+    assert each.tags.tolist() == [tag for one in ones for tag in one.tags.tolist()]
+    assert each.uses.tolist() == [uses for one in ones for uses in one.uses.tolist()]
+    assert each.classes.tolist() == [chunk_class for one in ones for chunk_class in one.classes.tolist()]
     for name in names:
         for parent in (NO_SLOT, *range(8)):
             one, many = policy._meet_one([name], parent), policy._meet_many([name], parent)

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.offload.manager import CannotStore, ChunksStored, LoadHandle, OffloadManager, StoreHandle, make_manager
+from cargohold.offload.manager import (
+    CannotStore,
+    ChunksStored,
+    LoadHandle,
+    OffloadManager,
+    StoreHandle,
+    StoreOffer,
+    make_manager,
+)
 from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.tier import BreakerState, JobKind
 from cargohold.offload.tiering import (
@@ -196,6 +204,25 @@ def test_answers_of_too_few_workers_count_for_nothing() -> None:
     world.lower.note_answers(probe.job_id, bytes([1, 1]), 1)
     world.lower.end(probe.job_id, TransferOutcome.DONE)
     assert world.lower.lookup([KEYS[0]])[0] == ABSENT
+
+
+def test_chunks_of_several_prefixes_are_written_down_behind_their_own_parents() -> None:
+    world = World()
+    others = [key_of(1, at) for at in range(2)]
+    world.keep(KEYS[:1])
+    for write in world.step():
+        world.end(write, [True] * len(write.keys))
+    handle = world.manager.prepare_stores(
+        [StoreOffer(KEYS[1:2], KEYS[0]), StoreOffer(others, None), StoreOffer(KEYS[:1], None)]
+    )
+    assert world.step() == [], "nothing is there yet"
+    handle.commit()
+    parents: dict[bytes, bytes | None] = {}
+    while writes := world.step():
+        for write in writes:
+            parents.update(zip(write.keys, (write.parent, *write.keys), strict=False))
+            world.end(write, [True] * len(write.keys))
+    assert parents == {KEYS[1]: KEYS[0], others[0]: None, others[1]: others[0]}
 
 
 def test_when_no_slot_can_be_had_nothing_is_held() -> None:

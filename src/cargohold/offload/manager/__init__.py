@@ -4,11 +4,13 @@ from cargohold.offload.manager.base import (
     CannotStore,
     ChunksRemoved,
     ChunksStored,
+    JoinedStores,
     LoadHandle,
     ManagerEvent,
     OffloadKey,
     OffloadManager,
     StoreHandle,
+    StoreOffer,
 )
 from cargohold.offload.manager.factory import make_manager
 from cargohold.offload.manager.forwarding import ForwardingManager
@@ -19,11 +21,13 @@ __all__ = [
     "ChunksRemoved",
     "ChunksStored",
     "ForwardingManager",
+    "JoinedStores",
     "LoadHandle",
     "ManagerEvent",
     "OffloadKey",
     "OffloadManager",
     "StoreHandle",
+    "StoreOffer",
     "TierManager",
     "make_manager",
 ]

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 OffloadKey: TypeAlias = bytes
 """Block hash of a chunk's last block, then the KV-cache group's index in four bytes, little-endian: 36 bytes."""
@@ -56,6 +56,18 @@ class ChunksRemoved:
 
 
 ManagerEvent: TypeAlias = ChunksStored | ChunksRemoved
+
+
+class StoreOffer(NamedTuple):
+    """Chunks that could be stored.
+
+    Attributes:
+        keys: consecutive chunks of one prefix.
+        parent: the chunk before the first, if there is one.
+    """
+
+    keys: Sequence[OffloadKey]
+    parent: OffloadKey | None = None
 
 
 class StoreHandle(Protocol):
@@ -115,6 +127,31 @@ class LoadHandle(Protocol):
         found from now on.
         """
         ...
+
+
+class JoinedStores:
+    """Several reservations as one. Satisfies ``StoreHandle``.
+
+    Args:
+        handles: the reservations.
+        deferred: what is to be offered again, theirs included.
+    """
+
+    def __init__(self, handles: Sequence[StoreHandle], deferred: Sequence[OffloadKey]) -> None:
+        self._handles = handles
+        self.keys = [key for handle in handles for key in handle.keys]
+        self.slots = [slot for handle in handles for slot in handle.slots]
+        self.deferred = deferred
+
+    def commit(self) -> None:
+        """See ``StoreHandle.commit``."""
+        for handle in self._handles:
+            handle.commit()
+
+    def forfeit(self) -> None:
+        """See ``StoreHandle.forfeit``."""
+        for handle in self._handles:
+            handle.forfeit()
 
 
 class OffloadManager(ABC):
@@ -180,6 +217,27 @@ class OffloadManager(ABC):
             keys: consecutive chunks of one prefix.
             parent: the chunk before the first, if there is one.
         """
+
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """``prepare_store`` for chunks of several prefixes, with one handle for all of them.
+
+        While many requests generate, most steps complete a chunk or two of several; one call costs a fraction of one for each.
+
+        What would be answered with ``CannotStore.BUSY`` is in the handle's ``deferred``, with what is deferred of the other
+        offers. The chunks of an offer are in order in ``keys`` and ``deferred``; the offers need not be. A chunk that is in
+        several offers is stored once.
+        """
+        handles: list[StoreHandle] = []
+        deferred: list[OffloadKey] = []
+        for offer in offers:
+            handle = self.prepare_store(offer.keys, offer.parent)
+            if isinstance(handle, CannotStore):
+                deferred += offer.keys
+            else:
+                deferred += handle.deferred
+                handles.append(handle)
+        placed = {key for handle in handles for key in handle.keys}
+        return JoinedStores(handles, [key for key in deferred if key not in placed])
 
     @abstractmethod
     def remove(self, keys: Iterable[OffloadKey]) -> None:

@@ -180,6 +180,17 @@ class ChainIndex:
         self._slots.add(keys, slots.tolist())
         return strands
 
+    def insert_each(self, keys: Sequence[bytes], slots: Slots, parents: Sequence[bytes | None]) -> list[Strand]:
+        """Add chunks that are being written, each behind a parent of its own. Their keys must be absent and different."""
+        strands = [
+            Strand((key,), slots[at : at + 1], parent, is_ready=False)
+            for at, (key, parent) in enumerate(zip(keys, parents, strict=True))
+        ]
+        self._strands[slots] = strands
+        self._positions[slots] = 0
+        self._slots.add(keys, slots.tolist())
+        return strands
+
     def publish(self, strand: Strand) -> None:
         """A strand's chunks are ready. It is joined to the one it continues, whose former continuation is cut off.
 

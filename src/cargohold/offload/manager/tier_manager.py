@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -20,11 +21,12 @@ from cargohold.offload.manager.base import (
     OffloadKey,
     OffloadManager,
     StoreHandle,
+    StoreOffer,
 )
 from cargohold.offload.manager.chain_index import ChainIndex, Strand
 from cargohold.offload.manager.handles import ChunkPins, SlotReservation
 from cargohold.offload.manager.slot_table import SlotTable
-from cargohold.offload.policy.base import NO_SLOT, Offer, ReplacementPolicy, Slots, joined
+from cargohold.offload.policy.base import NO_SLOT, REFUSED, Offer, ReplacementPolicy, Slots, joined
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
 _LOOKUP_OF_STATE = bytes(READY if state == slot_table.READY else ABSENT for state in range(256))
@@ -35,15 +37,13 @@ class _Placement:
     """A store being planned: what of the offered chunks found a slot so far.
 
     Attributes:
-        num_waiting: slots that others use at the moment, and may free.
-        deferred: chunks that may find a slot then.
+        deferred: chunks that may find a slot when others let go of theirs.
     """
 
-    num_waiting: int
     keys: list[OffloadKey] = field(default_factory=list)
     slots: list[Slots] = field(default_factory=list)
     strands: list[Strand] = field(default_factory=list)
-    deferred: Sequence[OffloadKey] = ()
+    deferred: list[OffloadKey] = field(default_factory=list)
 
     def add(self, keys: Sequence[OffloadKey], slots: Slots, strands: list[Strand]) -> None:
         """These chunks found these slots."""
@@ -148,18 +148,23 @@ class TierManager(OffloadManager):
         return handle
 
     def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:  # noqa: D102
-        keys = tuple(dict.fromkeys(keys))
-        present = self._index.slots_of(keys)
-        placement = _Placement(num_waiting=self.num_writing + self.num_pins)
-        if present.count(None) == len(present):
-            self._place(placement, keys, parent)
-        else:
-            self._place_gaps(placement, keys, present, parent)
+        placement = _Placement()
+        self._place_chain(placement, keys, parent)
         if placement.deferred and not placement.keys:
             return CannotStore.BUSY
-        handle = SlotReservation(placement.keys, joined(placement.slots), placement.deferred, self._end_store)
-        self._writing[handle] = placement.strands
-        return handle
+        return self._reserved(placement)
+
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
+        placement = _Placement()
+        parents: dict[OffloadKey, OffloadKey | None] = {}
+        for keys, parent in offers:
+            if len(keys) == 1 < len(offers):  # as requests generate
+                parents[keys[0]] = parent
+            else:
+                self._place_chain(placement, keys, parent)
+        if parents:
+            self._place_each(placement, parents)
+        return self._reserved(placement)
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:  # noqa: D102
         slots = np.array([slot for key in dict.fromkeys(keys) if (slot := self._removable(key)) != NO_SLOT], np.intp)
@@ -185,36 +190,100 @@ class TierManager(OffloadManager):
 
     # --- stores -------------------------------------------------------------------------------------------------------
 
-    def _place_gaps(
-        self, placement: _Placement, keys: tuple[OffloadKey, ...], present: list[int | None], parent: OffloadKey | None
-    ) -> None:
-        """Find slots for the absent ones of ``keys``, some of which are there. Mutates everything."""
+    def _reserved(self, placement: _Placement) -> SlotReservation:
+        if placement.deferred:  # of one prefix: in another it may have found a slot
+            placed = frozenset(placement.keys)
+            placement.deferred = [key for key in placement.deferred if key not in placed]
+        handle = SlotReservation(placement.keys, joined(placement.slots), placement.deferred, self._end_store)
+        self._writing[handle] = placement.strands
+        return handle
+
+    def _place_chain(self, placement: _Placement, keys: Sequence[OffloadKey], parent: OffloadKey | None) -> None:
+        """Find slots for those of ``keys`` that are absent. Mutates everything."""
+        num_waiting = self.num_writing + self.num_pins
+        keys = tuple(dict.fromkeys(keys))
+        present = self._index.slots_of(keys)
+        if present.count(None) == len(present):
+            self._place(placement, keys, parent, num_waiting)
+            return
         protected = np.array([slot for slot in present if slot is not None], dtype=np.intp)
         self._table.hold(protected)
         at = 0
         for is_absent, group in groupby(present, lambda slot: slot is None):
             count = len(list(group))
-            if is_absent and not self._place(placement, keys[at : at + count], keys[at - 1] if at else parent):
+            in_front = keys[at - 1] if at else parent
+            if is_absent and not self._place(placement, keys[at : at + count], in_front, num_waiting):
                 break  # what lies behind a hole is worth nothing
             at += count
         self._table.let_go(protected)
 
-    def _place(self, placement: _Placement, keys: tuple[OffloadKey, ...], parent: OffloadKey | None) -> bool:
-        """Find slots for absent chunks, one behind the other; whether all got one. Mutates everything."""
-        parent_slot = self._index.slot_of(parent)
-        offer = Offer(keys, parent_slot, lambda: self._index.ancestors(parent_slot))
+    def _place(
+        self, placement: _Placement, keys: tuple[OffloadKey, ...], parent: OffloadKey | None, num_waiting: int
+    ) -> bool:
+        """Find slots for absent chunks, one behind the other; whether all got one. Mutates everything.
+
+        Args:
+            placement: what was placed so far; added to.
+            keys: the chunks.
+            parent: the chunk before them.
+            num_waiting: slots that others use at the moment, and may free.
+        """
+        offer = self._offer(keys, parent)
         is_refused = self._make_room(offer)
         num_placed = min(len(keys), self._table.num_free)
         if num_placed < len(keys) and not is_refused:
             # Others may let go of that many slots. Chunks beyond them would never find one: they are refused.
-            placement.deferred = keys[num_placed : num_placed + placement.num_waiting]
-            if placement.deferred:
-                offer = Offer(keys[:num_placed], parent_slot, offer.ancestors)
+            deferred = keys[num_placed : num_placed + num_waiting]
+            placement.deferred += deferred
+            if deferred:
+                offer = Offer(keys[:num_placed], offer.parent, offer.ancestors)
         if offer.keys:
             slots = self._table.reserve(num_placed)
             self.policy.add(offer, slots)
             placement.add(keys[:num_placed], slots, self._index.insert(keys[:num_placed], slots, parent))
         return num_placed == len(keys)
+
+    def _place_each(self, placement: _Placement, parents: dict[OffloadKey, OffloadKey | None]) -> None:
+        """Find slots for those of ``parents`` that are absent, single chunks of several prefixes. Mutates everything.
+
+        Args:
+            placement: what was placed so far; added to.
+            parents: by chunk, the one before it.
+        """
+        there: list[Offer] = []
+        offers: list[Offer] = []
+        for (key, parent), slot in zip(parents.items(), self._index.slots_of(tuple(parents)), strict=True):
+            if slot is None:
+                offers.append(self._offer((key,), parent))
+            else:
+                there.append(self._offer((key,), key))  # it stays, as what is before the others does
+        placed, others = offers[: self._table.num_free], offers[self._table.num_free :]
+        refused: list[Offer] = []
+        if others:
+            answers = list(zip(others, self._make_room_for_each([*there, *offers], len(others)), strict=True))
+            placed += [offer for offer, answer in answers if answer >= 0]
+            # As in _place: no more of them wait than slots that others may let go of; here the others on offer, too.
+            num_waiting = self.num_writing + self.num_pins + len(placed)
+            waiting = [offer for offer, answer in answers if answer == NO_SLOT]
+            placement.deferred += [offer.keys[0] for offer in waiting[:num_waiting]]
+            refused = [offer for offer, answer in answers if answer == REFUSED] + waiting[num_waiting:]
+        slots = self._table.reserve(len(placed))
+        self.policy.add_each([*placed, *refused], slots)
+        keys = [offer.keys[0] for offer in placed]
+        placement.add(keys, slots, self._index.insert_each(keys, slots, [parents[key] for key in keys]))
+
+    def _offer(self, keys: tuple[OffloadKey, ...], parent: OffloadKey | None) -> Offer:
+        slot = self._index.slot_of(parent)
+        return Offer(keys, slot, partial(self._index.ancestors, slot))
+
+    def _make_room_for_each(self, offers: Sequence[Offer], num_slots: int) -> list[int]:
+        """Evict what the policy gives up for each of the last ``num_slots`` offers; its answers. Mutates everything."""
+        parents = np.array([offer.parent for offer in offers if offer.parent != NO_SLOT], dtype=np.intp)
+        self._table.hold(parents)
+        answers = self.policy.make_room_for_each(offers, num_slots, self._table.busy)
+        self._table.let_go(parents)
+        self._retire(np.array([answer for answer in answers if answer >= 0], dtype=np.intp))
+        return answers
 
     def _make_room(self, offer: Offer) -> bool:
         """Evict what the policy gives up for ``offer``; whether it refused more. Mutates everything."""

@@ -31,6 +31,9 @@ BusyCounts: TypeAlias = npt.NDArray[np.int32]
 
 NO_SLOT: Final = -1
 
+REFUSED: Final = -2
+"""In the place of a victim: what is there is worth more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -121,6 +124,38 @@ class ReplacementPolicy(ABC):
     @abstractmethod
     def add(self, offer: Offer, slots: Slots) -> None:
         """The first ``len(slots)`` chunks of ``offer`` got these slots; the others were not stored, for good."""
+
+    def make_room_for_each(self, offers: Sequence[Offer], num_slots: int, busy: BusyCounts) -> list[int]:
+        """``make_room`` for several chunks at once, each of another prefix: no chunk goes that is before one of them.
+
+        Args:
+            offers: one chunk each; their parents are busy.
+            num_slots: how many slots are missing, at least 1: the last of ``offers`` have none.
+            busy: as above.
+
+        Returns:
+            For each that has none the slot that was given up for it, ``REFUSED``, or ``NO_SLOT`` if everything else is busy.
+        """
+        held = [offer.ancestors() for offer in offers]
+        for slots in held:
+            busy[slots] += 1
+        answers: list[int] = []
+        given_up: list[int] = []
+        for offer in offers[-num_slots:]:
+            room = self.make_room(offer, 1, busy)
+            victims = room.victims.tolist()
+            answers += victims or [REFUSED if room.refused else NO_SLOT]
+            given_up += victims
+            busy[victims] += 1
+        busy[given_up] -= 1
+        for slots in held:
+            busy[slots] -= 1
+        return answers
+
+    def add_each(self, offers: Sequence[Offer], slots: Slots) -> None:
+        """``add`` for chunks of several prefixes: the first ``len(slots)`` got these slots, the others were not stored."""
+        for at, offer in enumerate(offers):
+            self.add(offer, slots[at : at + 1])
 
     @abstractmethod
     def drop(self, slots: Slots) -> None:

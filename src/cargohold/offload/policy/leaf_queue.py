@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Slots
+from cargohold.offload.policy.base import NO_SLOT, REFUSED, BusyCounts, Slots
 from cargohold.offload.policy.prefix_tree import PrefixTree
 from cargohold.offload.policy.reuse_model import NUM_AGES, Index, age_buckets
 
@@ -114,6 +115,43 @@ class LeafQueue:
         for entry in passed:
             heappush(self._heap, entry)
         return Eviction(np.array(victims, dtype=np.intp), np.array(last_uses, dtype=np.int64), refused)
+
+    def take_each(self, worth: Sequence[float], now: int, busy: BusyCounts) -> tuple[list[int], list[int]]:
+        """``take`` for chunks of several prefixes: one that is refused does not keep the others out.
+
+        Args:
+            worth: of the chunks that want in.
+            now: the time.
+            busy: which slots must be passed over.
+
+        Returns:
+            For each the slot that was given up for it, ``REFUSED``, or ``NO_SLOT`` where everything else is busy; and when the
+            chunks there were used last, one for each slot.
+        """
+        if now - self._queued_at >= self._queue_age:
+            self._queue_leaves(now, busy)
+        answers: list[int] = []
+        last_uses: list[int] = []
+        passed: list[Entry] = []
+        for offered in worth:
+            lowest = self._lowest(now, busy, passed)
+            if lowest is None:
+                break
+            least, last_use, slot = lowest
+            if offered < least:
+                answers.append(REFUSED)
+                continue
+            heappop(self._heap)
+            self._last_use_of[slot] = NEVER
+            answers.append(slot)
+            last_uses.append(last_use)
+            parent = self._tree.cut_leaf(slot)
+            if parent != NO_SLOT:
+                self._queue_if_low(parent, now)
+        for entry in passed:
+            heappush(self._heap, entry)
+        answers += [NO_SLOT] * (len(worth) - len(answers))
+        return answers, last_uses
 
     def _evict_upwards(self, leaf: Entry, offered: memoryview, victims: list[int], now: int, busy: BusyCounts) -> None:
         """Evict the leaf at the head of the queue, and what was in front of it as long as that is the same in all respects.

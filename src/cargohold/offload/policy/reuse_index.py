@@ -70,6 +70,8 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._uses: Uses = np.full(capacity, 0, dtype=np.uint8)
         self._classes: Classes = np.full(capacity, 0, dtype=np.uint8)
         self._tags: Tags = np.full(capacity, 0, dtype=np.uint32)
+        # The same memory: single elements are read and written three times faster this way.
+        self._uses_of, self._class_of = self._uses.data, self._classes.data
         self._tag_of = KeyHash(seed=0)
         self._tree = PrefixTree(capacity)
         self._model = ReuseModel(_NUM_LEVELS * _PER_LEVEL, _DETAILS, capacity)
@@ -93,8 +95,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._observe(self._tags[slots], classes)
 
     def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
-        if self._model.fit(self._now):
-            self._leaves.use_index(self._model.index)
+        self._learn()
         newcomers = self._newcomers = self._meet(offer.keys, offer.parent)
         worth = self._model.index[newcomers.classes[-num_slots:], 0]
         if self._admits_all:
@@ -107,18 +108,33 @@ class ReuseIndexPolicy(ReplacementPolicy):
         newcomers = self._newcomers
         if newcomers.keys is not offer.keys:
             newcomers = self._meet(offer.keys, offer.parent)
-        num_placed = len(slots)
-        if num_placed:
+        if len(slots):
             self._tree.link(slots, offer.parent)
-            self._last_uses[slots] = self._now
-            self._uses[slots] = newcomers.uses[:num_placed]
-            self._classes[slots] = newcomers.classes[:num_placed]
-            self._tags[slots] = newcomers.tags[:num_placed]
-        if num_placed < len(offer.keys):
-            refused = slice(num_placed, None)
-            self._absent.remember(newcomers.tags[refused], newcomers.uses[refused], np.array([self._now]))
-        if offer.parent != NO_SLOT and self._classes[offer.parent] % _PER_LEVEL >= _LAST:
-            self._classes[offer.parent] -= _LAST  # its request goes on
+        self._settle(slots, newcomers)
+        self._go_on(offer.parent)
+        self._observe(newcomers.tags, newcomers.classes)
+
+    def make_room_for_each(self, offers: Sequence[Offer], num_slots: int, busy: BusyCounts) -> list[int]:  # noqa: D102
+        self._learn()
+        newcomers = self._meet_each(offers[-num_slots:])
+        worth = self._model.index[newcomers.classes, 0]
+        if self._admits_all:
+            worth = np.full(num_slots, np.inf)
+        answers, last_uses = self._leaves.take_each(worth.tolist(), self._now, busy)
+        victims = np.array([answer for answer in answers if answer >= 0], dtype=np.intp)
+        self._absent.remember(self._tags[victims], self._uses[victims], np.array(last_uses, dtype=np.int64))
+        return answers
+
+    def add_each(self, offers: Sequence[Offer], slots: Slots) -> None:  # noqa: D102
+        if not offers:
+            return
+        newcomers, num_placed = self._meet_each(offers), len(slots)
+        parents = np.array([offer.parent for offer in offers], dtype=np.intp)
+        if num_placed:
+            self._tree.link_each(slots, parents[:num_placed])
+        self._settle(slots, newcomers)
+        for parent in parents.tolist():
+            self._go_on(parent)
         self._observe(newcomers.tags, newcomers.classes)
 
     def drop(self, slots: Slots) -> None:  # noqa: D102
@@ -133,6 +149,28 @@ class ReuseIndexPolicy(ReplacementPolicy):
         assert np.array_equal((self._last_uses != NEVER).nonzero()[0], np.sort(slots)), "not the slots in use"
         self._tree.check(slots)
 
+    def _learn(self) -> None:
+        """Take up what was learned of the traffic, if it is time to. Mutates the model and the queue."""
+        if self._model.fit(self._now):
+            self._leaves.use_index(self._model.index)
+
+    def _settle(self, slots: Slots, newcomers: _Newcomers) -> None:
+        """The first newcomers have these slots, the others none. Mutates what is known of chunks."""
+        num_placed = len(slots)
+        if num_placed:
+            self._last_uses[slots] = self._now
+            self._uses[slots] = newcomers.uses[:num_placed]
+            self._classes[slots] = newcomers.classes[:num_placed]
+            self._tags[slots] = newcomers.tags[:num_placed]
+        if num_placed < len(newcomers.tags):
+            refused = slice(num_placed, None)
+            self._absent.remember(newcomers.tags[refused], newcomers.uses[refused], np.array([self._now]))
+
+    def _go_on(self, parent: int) -> None:
+        """The request goes on whose last chunk this was. Mutates its class."""
+        if parent != NO_SLOT and self._class_of[parent] % _PER_LEVEL >= _LAST:
+            self._class_of[parent] -= _LAST
+
     def _meet(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
         """What is known of chunks on offer. Changes nothing."""
         if len(keys) == 1:
@@ -140,16 +178,27 @@ class ReuseIndexPolicy(ReplacementPolicy):
         return self._meet_many(keys, parent)
 
     def _meet_many(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
+        newcomers = self._recognise(keys, np.full(len(keys), self._detail_behind(parent), dtype=np.uint8))
+        newcomers.classes[-1:] += np.uint8(_LAST)
+        return newcomers
+
+    def _meet_each(self, offers: Sequence[Offer]) -> _Newcomers:
+        """The same for chunks of several prefixes."""
+        details = np.array([self._detail_behind(offer.parent) for offer in offers], dtype=np.uint8)
+        newcomers = self._recognise([offer.keys[0] for offer in offers], details)
+        newcomers.classes[:] += np.uint8(_LAST)
+        return newcomers
+
+    def _recognise(self, keys: Sequence[bytes], classes: Classes) -> _Newcomers:
+        """What is known of chunks, and the classes they will be of; ``classes`` are those of new ones. Changes nothing."""
         tags = self._tag_of(keys)
         uses: Uses = np.full(len(keys), 1, dtype=np.uint8)
-        classes: Classes = np.full(len(keys), self._detail_behind(parent), dtype=np.uint8)
         if not self._absent.is_empty:
             uses_before, ages = self._absent.recall(tags, self._now)
             is_known = uses_before > 0
             if np.count_nonzero(is_known):
                 uses = _one_more(uses_before)
                 classes = np.where(is_known, _classes_of_known(uses, ages), classes)
-        classes[-1:] += np.uint8(_LAST)
         return _Newcomers(keys, tags, uses, classes)
 
     def _meet_one(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
@@ -169,9 +218,9 @@ class ReuseIndexPolicy(ReplacementPolicy):
         """Detail of the class of new chunks that continue a prefix."""
         if parent == NO_SLOT:
             return 0
-        uses = int(self._uses[parent])
+        uses = self._uses_of[parent]
         if uses == 1:  # the same request, in parts
-            return int(self._classes[parent]) % _DETAILS
+            return self._class_of[parent] % _DETAILS
         return min((uses.bit_length() + 1) // 2, _CONTINUES_OFTEN)
 
     def _observe(self, tags: Tags, classes: Classes) -> None:

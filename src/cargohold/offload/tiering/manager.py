@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 
 from cargohold.offload.manager.base import (
     CannotStore,
     OffloadKey,
     OffloadManager,
     StoreHandle,
+    StoreOffer,
 )
 from cargohold.offload.manager.forwarding import ForwardingManager
 from cargohold.offload.tiering.lower_tiers import LowerTiers
@@ -54,12 +56,11 @@ class TieringManager(ForwardingManager):
     def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
         """Reserve slots in host memory; what is stored there will go further down."""
         handle = self.host.prepare_store(keys, parent)
-        if isinstance(handle, CannotStore) or not handle.keys:
-            return handle
-        parents: dict[OffloadKey, OffloadKey | None] = dict.fromkeys(keys)
-        if self._stores_chains:
-            parents = dict(zip(keys, (parent, *keys), strict=False))
-        return WatchedStore(handle, partial(self.lower.note_stored, parents=parents))
+        return handle if isinstance(handle, CannotStore) else self._watched(handle, [StoreOffer(keys, parent)])
+
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """The same for chunks of several prefixes."""
+        return self._watched(self.host.prepare_stores(offers), offers)
 
     def reset(self) -> bool:
         """Forget everything, lower tiers included; ``False`` while a slot is being filled, or chunks are held for somebody.
@@ -70,6 +71,15 @@ class TieringManager(ForwardingManager):
             return False
         self.lower.reset()
         return True
+
+    def _watched(self, handle: StoreHandle, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """The handle, which lower tiers hear of when it is committed."""
+        if not handle.keys:
+            return handle
+        parents: dict[OffloadKey, OffloadKey | None] = {}
+        for keys, parent in offers:
+            parents.update(zip(keys, (parent, *keys) if self._stores_chains else repeat(None), strict=False))
+        return WatchedStore(handle, partial(self.lower.note_stored, parents=parents))
 
     def check(self) -> None:
         """Verify every invariant of host memory and of the tiers below."""
