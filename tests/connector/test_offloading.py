@@ -168,6 +168,51 @@ def test_a_request_does_not_wait_for_loads_of_what_it_has_on_the_device() -> Non
     finish(engine, offloading)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_chunks_that_a_step_completes_for_several_requests_are_one_job(windows: tuple[int | None, ...]) -> None:
+    offloading = SimulatedOffloading(200)
+    engine = SimulatedEngine(
+        simulated_layout(200, windows=windows), offloading, max_num_seqs=5, max_num_batched_tokens=64
+    )
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    for at in range(5):
+        engine.add(str(at), prompt(at, 7), 14)  # with what is generated, four chunks of four and a rest
+    while engine.scheduler.has_work() and len(engine.outputs) < 5:
+        engine.step()
+        assert all(len(job.block_ids) == 5 * len(windows) for job in transfers.pending)
+    assert len(transfers.pending) == 5
+    failed, *others = transfers.pending
+    transfers.complete(failed, TransferOutcome.FAILED)
+    for job in others:
+        transfers.complete(job, TransferOutcome.DONE)
+    transfers.auto = True
+    finish(engine, offloading)
+    for at in range(5):
+        keys = [offload_key(name, 0) for name in engine.requests[str(at)].block_hashes]
+        assert list(offloading.manager.lookup(keys)) == [ABSENT, *[READY] * 4], "what failed is nobody's"
+
+
+def test_a_request_whose_chunk_finds_no_slot_now_keeps_no_other_waiting() -> None:
+    offloading = SimulatedOffloading(3)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    for at in range(4):
+        engine.add(str(at), prompt(at, 4), 4)
+    engine.step()
+    (job,) = transfers.pending
+    assert len(job.block_ids) == 3, "of four chunks three found a slot"
+    engine.step()
+    assert transfers.pending == [job], "the fourth waits for one of theirs"
+    transfers.complete(job, TransferOutcome.FAILED)
+    engine.step()
+    engine.step()
+    assert [len(later.block_ids) for later in transfers.pending] == [1]
+    transfers.auto = True
+    finish(engine, offloading)
+
+
 def test_without_prefix_cache_each_request_loads_for_itself() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)

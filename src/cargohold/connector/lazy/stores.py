@@ -16,9 +16,6 @@ from cargohold.offload.keys import offload_key
 from cargohold.offload.manager.base import CannotStore, OffloadKey
 from cargohold.protocol import BlockIds, KVCacheBlockView, SchedulerContext, StepView, TransferOutcome
 
-NO_REQUEST = ""
-"""Owner of stores whose blocks belong to no request any more: the connector itself."""
-
 
 class LazyStores:
     """Stores blocks shortly before they would be evicted.
@@ -74,7 +71,8 @@ class LazyStores:
         blocks = [by_key[key] for key in handle.keys]
         context.touch(blocks)
         block_ids = tuple(block.block_id for block in blocks)
-        store = Store(self._shared.jobs.new_id(), NO_REQUEST, handle, block_ids)
+        # Requests have let go of them: they are the connector's own.
+        store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)
         yield start_store(self._shared, store, tuple(handle.slots))
 
     def _is_kept(self, block: KVCacheBlockView) -> bool:

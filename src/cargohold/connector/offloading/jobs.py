@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from cargohold.offload.manager.base import LoadHandle, OffloadKey, StoreHandle
@@ -59,14 +60,14 @@ class Store:
 
     Attributes:
         job_id: the job.
-        request_id: whose blocks it reads.
+        request_ids: whose blocks it reads; nobody's, if none of a request that is alive.
         handle: slots reserved for the chunks it writes.
         block_ids: its sources, held until it has ended on all workers.
         is_spoiled: whether the step that computed its blocks failed: what it copies must never be found.
     """
 
     job_id: int
-    request_id: str
+    request_ids: AbstractSet[str]
     handle: StoreHandle
     block_ids: tuple[int, ...]
     is_spoiled: bool = False
@@ -166,6 +167,6 @@ class JobTable:
         """The stores in flight."""
         return self._stores.values()
 
-    def stores_of(self, request_id: str) -> Iterator[Store]:
-        """Stores that read a request's blocks."""
-        return (store for store in self._stores.values() if store.request_id == request_id)
+    def is_storing(self, request_id: str) -> bool:
+        """Whether a store reads a request's blocks."""
+        return any(request_id in store.request_ids for store in self._stores.values())

@@ -67,6 +67,7 @@ class RequestState:
         params: the client's wishes.
         keys: offload keys per group.
         next_chunk: per group, the first chunk not offered for storing yet.
+        due_tokens: so many tokens complete one of these.
         lookup: the last look-up's answer.
         recall: what lower tiers are asked for; ``None`` before the first look-up, and once the request is admitted.
         restored_tokens: tokens loaded so far, by the tier they came from.
@@ -77,6 +78,7 @@ class RequestState:
     params: TransferParams
     keys: tuple[ChunkKeys, ...]
     next_chunk: list[int]
+    due_tokens: int
     lookup: Lookup | None = None
     recall: Recall | None = None
     restored_tokens: Counter[str] = field(default_factory=Counter)
@@ -87,7 +89,7 @@ class RequestState:
         """State of a request that has just arrived. Raises ``RequestError`` if its wishes cannot be."""
         params = TransferParams.parse(request.kv_transfer_params, request.request_id)
         keys = tuple(ChunkKeys(group, blocks_per_chunk, layout.hash_block_tokens) for group in layout.groups)
-        return cls(request, params, keys, [0] * len(keys))
+        return cls(request, params, keys, [0] * len(keys), min(group.chunk_tokens for group in keys))
 
     def extend_keys(self) -> None:
         """Add the keys of chunks that became full."""
@@ -101,17 +103,16 @@ class RequestState:
         if recall is not None:
             recall.end()
 
-    def has_unoffered_chunks(self, num_tokens: int) -> bool:
-        """Whether the first ``num_tokens`` tokens have full chunks that were not offered for storing."""
-        for keys, first in zip(self.keys, self.next_chunk, strict=True):  # noqa: SIM110  # every step; any() is slower
-            if num_tokens // keys.chunk_tokens > first:
-                return True
-        return False
+    def note_offered(self, group: int, next_chunk: int) -> None:
+        """A group's chunks before ``next_chunk`` were offered for storing."""
+        self.next_chunk[group] = next_chunk
+        self._note_due()
 
     def offer_again_from(self, num_tokens: int) -> None:
         """Offer again for storing what lies behind ``num_tokens``: the tier lost it."""
         for group, keys in enumerate(self.keys):
             self.next_chunk[group] = min(self.next_chunk[group], num_tokens // keys.chunk_tokens)
+        self._note_due()
 
     def num_offered_tokens(self) -> int:
         """Leading tokens whose chunks were offered for storing in every group."""
@@ -121,3 +122,9 @@ class RequestState:
         """Do not offer for storing the chunks that lie wholly in the first ``num_tokens`` tokens."""
         for group, keys in enumerate(self.keys):
             self.next_chunk[group] = max(self.next_chunk[group], num_tokens // keys.chunk_tokens)
+        self._note_due()
+
+    def _note_due(self) -> None:
+        self.due_tokens = min(
+            [keys.chunk_tokens * (first + 1) for keys, first in zip(self.keys, self.next_chunk, strict=True)]
+        )

@@ -269,13 +269,12 @@ class OffloadingScheduler(KVConnectorScheduler):
         """
         for store in self._shared.jobs.stores():
             store.is_spoiled = True
-            state = self._requests.get(store.request_id)
-            if state is not None:
-                state.offer_again_from(0)
+            for request_id in store.request_ids & self._requests.keys():
+                self._requests[request_id].offer_again_from(0)
 
     def _needs_request(self, request_id: str) -> bool:
         """Whether a copy reads the request's blocks that nothing but the request's own references protects."""
-        return not self._shared.holder.outlives_requests and any(self._shared.jobs.stores_of(request_id))
+        return not self._shared.holder.outlives_requests and self._shared.jobs.is_storing(request_id)
 
     def _must_finish_stores(self, step: StepView) -> bool:
         """Whether this step may overwrite blocks that stores read: those of preempted requests, or not seen any more."""

@@ -60,6 +60,8 @@ class Shared:
     def places(self, chunks: Sequence[ChunkBlocks], slots: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Device blocks of chunks, and the tier's rows for them, in parallel."""
         per_chunk = self.config.blocks_per_chunk
+        if per_chunk == 1:
+            return tuple([chunk.block_ids[0] for chunk in chunks]), tuple(slots)
         block_ids = tuple(block_id for chunk in chunks for block_id in chunk.block_ids)
         rows = tuple(
             row for chunk, slot in zip(chunks, slots, strict=True) for row in chunk_rows(chunk, slot, per_chunk)

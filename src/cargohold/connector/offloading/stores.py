@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from cargohold.connector.offloading.chunks import ChunkBlocks, chunks_to_store
@@ -15,8 +17,8 @@ from cargohold.connector.offloading.leftovers import Leftovers
 from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
-from cargohold.offload.manager.base import CannotStore, OffloadKey, StoreHandle
-from cargohold.protocol import BlockIds, ScheduledRequest, StepView, TransferOutcome
+from cargohold.offload.manager.base import OffloadKey, StoreOffer
+from cargohold.protocol import BlockIds, StepView, TransferOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +48,37 @@ MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], StorePlan
 """Makes what decides which chunks are copied down, for the requests given."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """Chunks of a request in one group, on offer.
+
+    Attributes:
+        state: the request.
+        group: the group.
+        first: the first chunk that is offered.
+        end: the chunk before which all were offered, once this is.
+        chunks: those that can be stored, by key; in prefix order.
+    """
+
+    state: RequestState
+    group: int
+    first: int
+    end: int
+    chunks: Mapping[OffloadKey, ChunkBlocks]
+
+    def for_manager(self) -> StoreOffer:
+        """The same as managers see it."""
+        index = next(iter(self.chunks.values())).index if self.chunks else 0
+        return StoreOffer(tuple(self.chunks), self.state.keys[self.group].keys[index - 1] if index else None)
+
+    def next_chunk(self, deferred: AbstractSet[OffloadKey]) -> int:
+        """What is to be offered next: the first chunk that waits for a slot that others use, with all behind it."""
+        waiting = (chunk.index for key, chunk in self.chunks.items() if key in deferred)
+        return next(waiting, self.end) if deferred else self.end
+
+
 class EagerStores:
-    """Stores chunks as they are computed.
+    """Stores chunks as they are computed; those that a step completes together, whoever's they are.
 
     Args:
         shared: the connector's common ground.
@@ -68,11 +99,22 @@ class EagerStores:
         """Store the chunks that are complete after this step and were not offered yet; first those of ended requests."""
         if self._leftovers:
             yield from self._plan_leftovers()
+        offered: list[_Offered] = []
+        num_allowed = self._shared.num_storable_chunks()
         for share in step.scheduled:
             state = self._requests[share.request_id]
-            num_tokens = self._num_storable_tokens(state, share)
-            if state.has_unoffered_chunks(num_tokens):  # seldom while generating
-                yield from self._plan_request(state, share, num_tokens)
+            num_computed = share.num_computed_tokens + share.num_scheduled_tokens
+            if num_computed < state.due_tokens:
+                continue  # most, while generating
+            # Under asynchronous scheduling the count runs ahead of the tokens that are known.
+            num_tokens = min(num_computed, self._num_wanted_tokens(state))
+            if num_tokens >= state.due_tokens:
+                state.extend_keys()
+                tables = share.block_ids
+                for group, keys in enumerate(state.keys):
+                    end = min(num_tokens // keys.chunk_tokens, len(keys.keys))
+                    num_allowed -= self._offer(offered, state, group, tables[group], end, num_allowed)
+        yield from self._store(offered)
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """Release the blocks, and let the chunks be found."""
@@ -82,7 +124,7 @@ class EagerStores:
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember chunks that could not be stored yet, if their blocks can be recognised when they can."""
         context, num_tokens = self._shared.context, self._num_wanted_tokens(state)
-        if context is not None and any(block_ids) and state.has_unoffered_chunks(num_tokens):
+        if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
             self._leftovers.add(state, block_ids, num_tokens, context)
 
     def _plan_leftovers(self) -> Iterator[StoreJob]:
@@ -93,36 +135,14 @@ class EagerStores:
                 # No further than what can be stored now: all of them together are as long as the device's pool.
                 limit = self._shared.num_storable_chunks()
                 end = leftover.end_chunk(group, self._shared.config.blocks_per_chunk, self._shared.context, limit)
-                yield from self._offer(leftover.state, group, leftover.tables[group], end)
+                offered: list[_Offered] = []
+                self._offer(offered, leftover.state, group, leftover.tables[group], end, limit)
+                yield from self._store(offered)
                 is_done &= leftover.state.next_chunk[group] >= end and end - first < limit
             if is_done:
                 self._leftovers.remove(leftover)
             if not self._shared.num_storable_chunks():
                 return
-
-    def _plan_request(self, state: RequestState, share: ScheduledRequest, num_tokens: int) -> Iterator[StoreJob]:
-        state.extend_keys()
-        for group, keys in enumerate(state.keys):
-            end = min(num_tokens // keys.chunk_tokens, len(keys.keys))
-            yield from self._offer(state, group, share.block_ids[group], end)
-
-    def _offer(self, state: RequestState, group: int, table: Sequence[int], end: int) -> Iterator[StoreJob]:
-        """Offer a group's chunks before ``end``, as far as stores may hold their blocks now."""
-        first = state.next_chunk[group]
-        num_allowed = self._shared.num_storable_chunks()
-        if end - first > num_allowed:
-            # What does not fit now is offered again in the next step.
-            self._shared.stats["stores_deferred"] += 1
-            end = first + num_allowed
-        if first < end:
-            job = self._plan_group(state, group, table, first, end)
-            if job is not None:
-                yield job
-
-    def _num_storable_tokens(self, state: RequestState, share: ScheduledRequest) -> int:
-        """Leading tokens that may be stored after this step: computed, known, and wanted."""
-        # Under asynchronous scheduling the count runs ahead of the tokens that are known.
-        return min(share.num_computed_tokens + share.num_scheduled_tokens, self._num_wanted_tokens(state))
 
     def _num_wanted_tokens(self, state: RequestState) -> int:
         """Leading tokens that may be stored: known, and wanted."""
@@ -133,34 +153,63 @@ class EagerStores:
         limit = state.params.max_store_tokens
         return num_tokens if limit is None else min(num_tokens, limit)
 
-    def _plan_group(
-        self, state: RequestState, group: int, table: Sequence[int], first: int, end: int
-    ) -> StoreJob | None:
-        """Offer chunks ``[first, end)`` of a group to the manager; ``None`` if nothing is to be copied."""
+    def _offer(
+        self,
+        offered: list[_Offered],
+        state: RequestState,
+        group: int,
+        table: Sequence[int],
+        end: int,
+        num_allowed: int,
+    ) -> int:
+        """Put a group's chunks before ``end`` on offer that were not yet; how many.
+
+        Args:
+            offered: what is on offer; added to.
+            state: the request.
+            group: the group.
+            table: its blocks.
+            end: number of the chunk to stop before.
+            num_allowed: chunks whose blocks stores may hold now. What does not fit is offered again in the next step.
+        """
+        first = state.next_chunk[group]
+        if end - first > num_allowed:
+            self._shared.stats["stores_deferred"] += 1
+            end = first + num_allowed
+        if first >= end:
+            return 0
         keys = state.keys[group]
         chunks = chunks_to_store(keys.group, table, self._shared.config.blocks_per_chunk, first, end)
-        by_key = {keys.keys[chunk.index]: chunk for chunk in chunks}
-        parent = keys.keys[chunks[0].index - 1] if chunks and chunks[0].index else None
-        handle = self._shared.manager.prepare_store(list(by_key), parent)
-        if isinstance(handle, CannotStore):
-            self._shared.stats["stores_deferred"] += 1
-            return None  # the chunks are offered again
-        # What waits for slots that others use is offered again, with all behind it.
-        state.next_chunk[group] = by_key[handle.deferred[0]].index if handle.deferred else end
-        self._shared.stats["stores_deferred"] += bool(handle.deferred)
+        offered.append(_Offered(state, group, first, end, {keys.keys[chunk.index]: chunk for chunk in chunks}))
+        return len(chunks)
+
+    def _store(self, offered: Sequence[_Offered]) -> Iterator[StoreJob]:
+        """Offer chunks to the manager, and copy those that it takes: one job, for it is one step that completes them."""
+        if not offered:
+            return
+        handle = self._shared.manager.prepare_stores([offer.for_manager() for offer in offered])
+        deferred = frozenset(handle.deferred)
+        for offer in offered:
+            next_chunk = offer.next_chunk(deferred)
+            self._shared.stats["stores_deferred"] += next_chunk < offer.end
+            offer.state.note_offered(offer.group, next_chunk)
         if not handle.keys:
             handle.commit()
-            return None
-        if self._shared.events is not None:
-            self._shared.events.note_store(state.request, keys, handle.keys, first)
-        return self._start(state, handle, by_key)
-
-    def _start(self, state: RequestState, handle: StoreHandle, by_key: Mapping[OffloadKey, ChunkBlocks]) -> StoreJob:
+            return
+        by_key: dict[OffloadKey, ChunkBlocks] = {}
+        request_ids: set[str] = set()
+        placed = frozenset(handle.keys)
+        for offer in offered:
+            stored = [key for key in offer.chunks if key in placed]
+            if not stored:
+                continue
+            by_key.update(offer.chunks)
+            request_ids.add(offer.state.request.request_id)
+            if self._shared.events is not None:
+                self._shared.events.note_store(offer.state.request, offer.state.keys[offer.group], stored, offer.first)
         block_ids, rows = self._shared.places([by_key[key] for key in handle.keys], handle.slots)
         self._shared.holder.hold(block_ids)
-        return start_store(
-            self._shared, Store(self._shared.jobs.new_id(), state.request.request_id, handle, block_ids), rows
-        )
+        yield start_store(self._shared, Store(self._shared.jobs.new_id(), request_ids, handle, block_ids), rows)
 
 
 def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob:
