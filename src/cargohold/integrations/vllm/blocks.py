@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, overload
 
-from cargohold.errors import BlockNotHeldError, NullBlockError, StaleCursorError
+from cargohold.errors import NullBlockError, StaleCursorError
 from cargohold.protocol import BlockIds, KVCacheBlockView, KVCacheGroup, RequestView
 
 _GROUP_BYTES = 4
@@ -58,6 +57,37 @@ class BlockView:
         """KV-cache group whose KV it holds."""
         key = self.block.block_hash
         return None if key is None else _group_of(key)
+
+
+class BlockIdTable(Sequence[int]):
+    """The ids of a block table, made of what is asked for: of a long table, a step needs the end alone.
+
+    Args:
+        blocks: vLLM's own.
+    """
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            return [block.block_id for block in self._blocks[at]]
+        return int(self._blocks[at].block_id)
+
+    def __reduce__(self) -> tuple[type[list[int]], tuple[list[int]]]:
+        """To another process it goes as a list."""
+        return list, (self[:],)
 
 
 class BlockTables(Protocol):
@@ -124,13 +154,6 @@ class PoolContext:
         self._groups = groups
         self._tables = tables
         self._waiting = waiting
-        self._held: Counter[int] = Counter()
-
-    @property
-    def holds_alone(self) -> bool:
-        """Whether a block would become free if the connector gave back what it holds."""
-        blocks = self._pool.blocks
-        return any(blocks[block_id].ref_cnt == count for block_id, count in self._held.items())
 
     def get_block(self, block_id: int) -> BlockView:
         """The block with that id. Raises ``IndexError`` where there is none."""
@@ -140,18 +163,11 @@ class PoolContext:
 
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
         """Take one reference on each."""
-        own = self._own(blocks, "touch")
-        self._pool.touch(own)
-        self._held.update(block.block_id for block in own)
+        self._pool.touch(self._own(blocks, "touch"))
 
     def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
-        """Give one reference back on each."""
+        """Give one reference back on each. Whether they were taken here is for whoever calls to know."""
         own = self._own(blocks, "free")
-        given_back = Counter(block.block_id for block in own)
-        for block_id, count in given_back.items():
-            if count > self._held[block_id]:
-                raise BlockNotHeldError(block_id, self._held[block_id], count)
-        self._held -= given_back
         if not evict_first:
             self._pool.free_blocks(own)
             return
@@ -186,9 +202,15 @@ class PoolContext:
                 raise StaleCursorError(following.block_id)
             block = following
 
+    def would_free(self, held: Mapping[int, int]) -> bool:
+        """Whether some block would become free if so many references were given back, by block id."""
+        blocks = self._pool.blocks
+        return any(blocks[block_id].ref_cnt == count for block_id, count in held.items())
+
     def _own(self, blocks: Iterable[KVCacheBlockView], operation: str) -> list[Any]:
-        own = [self._pool.blocks[block.block_id] for block in blocks]
-        if any(block.is_null for block in own):
+        all_blocks = self._pool.blocks
+        own = [block.block if isinstance(block, BlockView) else all_blocks[block.block_id] for block in blocks]
+        if any([block.is_null for block in own]):  # noqa: C419  # quicker than a generator, and nearly always all of them
             raise NullBlockError(operation)
         return own
 

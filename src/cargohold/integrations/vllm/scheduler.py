@@ -255,7 +255,7 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will become free soon without anybody being preempted."""
-        return self._context.holds_alone
+        return self._context.would_free(self.guard.held_references())
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 
