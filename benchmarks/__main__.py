@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.environment import NotInstalledError, describe_environment
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = ("engine", "restore", "lazy", "ranks", "bookkeeping", "policies", "replay", "tiers", "vllm")
+NAMES = ("engine", "restore", "lazy", "ranks", "bookkeeping", "policies", "replay", "tiers", "generating", "vllm")
 
 
 def main() -> int:

@@ -1,0 +1,290 @@
+"""What connectors cost vLLM's scheduler, per step: while prompts are computed, and while many requests generate."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.environment import NotInstalledError
+
+NOTHING = "no connector"
+OURS = "cargohold"
+OURS_PROMPTS = "cargohold, prompts alone"
+THEIRS = "vllm"
+THEIRS_PROMPTS = "vllm, prompts alone"
+CONTENDERS = (NOTHING, OURS, THEIRS, OURS_PROMPTS, THEIRS_PROMPTS)
+STEP_TOKENS = 8192
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that generate side by side, in front of a full tier.
+
+    Attributes:
+        requests: how many.
+        prompt_tokens: of each.
+        steps: measured, in each of which every request gets a token.
+        tier_chunks: slots of the tier; other prompts fill them before.
+    """
+
+    requests: int
+    prompt_tokens: int
+    steps: int
+    tier_chunks: int
+
+
+WORKLOADS = (Workload(256, 512, 160, 40_000), Workload(256, 4_096, 64, 160_000), Workload(32, 4_096, 160, 40_000))
+QUICK = (Workload(4, 64, 4, 40),)
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    if importlib.util.find_spec("vllm") is None:
+        raise NotInstalledError("it drives vLLM's scheduler: run it in an environment with vLLM in it")
+    return {
+        "workload": {
+            "clock": "processor time of the calling thread",
+            "what": "schedule() and update_from_output() of vLLM's own scheduler, copies taken to have ended a step later",
+            "step_tokens": STEP_TOKENS,
+            "block_tokens": BLOCK_TOKENS,
+        },
+        "rows": [_measure(workload) for workload in (QUICK if quick else WORKLOADS)],
+    }
+
+
+def _measure(workload: Workload) -> dict[str, Any]:
+    """All contenders turn about, a step each."""
+    with TemporaryDirectory(prefix="cargohold-") as directory:
+        engines = {name: _Engine(name, workload, Path(directory)) for name in CONTENDERS}
+    prompts: dict[str, list[float]] = {}
+    for name, engine in engines.items():
+        engine.fill()
+        prompts[name] = engine.compute_prompts()
+    answers: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for _ in range(workload.steps):
+        for name, engine in engines.items():
+            answers[name].append(engine.step())
+    row: dict[str, Any] = asdict(workload)
+    for what, times in (("prompts", prompts), ("generating", answers)):
+        alone = median(times[NOTHING])
+        row[f"{what}_us_per_step"] = {name: round(median(taken) * 1e6) for name, taken in times.items()}
+        row[f"{what}_us_per_step_beyond_no_connector"] = {
+            name: round((median(taken) - alone) * 1e6) for name, taken in times.items() if name != NOTHING
+        }
+    return row
+
+
+class _Engine:
+    """vLLM's scheduler, and a model and workers that answer at once.
+
+    Args:
+        name: the connector.
+        workload: what will be asked.
+        directory: where a model's configuration may be written.
+    """
+
+    def __init__(self, name: str, workload: Workload, directory: Path) -> None:
+        self._name = name
+        self._workload = workload
+        self._requests = _Requests()
+        self._in_flight: list[int] = []
+        self._scheduler = _scheduler(name, workload, directory)
+
+    def fill(self) -> None:
+        """Serve prompts, one token each, until the tier is full."""
+        per_prompt = STEP_TOKENS // BLOCK_TOKENS
+        for at in range(-(-self._workload.tier_chunks // per_prompt)):
+            self._scheduler.add_request(self._requests.make(f"other {at}", STEP_TOKENS, 1))
+            while self._scheduler.has_requests():
+                self.step()
+
+    def compute_prompts(self) -> list[float]:
+        """Bring all requests to their first token; what each step took."""
+        for at in range(self._workload.requests):
+            # Their blocks fill up one after the other, as those of requests do that came at any time.
+            num_tokens = self._workload.prompt_tokens + at % BLOCK_TOKENS
+            self._scheduler.add_request(self._requests.make(f"{at}", num_tokens, 4 * self._workload.steps + 1_000))
+        times = []
+        while any(request.num_output_tokens == 0 for request in self._scheduler.requests.values()):
+            times.append(self.step())
+        for _ in range(2 * BLOCK_TOKENS):  # what was deferred
+            self.step()
+        return times
+
+    def step(self) -> float:
+        """One step; the seconds that the scheduler took."""
+        start = time.thread_time()
+        output = self._scheduler.schedule()
+        scheduled = time.thread_time()
+        answer = self._answer(output)
+        answered = time.thread_time()
+        self._scheduler.update_from_output(output, answer)
+        return time.thread_time() - answered + scheduled - start
+
+    def _answer(self, output: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415  # where it is installed
+
+        ids = list(output.num_scheduled_tokens)
+        requests = [self._scheduler.requests[request_id] for request_id in ids]
+        message = self._message(output.kv_connector_metadata)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: at for at, request_id in enumerate(ids)},
+            sampled_token_ids=[
+                [7] if request.num_computed_tokens >= request.num_tokens else [] for request in requests
+            ],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=None if self._name == NOTHING else KVConnectorOutput(kv_connector_worker_meta=message),
+        )
+
+    def _message(self, metadata: Any) -> Any:
+        """What the worker says: the copies of the last step have ended."""
+        ended = self._in_flight
+        if self._name in (OURS, OURS_PROMPTS):
+            self._in_flight = [job.job_id for job in getattr(metadata.inner, "stores", ())]
+            return _our_message(ended) if ended else None
+        if self._name in (THEIRS, THEIRS_PROMPTS):
+            self._in_flight = list(metadata.store_jobs)
+            return _their_message(ended) if ended else None
+        return None
+
+
+def _our_message(ended: list[int]) -> Any:
+    from cargohold.integrations.vllm.messages import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
+    from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
+
+    jobs = dict.fromkeys(ended, TransferOutcome.DONE)
+    return WorkerMessage({0: RankReport(KVConnectorOutput(finished=FinishedTransfers(jobs=jobs)))})
+
+
+def _their_message(ended: list[int]) -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (  # noqa: PLC0415  # where it is installed
+        OffloadingWorkerMetadata,
+    )
+
+    return OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1))
+
+
+class _Requests:
+    """Makes vLLM's requests, the same for every contender."""
+
+    def __init__(self) -> None:
+        from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415  # where it is installed
+        from vllm.v1.core.kv_cache_utils import (  # noqa: PLC0415  # where it is installed
+            get_request_block_hasher,
+            init_none_hash,
+        )
+
+        digest = get_hash_fn_by_name("sha256")
+        init_none_hash(digest)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, digest)
+        self._random = random.Random(0)
+
+    def make(self, request_id: str, num_tokens: int, max_tokens: int) -> Any:
+        """A request of random tokens."""
+        from vllm import SamplingParams  # noqa: PLC0415  # where it is installed
+        from vllm.v1.request import Request  # noqa: PLC0415  # where it is installed
+
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=[self._random.randrange(1_000) for _ in range(num_tokens)],
+            sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            pooling_params=None,
+            arrival_time=0.0,
+            block_hasher=self._hasher,
+        )
+
+
+def _scheduler(name: str, workload: Workload, directory: Path) -> Any:
+    """vLLM's scheduler for a model of one layer of full attention."""
+    import torch  # noqa: PLC0415  # where it is installed
+    from vllm.config import (  # noqa: PLC0415  # where it is installed
+        CacheConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415  # where it is installed
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415  # where it is installed
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager  # noqa: PLC0415  # where it is installed
+
+    (directory / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    num_blocks = 2 + workload.requests * (
+        -(-workload.prompt_tokens // BLOCK_TOKENS) + workload.steps // BLOCK_TOKENS + 8
+    )
+    num_blocks = max(num_blocks, 2 * STEP_TOKENS // BLOCK_TOKENS)
+    size, options = (
+        num_blocks * spec.page_size_bytes,
+        dict(_connector(name, workload.tier_chunks * spec.page_size_bytes)),
+    )
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="float32"),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=workload.requests,
+            max_num_batched_tokens=STEP_TOKENS,
+            max_model_len=_MODEL["max_position_embeddings"],
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+        ),
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", **options) if options else None,
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[
+                KVCacheTensor(size=size, layers=["layer.0"], layer_stride=size, block_stride=spec.page_size_bytes)
+            ],
+            kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_TOKENS,
+        hash_block_size=BLOCK_TOKENS,
+        log_stats=True,
+    )
+
+
+def _connector(name: str, host_bytes: int) -> Iterator[tuple[str, Any]]:
+    """Options of vLLM's for a connector."""
+    if name in (OURS, OURS_PROMPTS):
+        yield "kv_connector", "CargoholdConnector"
+        yield "kv_connector_module_path", "cargohold.integrations.vllm.connector"
+        yield "kv_connector_extra_config", {"host_bytes": host_bytes, "store_generated": name == OURS}
+    elif name in (THEIRS, THEIRS_PROMPTS):
+        yield "kv_connector", "OffloadingConnector"
+        yield (
+            "kv_connector_extra_config",
+            {"cpu_bytes_to_use": host_bytes, "offload_prompt_only": name == THEIRS_PROMPTS},
+        )
+
+
+_MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "num_hidden_layers": 1,
+    "vocab_size": 1_000,
+    "max_position_embeddings": 1 << 20,
+}
