@@ -43,6 +43,8 @@ demo-vllm: $(VLLM_VENV)/.installed ## Serve a real model with vLLM, without and 
 	$(VLLM_VENV)/bin/cargohold demo-vllm $(ARGS)
 
 bench-vllm: $(VENV)/.dev $(VENV)/.demo $(VLLM_VENV)/.installed $(LMCACHE_VENV)/.installed ## Compare with vLLM's own offloading and LMCache
+	$(VLLM_VENV)/bin/python -m benchmarks bookkeeping $(ARGS)
+	$(VLLM_VENV)/bin/python -m benchmarks generating $(ARGS)
 	$(BIN)/python -m benchmarks vllm $(ARGS)
 
 format: $(VENV)/.dev ## Format the code and fix what can be fixed

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from cargohold.blocks import READY
-from cargohold.offload.manager import CannotStore, make_manager
+from cargohold.offload.manager import CannotStore, StoreOffer, make_manager
 from cargohold.offload.policy import DEFAULT_POLICY
 
 Keys = Sequence[bytes]
@@ -31,6 +31,10 @@ class Contender(Protocol):
 
     def store(self, keys: Keys) -> None:
         """Reserve slots for them, and make them ready: a store from beginning to end."""
+        ...
+
+    def store_each(self, keys: Keys) -> None:
+        """The same for keys that are each of another prefix, as many requests complete them in one step."""
         ...
 
 
@@ -58,6 +62,9 @@ class Cargohold:
         handle = self._manager.prepare_store(keys)
         assert not isinstance(handle, CannotStore)
         handle.commit()
+
+    def store_each(self, keys: Keys) -> None:
+        self._manager.prepare_stores([StoreOffer((key,)) for key in keys]).commit()
 
 
 class VLLM:
@@ -96,6 +103,10 @@ class VLLM:
         output = self._manager.prepare_store(keys, request)
         assert output is not None
         self._manager.complete_store(output.keys_to_store, request)
+
+    def store_each(self, keys: Keys) -> None:
+        for key in keys:
+            self.store([key])
 
 
 MakeContender = Callable[[int], Contender]

@@ -48,7 +48,7 @@ QUICK = (Workload(4, 64, 4, 40),)
 
 def run(*, quick: bool) -> dict[str, Any]:
     if importlib.util.find_spec("vllm") is None:
-        raise NotInstalledError("it drives vLLM's scheduler: run it in an environment with vLLM in it")
+        raise NotInstalledError("it drives vLLM's scheduler: `make bench-vllm` runs it where vLLM is")
     return {
         "workload": {
             "clock": "processor time of the calling thread",
@@ -64,10 +64,17 @@ def _measure(workload: Workload) -> dict[str, Any]:
     """All contenders turn about, a step each."""
     with TemporaryDirectory(prefix="cargohold-") as directory:
         engines = {name: _Engine(name, workload, Path(directory)) for name in CONTENDERS}
-    prompts: dict[str, list[float]] = {}
-    for name, engine in engines.items():
+    for engine in engines.values():
         engine.fill()
-        prompts[name] = engine.compute_prompts()
+        engine.add_prompts()
+    prompts: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    while any(engine.is_computing_prompts for engine in engines.values()):
+        for name, engine in engines.items():
+            if engine.is_computing_prompts:
+                prompts[name].append(engine.step())
+    for _ in range(2 * BLOCK_TOKENS):  # what was deferred
+        for engine in engines.values():
+            engine.step()
     answers: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(workload.steps):
         for name, engine in engines.items():
@@ -106,18 +113,17 @@ class _Engine:
             while self._scheduler.has_requests():
                 self.step()
 
-    def compute_prompts(self) -> list[float]:
-        """Bring all requests to their first token; what each step took."""
+    def add_prompts(self) -> None:
+        """The requests that will generate side by side arrive."""
         for at in range(self._workload.requests):
             # Their blocks fill up one after the other, as those of requests do that came at any time.
             num_tokens = self._workload.prompt_tokens + at % BLOCK_TOKENS
             self._scheduler.add_request(self._requests.make(f"{at}", num_tokens, 4 * self._workload.steps + 1_000))
-        times = []
-        while any(request.num_output_tokens == 0 for request in self._scheduler.requests.values()):
-            times.append(self.step())
-        for _ in range(2 * BLOCK_TOKENS):  # what was deferred
-            self.step()
-        return times
+
+    @property
+    def is_computing_prompts(self) -> bool:
+        """Whether a request has no token yet."""
+        return any(request.num_output_tokens == 0 for request in self._scheduler.requests.values())
 
     def step(self) -> float:
         """One step; the seconds that the scheduler took."""

@@ -18,18 +18,17 @@ class BlockView:
     Args:
         block: vLLM's own.
         groups: the KV-cache groups.
+
+    Attributes:
+        block_id: index in the KV tensors.
     """
 
-    __slots__ = ("_groups", "block")
+    __slots__ = ("_groups", "block", "block_id")
 
     def __init__(self, block: Any, groups: Sequence[KVCacheGroup]) -> None:
         self.block = block
+        self.block_id: int = block.block_id
         self._groups = groups
-
-    @property
-    def block_id(self) -> int:
-        """Index in the KV tensors."""
-        return int(self.block.block_id)
 
     @property
     def ref_cnt(self) -> int:
@@ -154,12 +153,17 @@ class PoolContext:
         self._groups = groups
         self._tables = tables
         self._waiting = waiting
+        # Made when they are asked for first; vLLM's blocks stay the same ones.
+        self._views: list[BlockView | None] = [None] * len(pool.blocks)
 
     def get_block(self, block_id: int) -> BlockView:
         """The block with that id. Raises ``IndexError`` where there is none."""
         if block_id < 0:
             raise IndexError(f"block {block_id} does not exist")
-        return BlockView(self._pool.blocks[block_id], self._groups)
+        view = self._views[block_id]
+        if view is None:
+            view = self._views[block_id] = BlockView(self._pool.blocks[block_id], self._groups)
+        return view
 
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
         """Take one reference on each."""
