@@ -36,6 +36,7 @@ from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.roster import Roster
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.core.transfers import TransferTable
+from cargohold.offload.manager.chain_index import ChainIndex
 from cargohold.offload.manager.slot_table import SlotTable
 from cargohold.offload.manager.tier_manager import TierManager
 from cargohold.offload.policy.base import Slots
@@ -295,6 +296,23 @@ def ignores_failed_loads(patch: Patch) -> None:
 @mutant(connector="eager-requests", workload="preemption")
 def does_not_end_stores_of_preempted_requests(patch: Patch) -> None:
     patch.setattr(OffloadingWorker, "handle_preemptions", lambda self: None)
+
+
+@mutant(connector="eager-requests")
+def knows_of_a_job_only_one_request_whose_blocks_it_reads(patch: Patch) -> None:
+    patch.setattr(
+        JobTable,
+        "is_storing",
+        lambda self, request_id: any(request_id == min(store.request_ids) for store in self.stores()),
+    )
+
+
+@mutant()
+def mixes_up_the_slots_of_several_prefixes(patch: Patch) -> None:
+    insert = ChainIndex.insert_each
+    patch.setattr(
+        ChainIndex, "insert_each", lambda self, keys, slots, parents: insert(self, keys, slots[::-1].copy(), parents)
+    )
 
 
 @mutant(workload="ranks")

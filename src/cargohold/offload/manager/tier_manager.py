@@ -320,11 +320,12 @@ class TierManager(OffloadManager):
     def _end_load(self, handle: ChunkPins, bad_slots: Sequence[int]) -> None:
         self._reading.remove(handle)
         self._num_pins -= len(handle.keys)
-        bad = np.array(bad_slots, dtype=np.intp)
-        # Another reader may have found the same.
-        bad = bad[np.frombuffer(self._table.states(bad), dtype=np.uint8) == slot_table.READY]
-        self.policy.drop(bad)
-        self._retire(bad)
+        if bad_slots:
+            bad = np.array(bad_slots, dtype=np.intp)
+            # Another reader may have found the same.
+            bad = bad[np.frombuffer(self._table.states(bad), dtype=np.uint8) == slot_table.READY]
+            self.policy.drop(bad)
+            self._retire(bad)
         self._table.let_go(handle.slot_array)
 
     def _removable(self, key: OffloadKey) -> int:
