@@ -78,6 +78,8 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._leaves = LeafQueue(self._last_uses, self._classes, self._tree, self._model.index)
         self._absent = AbsentChunks(capacity)
         self._newcomers = self._meet((), NO_SLOT)
+        # What make_room_for_each was asked for last.
+        self._met_each: tuple[list[Offer], _Newcomers] = ([], self._newcomers)
 
     def admit_all(self) -> None:  # noqa: D102
         self._admits_all = True
@@ -116,7 +118,9 @@ class ReuseIndexPolicy(ReplacementPolicy):
 
     def make_room_for_each(self, offers: Sequence[Offer], num_slots: int, busy: BusyCounts) -> list[int]:  # noqa: D102
         self._learn()
-        newcomers = self._meet_each(offers[-num_slots:])
+        offers = list(offers[-num_slots:])
+        newcomers = self._meet_each(offers)
+        self._met_each = offers, newcomers
         worth = self._model.index[newcomers.classes, 0]
         if self._admits_all:
             worth = np.full(num_slots, np.inf)
@@ -128,7 +132,10 @@ class ReuseIndexPolicy(ReplacementPolicy):
     def add_each(self, offers: Sequence[Offer], slots: Slots) -> None:  # noqa: D102
         if not offers:
             return
-        newcomers, num_placed = self._meet_each(offers), len(slots)
+        met, newcomers = self._met_each
+        if met != offers:  # nearly always the same ones, as all got in
+            newcomers = self._meet_each(offers)
+        num_placed = len(slots)
         parents = np.array([offer.parent for offer in offers], dtype=np.intp)
         if num_placed:
             self._tree.link_each(slots, parents[:num_placed])
