@@ -11,11 +11,12 @@ from cargohold.offload.manager.base import (
     OffloadKey,
     OffloadManager,
     StoreHandle,
+    StoreOffer,
 )
 
 
 class ForwardingManager(OffloadManager):
-    """Passes everything on; what a subclass does not override, the inner manager answers.
+    """Passes everything on; what a subclass does not override, the inner manager answers. Stores come in by two doors.
 
     Args:
         inner: the manager.
@@ -46,6 +47,9 @@ class ForwardingManager(OffloadManager):
 
     def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:  # noqa: D102
         return self.inner.prepare_store(keys, parent)
+
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
+        return self.inner.prepare_stores(offers)
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:  # noqa: D102
         self.inner.remove(keys)
