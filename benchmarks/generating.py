@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.environment import NotInstalledError
@@ -62,8 +59,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 def _measure(workload: Workload) -> dict[str, Any]:
     """All contenders turn about, a step each."""
-    with TemporaryDirectory(prefix="cargohold-") as directory:
-        engines = {name: _Engine(name, workload, Path(directory)) for name in CONTENDERS}
+    engines = {name: _Engine(name, workload) for name in CONTENDERS}
     for engine in engines.values():
         engine.fill()
         engine.add_prompts()
@@ -95,15 +91,14 @@ class _Engine:
     Args:
         name: the connector.
         workload: what will be asked.
-        directory: where a model's configuration may be written.
     """
 
-    def __init__(self, name: str, workload: Workload, directory: Path) -> None:
+    def __init__(self, name: str, workload: Workload) -> None:
         self._name = name
         self._workload = workload
         self._requests = _Requests()
         self._in_flight: list[int] = []
-        self._scheduler = _scheduler(name, workload, directory)
+        self._scheduler = _scheduler(name, workload)
 
     def fill(self) -> None:
         """Serve prompts, one token each, until the tier is full."""
@@ -185,15 +180,11 @@ class _Requests:
     """Makes vLLM's requests, the same for every contender."""
 
     def __init__(self) -> None:
-        from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415  # where it is installed
-        from vllm.v1.core.kv_cache_utils import (  # noqa: PLC0415  # where it is installed
-            get_request_block_hasher,
-            init_none_hash,
-        )
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher  # noqa: PLC0415  # where it is installed
 
-        digest = get_hash_fn_by_name("sha256")
-        init_none_hash(digest)
-        self._hasher = get_request_block_hasher(BLOCK_TOKENS, digest)
+        from cargohold.integrations.vllm.simulation.requests import hash_function  # noqa: PLC0415  # as above
+
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function())
         self._random = random.Random(0)
 
     def make(self, request_id: str, num_tokens: int, max_tokens: int) -> Any:
@@ -211,13 +202,12 @@ class _Requests:
         )
 
 
-def _scheduler(name: str, workload: Workload, directory: Path) -> Any:
+def _scheduler(name: str, workload: Workload) -> Any:
     """vLLM's scheduler for a model of one layer of full attention."""
     import torch  # noqa: PLC0415  # where it is installed
     from vllm.config import (  # noqa: PLC0415  # where it is installed
         CacheConfig,
         KVTransferConfig,
-        ModelConfig,
         SchedulerConfig,
         VllmConfig,
     )
@@ -230,23 +220,23 @@ def _scheduler(name: str, workload: Workload, directory: Path) -> Any:
     )
     from vllm.v1.structured_output import StructuredOutputManager  # noqa: PLC0415  # where it is installed
 
-    (directory / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+    from cargohold.integrations.vllm.simulation.configuration import model_config  # noqa: PLC0415  # as above
+
+    model = model_config()
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
     num_blocks = 2 + workload.requests * (
         -(-workload.prompt_tokens // BLOCK_TOKENS) + workload.steps // BLOCK_TOKENS + 8
     )
     num_blocks = max(num_blocks, 2 * STEP_TOKENS // BLOCK_TOKENS)
-    size, options = (
-        num_blocks * spec.page_size_bytes,
-        dict(_connector(name, workload.tier_chunks * spec.page_size_bytes)),
-    )
+    size = num_blocks * spec.page_size_bytes
+    options = dict(_connector(name, workload.tier_chunks * spec.page_size_bytes))
     config = VllmConfig(
-        model_config=ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="float32"),
+        model_config=model,
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=workload.requests,
             max_num_batched_tokens=STEP_TOKENS,
-            max_model_len=_MODEL["max_position_embeddings"],
+            max_model_len=model.max_model_len,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
         ),
@@ -281,16 +271,3 @@ def _connector(name: str, host_bytes: int) -> Iterator[tuple[str, Any]]:
             "kv_connector_extra_config",
             {"cpu_bytes_to_use": host_bytes, "offload_prompt_only": name == THEIRS_PROMPTS},
         )
-
-
-_MODEL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 96,
-    "intermediate_size": 96,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "num_hidden_layers": 1,
-    "vocab_size": 1_000,
-    "max_position_embeddings": 1 << 20,
-}

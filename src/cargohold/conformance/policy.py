@@ -133,15 +133,7 @@ class StrictPolicy(ReplacementPolicy):
         assert (busy == before).all(), "make_room left busy counts changed"
         victims = room.victims.tolist()
         assert len(victims) <= num_slots, f"{len(victims)} chunks given up for {num_slots} slots"
-        assert len(set(victims)) == len(victims), "a chunk is given up twice"
-        assert self._known.issuperset(victims), "a slot is given up that holds nothing"
-        assert not before[room.victims].any(), "a chunk is given up that is in use"
-        if len(victims) < num_slots and not room.refused:
-            rest = sorted(self._known.difference(victims))
-            # Idle ones may have to stay as well: those before a chunk in use.
-            assert not rest or before[rest].any(), "nothing is in use, and yet the answer is to ask again"
-        assert self._in_front(offer).isdisjoint(victims), "a chunk is given up for what comes behind it"
-        self._forget(victims)
+        self._give_up(victims, [offer], before, asks_again=len(victims) < num_slots and not room.refused)
         return room
 
     def make_room_for_each(self, offers: Sequence[Offer], num_slots: int, busy: BusyCounts) -> list[int]:
@@ -151,15 +143,7 @@ class StrictPolicy(ReplacementPolicy):
         assert (busy == before).all(), "make_room_for_each left busy counts changed"
         assert len(answers) == num_slots, f"{len(answers)} answers for {num_slots} slots"
         victims = [answer for answer in answers if answer not in (NO_SLOT, REFUSED)]
-        assert len(set(victims)) == len(victims), "a chunk is given up twice"
-        assert self._known.issuperset(victims), "a slot is given up that holds nothing"
-        assert not before[victims].any(), "a chunk is given up that is in use"
-        if NO_SLOT in answers:
-            rest = sorted(self._known.difference(victims))
-            assert not rest or before[rest].any(), "nothing is in use, and yet the answer is to ask again"
-        for offer in offers:
-            assert self._in_front(offer).isdisjoint(victims), "a chunk is given up for what comes behind it"
-        self._forget(victims)
+        self._give_up(victims, offers, before, asks_again=NO_SLOT in answers)
         return answers
 
     def add(self, offer: Offer, slots: Slots) -> None:
@@ -186,6 +170,26 @@ class StrictPolicy(ReplacementPolicy):
         """Compare with what was added and not given up."""
         assert self._known == set(np.asarray(slots).tolist()), "the policy and the tier disagree on what is in use"
         self._inner.check(slots)
+
+    def _give_up(self, victims: Sequence[int], offers: Sequence[Offer], busy: BusyCounts, *, asks_again: bool) -> None:
+        """Hold what is given up for offers to the rules, and forget it.
+
+        Args:
+            victims: the slots.
+            offers: what for.
+            busy: what had to stay.
+            asks_again: whether the answer is to come again with what found no slot.
+        """
+        assert len(set(victims)) == len(victims), "a chunk is given up twice"
+        assert self._known.issuperset(victims), "a slot is given up that holds nothing"
+        assert not busy[list(victims)].any(), "a chunk is given up that is in use"
+        if asks_again:
+            rest = sorted(self._known.difference(victims))
+            # Idle ones may have to stay as well: those before a chunk in use.
+            assert not rest or busy[rest].any(), "nothing is in use, and yet the answer is to ask again"
+        for offer in offers:
+            assert self._in_front(offer).isdisjoint(victims), "a chunk is given up for what comes behind it"
+        self._forget(victims)
 
     def _learn(self, slots: Sequence[int], parents: Sequence[int]) -> None:
         self._known |= set(slots)
@@ -231,8 +235,6 @@ class _Traffic:
         match self.random.randrange(7):
             case 0 | 1:
                 self._store()
-            case 6:
-                self._store_several()
             case 2:
                 self.manager.touch(self.tree.any_path(self.random))
             case 3:
@@ -241,6 +243,8 @@ class _Traffic:
                 self._end_store(self._stores.pop(self.random.randrange(len(self._stores))))
             case 5 if self._loads:
                 self._end_load(self._loads.pop(self.random.randrange(len(self._loads))))
+            case 6:
+                self._store_several()
             case _:
                 pass
 

@@ -6,6 +6,7 @@ from collections import Counter
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -279,14 +280,9 @@ def test_leaves_go_in_the_order_of_their_worth(data: st.DataObject) -> None:
     """The leaf that is worth least is taken, again and again, until a newcomer is worth less."""
     capacity = data.draw(st.integers(1, 24))
     worth_of = data.draw(st.lists(st.sampled_from([0.1, 0.2, 0.4, 0.8]), min_size=4, max_size=4))
-    classes = np.array(data.draw(st.lists(st.integers(0, 3), min_size=capacity, max_size=capacity)), dtype=np.uint8)
-    last_uses = np.arange(capacity, dtype=np.int64)
-    tree = PrefixTree(capacity)
-    for slot in range(capacity):
-        tree.link(np.array([slot]), data.draw(st.sampled_from([NO_SLOT, *range(slot)])))
+    classes, last_uses, tree, busy = drawn_leaves(data, capacity)
     parents, alive = tree._parents.copy(), set(range(capacity))
     queue = LeafQueue(last_uses, classes, tree, np.tile(np.array([worth_of]).T, (1, NUM_AGES)))
-    busy = np.array(data.draw(st.lists(st.integers(0, 1), min_size=capacity, max_size=capacity)), dtype=np.int32)
     newcomers = data.draw(st.lists(st.sampled_from([0.1, 0.3, 1.0]), min_size=1, max_size=capacity))
     evicted = queue.take(np.array(newcomers), now=capacity, busy=busy)
 
@@ -341,14 +337,9 @@ def test_whole_lines_go_as_one_chunk_after_the_other_does(data: st.DataObject) -
 def test_of_several_newcomers_each_is_weighed_against_the_leaf_that_is_worth_least(data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 16))
     worth_of = [0.1, 0.2, 0.4, 0.8]
-    classes = np.array(data.draw(st.lists(st.integers(0, 3), min_size=capacity, max_size=capacity)), dtype=np.uint8)
-    last_uses = np.arange(capacity, dtype=np.int64)
-    tree = PrefixTree(capacity)
-    for slot in range(capacity):
-        tree.link(np.array([slot]), data.draw(st.sampled_from([NO_SLOT, *range(slot)])))
+    classes, last_uses, tree, busy = drawn_leaves(data, capacity)
     parents, alive = tree._parents.copy(), set(range(capacity))
     queue = LeafQueue(last_uses, classes, tree, np.tile(np.array([worth_of]).T, (1, NUM_AGES)))
-    busy = np.array(data.draw(st.lists(st.integers(0, 1), min_size=capacity, max_size=capacity)), dtype=np.int32)
     newcomers = data.draw(st.lists(st.sampled_from([0.1, 0.3, 1.0]), min_size=1, max_size=capacity + 2))
     answers, victims_used = queue.take_each(newcomers, now=capacity, busy=busy)
     for newcomer, answer in zip(newcomers, answers, strict=True):
@@ -416,6 +407,18 @@ def test_one_chunk_is_met_as_many_are(data: st.DataObject) -> None:
                 many.uses.tolist(),
                 many.classes.tolist(),
             )
+
+
+def drawn_leaves(
+    data: st.DataObject, capacity: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], PrefixTree, npt.NDArray[np.int32]]:
+    """Chunks of four classes in any tree, used in the order of their slots, some of them busy."""
+    classes = np.array(data.draw(st.lists(st.integers(0, 3), min_size=capacity, max_size=capacity)), dtype=np.uint8)
+    tree = PrefixTree(capacity)
+    for slot in range(capacity):
+        tree.link(np.array([slot]), data.draw(st.sampled_from([NO_SLOT, *range(slot)])))
+    busy = np.array(data.draw(st.lists(st.integers(0, 1), min_size=capacity, max_size=capacity)), dtype=np.int32)
+    return classes, np.arange(capacity, dtype=np.int64), tree, busy
 
 
 def use(tier: NaiveTier, keys: list[bytes]) -> None:

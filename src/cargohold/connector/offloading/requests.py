@@ -78,7 +78,7 @@ class RequestState:
     params: TransferParams
     keys: tuple[ChunkKeys, ...]
     next_chunk: list[int]
-    due_tokens: int
+    due_tokens: int = field(init=False)  # read for every request in every step, and seldom changed
     lookup: Lookup | None = None
     recall: Recall | None = None
     restored_tokens: Counter[str] = field(default_factory=Counter)
@@ -89,7 +89,10 @@ class RequestState:
         """State of a request that has just arrived. Raises ``RequestError`` if its wishes cannot be."""
         params = TransferParams.parse(request.kv_transfer_params, request.request_id)
         keys = tuple(ChunkKeys(group, blocks_per_chunk, layout.hash_block_tokens) for group in layout.groups)
-        return cls(request, params, keys, [0] * len(keys), min(group.chunk_tokens for group in keys))
+        return cls(request, params, keys, [0] * len(keys))
+
+    def __post_init__(self) -> None:
+        self._note_due()
 
     def extend_keys(self) -> None:
         """Add the keys of chunks that became full."""

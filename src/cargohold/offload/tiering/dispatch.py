@@ -67,7 +67,8 @@ class Dispatch:
         """As much of the backlogs as may be in flight."""
         for at, tier in enumerate(self._tiers):
             # What is looked at first, in one look-up: one for each chunk takes twenty times as long.
-            known = self._are_in_host(tier.backlog.first(tier.num_writable)) if tier.is_usable else {}
+            next_keys = tier.backlog.first(tier.num_writable)
+            known = self._are_in_host(next_keys) if next_keys and tier.is_usable else {}
             while (room := tier.num_writable) and tier.is_usable:
                 batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._is_writable, tier, known))
                 if batch is None:

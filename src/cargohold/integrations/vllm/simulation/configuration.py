@@ -63,7 +63,7 @@ _MODEL: Final[Mapping[str, Any]] = {
 def vllm_config(shape: Shape, *, with_connector: bool = True) -> Any:
     """Configuration of vLLM for an engine of this shape."""
     options = shape.scheduler
-    model = copy(_model())
+    model = model_config()
     model.max_model_len = options[MAX_MODEL_LEN]
     config = VllmConfig(
         model_config=model,
@@ -175,6 +175,11 @@ def _directory() -> TemporaryDirectory[str]:
     directory = TemporaryDirectory(prefix="cargohold-simulation-")
     (Path(directory.name) / "config.json").write_text(json.dumps(_MODEL))
     return directory
+
+
+def model_config() -> Any:
+    """Configuration of a model of which only the shape matters; a copy."""
+    return copy(_model())
 
 
 @cache

@@ -43,7 +43,7 @@ class RequestBook:
     def __init__(self, clock: Clock, hash_tokens: int, tell: Callable[[RequestUpdate], None]) -> None:
         self._clock = clock
         self._tell = tell
-        self._hasher = get_request_block_hasher(hash_tokens, _hash_function())
+        self._hasher = get_request_block_hasher(hash_tokens, hash_function())
         self._live: dict[str, Any] = {}
         self._tokens: dict[str, list[int]] = {}
         self.own: dict[str, Request] = {}
@@ -135,7 +135,8 @@ def _own_request(request_id: str, token_ids: Sequence[int], max_tokens: int, sal
 
 
 @cache
-def _hash_function() -> Any:
+def hash_function() -> Any:
+    """What vLLM hashes blocks with here."""
     function = get_hash_fn_by_name(_HASH)
     init_none_hash(function)
     return function
