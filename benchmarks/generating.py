@@ -14,10 +14,11 @@ from benchmarks.environment import NotInstalledError
 
 NOTHING = "no connector"
 OURS = "cargohold"
+OURS_WITH_DISK = "cargohold, a disk below"
 OURS_PROMPTS = "cargohold, prompts alone"
 THEIRS = "vllm"
 THEIRS_PROMPTS = "vllm, prompts alone"
-CONTENDERS = (NOTHING, OURS, THEIRS, OURS_PROMPTS, THEIRS_PROMPTS)
+CONTENDERS = (NOTHING, OURS, OURS_WITH_DISK, THEIRS, OURS_PROMPTS, THEIRS_PROMPTS)
 STEP_TOKENS = 8192
 BLOCK_TOKENS = 16
 
@@ -98,6 +99,7 @@ class _Engine:
         self._workload = workload
         self._requests = _Requests()
         self._in_flight: list[int] = []
+        self._told: dict[int, bytes] = {}
         self._scheduler = _scheduler(name, workload)
 
     def fill(self) -> None:
@@ -151,21 +153,33 @@ class _Engine:
     def _message(self, metadata: Any) -> Any:
         """What the worker says: the copies of the last step have ended."""
         ended = self._in_flight
-        if self._name in (OURS, OURS_PROMPTS):
+        if self._name in (OURS, OURS_WITH_DISK, OURS_PROMPTS):
+            told = self._told
             self._in_flight = [job.job_id for job in getattr(metadata.inner, "stores", ())]
-            return _our_message(ended) if ended else None
+            self._told = dict(map(_answer_of_disk, getattr(metadata.inner, "tier_commands", ())))
+            return _our_message(ended, told) if ended or told else None
         if self._name in (THEIRS, THEIRS_PROMPTS):
             self._in_flight = list(metadata.store_jobs)
             return _their_message(ended) if ended else None
         return None
 
 
-def _our_message(ended: list[int]) -> Any:
+def _answer_of_disk(command: Any) -> tuple[int, bytes]:
+    """It has none of these prompts, and writes whatever comes."""
+    from cargohold.offload.tier.jobs import JobKind  # noqa: PLC0415  # beside the others
+
+    return command.job_id, bytes([command.kind is JobKind.STORE]) * len(command.keys)
+
+
+def _our_message(ended: list[int], told: dict[int, bytes]) -> Any:
+    """Copies into host memory that have ended, and what the disk answers."""
+    from cargohold.connector.offloading.messages import TierAnswer, TierReport  # noqa: PLC0415  # beside the others
     from cargohold.integrations.vllm.messages import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
     from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
 
-    jobs = dict.fromkeys(ended, TransferOutcome.DONE)
-    return WorkerMessage({0: RankReport(KVConnectorOutput(finished=FinishedTransfers(jobs=jobs)))})
+    jobs = dict.fromkeys([*ended, *told], TransferOutcome.DONE)
+    report = TierReport({job_id: TierAnswer(answers) for job_id, answers in told.items()})
+    return WorkerMessage({0: RankReport(KVConnectorOutput(finished=FinishedTransfers(jobs=jobs), worker_meta=report))})
 
 
 def _their_message(ended: list[int]) -> Any:
@@ -261,10 +275,19 @@ def _scheduler(name: str, workload: Workload) -> Any:
 
 def _connector(name: str, host_bytes: int) -> Iterator[tuple[str, Any]]:
     """Options of vLLM's for a connector."""
-    if name in (OURS, OURS_PROMPTS):
+    if name in (OURS, OURS_WITH_DISK, OURS_PROMPTS):
         yield "kv_connector", "CargoholdConnector"
         yield "kv_connector_module_path", "cargohold.integrations.vllm.connector"
-        yield "kv_connector_extra_config", {"host_bytes": host_bytes, "store_generated": name == OURS}
+        # Nobody opens the directory: the scheduler's side alone is here.
+        disk = {"kind": "disk", "directory": "/nowhere", "max_bytes": "1GiB"}
+        yield (
+            "kv_connector_extra_config",
+            {
+                "host_bytes": host_bytes,
+                "store_generated": name != OURS_PROMPTS,
+                "tiers": [disk] if name == OURS_WITH_DISK else [],
+            },
+        )
     elif name in (THEIRS, THEIRS_PROMPTS):
         yield "kv_connector", "OffloadingConnector"
         yield (

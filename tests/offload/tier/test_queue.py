@@ -129,10 +129,13 @@ def test_parents_of_chunks_reach_the_tier() -> None:
             return super().store(key, payload, parent)
 
     with queue_on(Noting(CHUNK)) as setup:
-        job = TierJob(1, JobKind.STORE, [b"b", b"c"], 1.0, [memoryview(chunk(1)), memoryview(chunk(2))], parent=b"a")
+        buffers = [memoryview(chunk(at)) for at in range(4)]
+        job = TierJob(1, JobKind.STORE, [b"b", b"c", b"z", b"n"], 1.0, buffers, [b"a", b"b", b"y", None])
         assert setup.queue.submit(job)
         setup.finish()
-    assert parents == {b"b": b"a", b"c": b"b"}
+        assert setup.queue.submit(TierJob(2, JobKind.STORE, [b"m"], 1.0, [memoryview(chunk(4))]))
+        setup.finish()
+    assert parents == {b"b": b"a", b"c": b"b", b"z": b"y", b"n": None, b"m": None}
 
 
 def test_what_is_asked_for_or_loaded_counts_as_used() -> None:

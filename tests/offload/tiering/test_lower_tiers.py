@@ -207,7 +207,7 @@ def test_answers_of_too_few_workers_count_for_nothing() -> None:
 
 
 def test_chunks_of_several_prefixes_are_written_down_behind_their_own_parents() -> None:
-    world = World()
+    world = World(capacity=16)
     others = [key_of(1, at) for at in range(2)]
     world.keep(KEYS[:1])
     for write in world.step():
@@ -217,12 +217,17 @@ def test_chunks_of_several_prefixes_are_written_down_behind_their_own_parents() 
     )
     assert world.step() == [], "nothing is there yet"
     handle.commit()
-    parents: dict[bytes, bytes | None] = {}
-    while writes := world.step():
-        for write in writes:
-            parents.update(zip(write.keys, (write.parent, *write.keys), strict=False))
-            world.end(write, [True] * len(write.keys))
-    assert parents == {KEYS[1]: KEYS[0], others[0]: None, others[1]: others[0]}
+    (write,) = world.step()  # one job for all
+    assert dict(zip(write.keys, write.parents, strict=True)) == {
+        KEYS[1]: KEYS[0],
+        others[0]: None,
+        others[1]: others[0],
+    }
+    slots = world.host.prepare_load(write.keys)
+    assert list(write.slots) == list(slots.slots)
+    slots.release()
+    world.end(write, [True] * len(write.keys))
+    assert world.step() == []
 
 
 def test_when_no_slot_can_be_had_nothing_is_held() -> None:
@@ -361,8 +366,7 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
         (probe,) = world.step()
         world.end(probe, [False], TransferOutcome.FAILED)
     assert world.lower.lookup([KEYS[5]])[0] == ABSENT, "at once, without asking"
-    world.keep(KEYS[5:6])
-    world.keep([key_of(1, 0)])
+    world.keep(KEYS[5:8])  # more than may be written at the same time
     assert world.step() == []
     world.clock.advance(11)
     assert world.lower.lookup([KEYS[8]])[0] == UNKNOWN
@@ -424,10 +428,14 @@ def test_chunks_are_written_in_prefix_order_with_their_parents() -> None:
     written = []
     while commands := world.step():
         for command in commands:
-            written.append((command.parent, command.keys))
+            written.append((command.keys, command.parents))
             assert len(command.slots) == len(command.keys)
             world.end(command, [True] * len(command.keys))
-    assert written == [(None, tuple(KEYS[:2])), (KEYS[1], tuple(KEYS[2:4])), (KEYS[3], (KEYS[4],))]
+    assert written == [
+        (tuple(KEYS[:2]), (None, KEYS[0])),
+        (tuple(KEYS[2:4]), tuple(KEYS[1:3])),
+        ((KEYS[4],), (KEYS[3],)),
+    ]
     assert list(world.lower.lookup(KEYS[:5])) == [READY] * 5
 
 
@@ -756,7 +764,7 @@ def test_what_is_in_use_is_looked_after() -> None:
     assert (probe.kind, probe.keys) == (JobKind.PROBE, tuple(KEYS[:4])), "what host memory has, and no more"
     world.end(probe, [True, True, False, False])
     (store,) = world.step()
-    assert (store.kind, store.keys, store.parent) == (JobKind.STORE, tuple(KEYS[2:4]), KEYS[1])
+    assert (store.kind, store.keys, store.parents) == (JobKind.STORE, tuple(KEYS[2:4]), tuple(KEYS[1:3]))
     world.end(store, [True, True])
     world.manager.touch(KEYS[:4])
     assert world.step() == []

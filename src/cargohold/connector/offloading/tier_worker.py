@@ -73,7 +73,7 @@ class TierWorker:
             buffers = [self._chunks[slot].data for slot in command.slots]
         deadline = self._clock() + command.timeout_s
         queue = self._queues[command.tier]
-        if queue.submit(TierJob(command.job_id, command.kind, command.keys, deadline, buffers, parent=command.parent)):
+        if queue.submit(TierJob(command.job_id, command.kind, command.keys, deadline, buffers, command.parents)):
             self._queue_of[command.job_id] = queue
         else:
             self._refused.append(command)

@@ -114,7 +114,7 @@ class IoThread:
         staged = self._staging.view[: len(job.buffers[at])]
         if not self._copy(piece, staged, job.buffers[at]):
             return StoreOutcome.REFUSED
-        return self._tier.store(job.keys[at], staged, job.keys[at - 1] if at else job.parent)
+        return self._tier.store(job.keys[at], staged, job.parents[at] if job.parents else None)
 
     def _copy(self, piece: Piece, into: memoryview, source: memoryview) -> bool:
         """Copy while the job is live; whether it was."""

@@ -56,11 +56,11 @@ class TierJob:
     Attributes:
         job_id: unique among the jobs of a queue, never used again.
         kind: what to do.
-        keys: which chunks, in prefix order.
+        keys: which chunks; those of one prefix in order.
         deadline: when it must have ended, in the queue's clock.
         buffers: loads and stores: where each chunk's bytes go or come from, parallel to ``keys``. Nobody else may write to
             them until the job's result was polled; the queue does not touch them any more after that.
-        parent: stores: the chunk before the first, if there is one. Every other chunk's parent is the one before it.
+        parents: stores: the chunk before each in its prefix, if there is one, parallel to ``keys``; empty if none has one.
     """
 
     job_id: int
@@ -68,7 +68,7 @@ class TierJob:
     keys: Sequence[OffloadKey]
     deadline: float
     buffers: Sequence[memoryview] = field(default=(), repr=False)
-    parent: OffloadKey | None = None
+    parents: Sequence[OffloadKey | None] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
@@ -16,15 +16,15 @@ MAX_LOOKS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Chunks to write in one job, each the parent of the next.
+    """Chunks to write in one job.
 
     Attributes:
-        keys: which.
-        parent: the chunk before the first, if there is one.
+        keys: which; those of one prefix in order.
+        parents: the chunk before each in its prefix, if there is one, parallel to ``keys``.
     """
 
-    keys: tuple[OffloadKey, ...]
-    parent: OffloadKey | None
+    keys: list[OffloadKey] = field(default_factory=list)
+    parents: list[OffloadKey | None] = field(default_factory=list)
 
 
 class Backlog:
@@ -64,7 +64,9 @@ class Backlog:
         return list(islice(self._parents, limit))
 
     def take(self, limit: int, is_ready: Callable[[OffloadKey], bool]) -> Batch | None:
-        """Take out the chunk whose turn it is, and those right behind it in its prefix, at most ``limit`` in all.
+        """Take out the chunks whose turn it is, at most ``limit``, whatever prefixes they are of.
+
+        While many requests generate, each step completes a chunk of some: a job for each would cost more than its chunk.
 
         Args:
             limit: at least 1.
@@ -73,22 +75,15 @@ class Backlog:
         Returns:
             ``None`` also if none of the first ``MAX_LOOKS`` is in host memory; those are taken out all the same.
         """
-        keys: list[OffloadKey] = []
-        first_parent: OffloadKey | None = None
+        batch = Batch()
         for _ in range(min(len(self._parents), MAX_LOOKS)):
-            if len(keys) == limit:
+            if len(batch.keys) == limit:
                 break
-            key = next(iter(self._parents))
-            parent = self._parents[key]
-            if keys and parent != keys[-1]:
-                break
-            del self._parents[key]
+            key, parent = self._parents.popitem(last=False)
             if is_ready(key):
-                first_parent = parent if not keys else first_parent
-                keys.append(key)
-            elif keys:
-                break
-        return Batch(tuple(keys), first_parent) if keys else None
+                batch.keys.append(key)
+                batch.parents.append(parent)
+        return batch if batch.keys else None
 
     def clear(self) -> None:
         """Nothing is to be written any more."""

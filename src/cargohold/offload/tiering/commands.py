@@ -58,9 +58,9 @@ class TierCommand:
         job_id: the job.
         tier: which tier, from 0, the fastest.
         kind: what to do.
-        keys: which chunks, in prefix order.
+        keys: which chunks; those of one prefix in order.
         slots: loads and stores: where they are in host memory, parallel to ``keys``.
-        parent: stores: the chunk before the first, if there is one.
+        parents: stores: the chunk before each in its prefix, if there is one, parallel to ``keys``.
         timeout_s: give up after this time.
     """
 
@@ -69,5 +69,5 @@ class TierCommand:
     kind: JobKind
     keys: tuple[OffloadKey, ...]
     slots: tuple[int, ...]
-    parent: OffloadKey | None
+    parents: tuple[OffloadKey | None, ...]
     timeout_s: float

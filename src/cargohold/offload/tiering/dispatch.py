@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
+from typing import TypeVar
 
 from cargohold.blocks import READY
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
@@ -15,6 +16,8 @@ from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.offload.tiering.promotions import BATCH_CHUNKS
 from cargohold.offload.tiering.task import TierTask
 from cargohold.offload.tiering.tasks import TaskTable
+
+_SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
 
 
 def random_epoch() -> bytes:
@@ -76,7 +79,7 @@ class Dispatch:
                 tier.breaker.admit()
                 tier.begin_writing(batch.keys)
                 pins = self._host.prepare_load(batch.keys)
-                task = TierTask(JobKind.STORE, at, batch.keys, pins.slots, batch.parent, pins=pins)
+                task = TierTask(JobKind.STORE, at, batch.keys, pins.slots, batch.parents, pins=pins)
                 yield self._command(new_id(), task, self._config.store_timeout_s)
 
     def rename(self) -> None:
@@ -103,20 +106,22 @@ class Dispatch:
 
     def _command(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
         self._tasks.begin(job_id, task, timeout_s)
-        parent = task.parent if task.kind is JobKind.STORE else None
         return TierCommand(
             job_id,
             task.tier,
             task.kind,
-            tuple(map(self._name, task.keys)),
+            self._names(task.keys),
             tuple(task.slots),
-            None if parent is None else self._name(parent),
+            self._names(task.parents) if task.kind is JobKind.STORE else (),
             timeout_s,
         )
 
-    def _name(self, key: OffloadKey) -> OffloadKey:
-        """What a chunk is called in the tiers."""
-        if not self._epoch:
+    def _names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
+        """What chunks are called in the tiers."""
+        return tuple(map(self._name, keys) if self._epoch else keys)
+
+    def _name(self, key: _SomeKey) -> _SomeKey:
+        if key is None:
             return key
         # As long as other keys; the group stays readable.
         return blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]

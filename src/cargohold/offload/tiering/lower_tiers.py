@@ -325,9 +325,8 @@ class LowerTiers:
         tier.stats["loaded_chunks"] += sum(succeeded)
         tier.stats["not_loaded_chunks"] += len(succeeded) - sum(succeeded)
         arrived = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
-        parents = dict(zip(task.keys, (task.parent, *task.keys), strict=False))
         # What came from further away is worth keeping nearer.
-        self._note_new(self.tiers[: task.tier], arrived, parents)
+        self._note_new(self.tiers[: task.tier], arrived, dict(zip(task.keys, task.parents, strict=True)))
         if promotion is not None and promotion.was_undisturbed and not task.is_late:
             tier.pace.note(promotion.num_wanted, self.clock() - promotion.started_at)
 

@@ -108,9 +108,11 @@ class Promotions:
                 return None
             self.arriving.update(handle.keys)
             promotion.begin_job(chain.tier, len(handle.keys))
+            before = dict(zip(keys, (parent, *keys), strict=False))
+            parents = [before[key] for key in handle.keys]
             self._tasks.want(
                 TierTask(
-                    JobKind.LOAD, chain.tier, handle.keys, handle.slots, parent, reserved=handle, promotion=promotion
+                    JobKind.LOAD, chain.tier, handle.keys, handle.slots, parents, reserved=handle, promotion=promotion
                 )
             )
             if len(handle.keys) < len(keys):

@@ -17,9 +17,9 @@ class TierTask:
     Attributes:
         kind: what to do.
         tier: which tier.
-        keys: which chunks, in prefix order.
+        keys: which chunks; those of one prefix in order.
         slots: where they are in host memory; probes have none.
-        parent: the chunk before the first, if there is one and it matters.
+        parents: stores and loads: the chunk before each in its prefix, if there is one, parallel to ``keys``.
         rewrites: probes that look after chunks in use: which of them to write again if they are gone, with their parents.
         reserved: loads: the slots being filled.
         pins: stores: the chunks being read.
@@ -37,7 +37,7 @@ class TierTask:
     tier: int
     keys: Sequence[OffloadKey]
     slots: Sequence[int] = ()
-    parent: OffloadKey | None = None
+    parents: Sequence[OffloadKey | None] = ()
     rewrites: Mapping[OffloadKey, OffloadKey | None] = field(default_factory=dict)
     reserved: StoreHandle | None = None
     pins: LoadHandle | None = None
