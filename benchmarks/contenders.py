@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from cargohold.blocks import READY
-from cargohold.offload.manager import CannotStore, StoreOffer, make_manager
+from cargohold.offload.manager import StoreOffer, make_manager
 from cargohold.offload.policy import DEFAULT_POLICY
 
 Keys = Sequence[bytes]
@@ -60,7 +60,6 @@ class Cargohold:
 
     def store(self, keys: Keys) -> None:
         handle = self._manager.prepare_store(keys)
-        assert not isinstance(handle, CannotStore)
         handle.commit()
 
     def store_each(self, keys: Keys) -> None:

@@ -15,5 +15,6 @@ from cargohold.protocol import ForwardingScheduler, KVConnectorScheduler
 )
 def test_nothing_is_left_to_the_ports_defaults(port: type, wrapper: type) -> None:
     members = {name for name, value in vars(port).items() if isfunction(value) or isinstance(value, property)}
+    members = {name for name in members if not getattr(vars(port)[name], "__final__", False)}  # which call the others
     assert len(members) > 10
     assert members <= vars(wrapper).keys()

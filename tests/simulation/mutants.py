@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 import cargohold.connector.offloading.loads as loads_module
@@ -36,7 +37,7 @@ from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.roster import Roster
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.core.transfers import TransferTable
-from cargohold.offload.manager.chain_index import ChainIndex
+from cargohold.offload.manager.chain_index import ChainIndex, Keys
 from cargohold.offload.manager.slot_table import SlotTable
 from cargohold.offload.manager.tier_manager import TierManager
 from cargohold.offload.policy.base import Slots
@@ -309,10 +310,13 @@ def knows_of_a_job_only_one_request_whose_blocks_it_reads(patch: Patch) -> None:
 
 @mutant()
 def mixes_up_the_slots_of_several_prefixes(patch: Patch) -> None:
-    insert = ChainIndex.insert_each
-    patch.setattr(
-        ChainIndex, "insert_each", lambda self, keys, slots, parents: insert(self, keys, slots[::-1].copy(), parents)
-    )
+    insert = ChainIndex.insert
+
+    def mixed_up(self: ChainIndex, chains: Sequence[Keys], slots: Sequence[Slots], parents: Sequence[Any]) -> Any:
+        turned, parts = np.concatenate(slots)[::-1], np.cumsum([len(part) for part in slots])[:-1]
+        return insert(self, chains, np.split(turned, parts) if len(chains) > 1 else slots, parents)
+
+    patch.setattr(ChainIndex, "insert", mixed_up)
 
 
 @mutant(workload="ranks")
@@ -356,15 +360,15 @@ def forgets_a_pin(patch: Patch) -> None:
 
 @mutant()
 def finds_chunks_that_are_being_written(patch: Patch) -> None:
-    reserve = TierManager._reserved
+    prepare = TierManager.prepare_stores
 
-    def visible_at_once(self: TierManager, placement: Any) -> Any:
-        handle = reserve(self, placement)
+    def visible_at_once(self: TierManager, offers: Any) -> Any:
+        handle: Any = prepare(self, offers)
         for strand in self._writing[handle]:
             self._index.publish(strand)
         return handle
 
-    patch.setattr(TierManager, "_reserved", visible_at_once)
+    patch.setattr(TierManager, "prepare_stores", visible_at_once)
 
 
 @mutant(workload="tiny-pool")

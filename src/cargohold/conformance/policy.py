@@ -12,8 +12,8 @@ import pytest
 
 from cargohold.blocks import READY
 from cargohold.conformance.chunks import Tree
-from cargohold.offload.manager import CannotStore, LoadHandle, OffloadKey, StoreHandle, StoreOffer, TierManager
-from cargohold.offload.policy.base import NO_SLOT, REFUSED, BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.manager import LoadHandle, OffloadKey, StoreHandle, StoreOffer, TierManager
+from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
 
 NUM_OPERATIONS = 250
 
@@ -85,7 +85,6 @@ class PolicyConformance(ABC):
             for _ in range(NUM_OPERATIONS // 4):
                 traffic.settle()
                 handle = traffic.manager.prepare_store(traffic.tree.any_path(traffic.random))
-                assert not isinstance(handle, CannotStore), "nothing is in use, and yet the tier is busy"
                 assert not handle.deferred, "nothing is in use, and yet chunks are deferred"
                 handle.commit()
 
@@ -126,35 +125,26 @@ class StrictPolicy(ReplacementPolicy):
         self._inner.touch(slots, is_whole=is_whole)
         assert (slots == before).all(), "touch changed its argument"
 
-    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
+    def make_room(self, offers: Sequence[Offer], num_slots: Sequence[int], busy: BusyCounts) -> list[Room]:
         """Pass on, and look at what is given up."""
         before = busy.copy()
-        room = self._inner.make_room(offer, num_slots, busy)
+        rooms = self._inner.make_room(offers, num_slots, busy)
         assert (busy == before).all(), "make_room left busy counts changed"
-        victims = room.victims.tolist()
-        assert len(victims) <= num_slots, f"{len(victims)} chunks given up for {num_slots} slots"
-        self._give_up(victims, [offer], before, asks_again=len(victims) < num_slots and not room.refused)
-        return room
+        assert len(rooms) == len(offers), f"{len(rooms)} answers for {len(offers)} offers"
+        for room, num_missing in zip(rooms, num_slots, strict=True):
+            assert len(room.victims) <= num_missing, f"{len(room.victims)} chunks given up for {num_missing} slots"
+        asks_again = any(
+            len(room.victims) < num_missing and not room.refused
+            for room, num_missing in zip(rooms, num_slots, strict=True)
+        )
+        self._give_up([slot for room in rooms for slot in room.victims.tolist()], offers, before, asks_again=asks_again)
+        return rooms
 
-    def make_room_for_each(self, offers: Sequence[Offer], num_slots: int, busy: BusyCounts) -> list[int]:
-        """Pass on, and look at what is given up."""
-        before = busy.copy()
-        answers = self._inner.make_room_for_each(offers, num_slots, busy)
-        assert (busy == before).all(), "make_room_for_each left busy counts changed"
-        assert len(answers) == num_slots, f"{len(answers)} answers for {num_slots} slots"
-        victims = [answer for answer in answers if answer not in (NO_SLOT, REFUSED)]
-        self._give_up(victims, offers, before, asks_again=NO_SLOT in answers)
-        return answers
-
-    def add(self, offer: Offer, slots: Slots) -> None:
+    def add(self, offers: Sequence[Offer], slots: Sequence[Slots]) -> None:
         """Pass on."""
-        self._learn(slots.tolist(), [offer.parent, *slots.tolist()])
-        self._inner.add(offer, slots)
-
-    def add_each(self, offers: Sequence[Offer], slots: Slots) -> None:
-        """Pass on."""
-        self._learn(slots.tolist(), [offer.parent for offer in offers])
-        self._inner.add_each(offers, slots)
+        for offer, of_offer in zip(offers, slots, strict=True):
+            self._learn(of_offer.tolist(), [offer.parent, *of_offer.tolist()])
+        self._inner.add(offers, slots)
 
     def drop(self, slots: Slots) -> None:
         """Pass on."""
@@ -259,19 +249,19 @@ class _Traffic:
         path = self.tree.any_path(self.random)
         first = 0 if self._all_goes_well else self.random.choice((0, 0, self.random.randrange(len(path))))
         handle = self.manager.prepare_store(path[first:], path[first - 1] if first else None)
-        if not isinstance(handle, CannotStore):
-            self._stores.append(handle)
-            if self._all_goes_well:
-                self._end_store(self._stores.pop())
+        self._stores.append(handle)
+        if self._all_goes_well:
+            self._end_store(self._stores.pop())
 
     def _store_several(self) -> None:
-        """What requests do that generate: each continues its own prefix."""
+        """What several requests do in a step: each continues its own prefix, by a chunk where it generates."""
         offers = []
         for _ in range(self.random.randint(2, 4)):
             path = self.tree.any_path(self.random)
             at = len(self.manager.lookup_run(path))
+            end = at + self.random.choice((1, 1, len(path)))
             if at < len(path):
-                offers.append(StoreOffer(path[at : at + 1], path[at - 1] if at else None))
+                offers.append(StoreOffer(path[at:end], path[at - 1] if at else None))
         self._stores.append(self.manager.prepare_stores(offers))
         if self._all_goes_well:
             self._end_store(self._stores.pop())
@@ -294,6 +284,4 @@ class _Traffic:
 
 
 def _store(manager: TierManager, path: list[OffloadKey]) -> None:
-    handle = manager.prepare_store(path)
-    assert not isinstance(handle, CannotStore)
-    handle.commit()
+    manager.prepare_store(path).commit()

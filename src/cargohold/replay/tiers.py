@@ -20,7 +20,7 @@ import numpy as np
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.errors import ConfigError
-from cargohold.offload.manager import CannotStore, OffloadManager, make_manager
+from cargohold.offload.manager import OffloadManager, make_manager
 from cargohold.replay.workload import Ints, Workload
 from cargohold.units import is_positive_int
 
@@ -84,7 +84,7 @@ class _Tier:
     def store(self, keys: Keys, parent: bytes | None) -> int:
         """Offer chunks; how many of the leading ones are there now."""
         handle = self.manager.prepare_store(keys, parent)
-        assert not isinstance(handle, CannotStore), "nothing is busy when requests come one after the other"
+        assert not handle.deferred, "nothing is busy when requests come one after the other"
         stored = handle.keys
         handle.commit()
         self.stored += len(stored)

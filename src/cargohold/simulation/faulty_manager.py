@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 
 from cargohold.blocks import ABSENT, NOT_YET
 from cargohold.offload.manager import (
-    CannotStore,
     ForwardingManager,
-    JoinedStores,
     OffloadKey,
     OffloadManager,
     StoreHandle,
@@ -62,20 +60,13 @@ class FaultyManager(ForwardingManager):
         absent_at = states.find(_ABSENT)
         return states if absent_at < 0 else states[:absent_at]
 
-    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
-        """Pass on, or be busy."""
-        if keys and (self._is_gone() or self._source.strikes(Fault.FULL)):
-            return CannotStore.BUSY
-        return self.inner.prepare_store(keys, parent)
-
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
         """Pass on, or be busy for some of them."""
         struck = [bool(offer.keys) and (self._is_gone() or self._source.strikes(Fault.FULL)) for offer in offers]
-        handle = self.inner.prepare_stores(
-            [offer for offer, is_busy in zip(offers, struck, strict=True) if not is_busy]
-        )
+        taken = [offer for offer, is_busy in zip(offers, struck, strict=True) if not is_busy]
+        handle = self.inner.prepare_stores(taken)
         busy = [key for offer, is_busy in zip(offers, struck, strict=True) if is_busy for key in offer.keys]
-        return JoinedStores([handle], [*handle.deferred, *busy]) if busy else handle
+        return _BusyForSome(handle, busy) if busy else handle
 
     def _undecided(self, keys: Sequence[OffloadKey], states: bytes) -> bytes:
         """The states, with "not yet" for keys that are asked for the first time and take their time."""
@@ -100,3 +91,17 @@ class FaultyManager(ForwardingManager):
             self._was_gone = is_gone
             self._next_known = min((at for at in self._known_at.values() if at > now), default=float("inf"))
             self._num_changes += 1
+
+
+class _BusyForSome:
+    """A reservation, and chunks that got none. Satisfies ``StoreHandle``.
+
+    Args:
+        handle: the reservation.
+        busy: chunks to be offered again. Those that are in another offer, too, have theirs.
+    """
+
+    def __init__(self, handle: StoreHandle, busy: Sequence[OffloadKey]) -> None:
+        self.keys, self.slots = handle.keys, handle.slots
+        self.deferred = list(dict.fromkeys([*handle.deferred, *(key for key in busy if key not in handle.keys)]))
+        self.commit, self.forfeit = handle.commit, handle.forfeit

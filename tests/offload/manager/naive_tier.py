@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.offload.manager import CannotStore, LoadHandle, OffloadManager, StoreHandle, StoreOffer
-from cargohold.offload.manager.block_pool import BlockPoolManager
+from cargohold.offload.manager import LoadHandle, OffloadManager, StoreHandle, StoreOffer
 from tests.offload.common import EVERY_KEY
 
 
@@ -44,29 +43,16 @@ class NaiveTier:
 
     # --- operations: each does the same to both -------------------------------------------------------------------
 
-    def store(self, keys: Sequence[bytes], parent: bytes | None) -> StoreHandle | None:
-        """Offer chunks; the handle, unless the manager is busy."""
-        before, num_free, writing = dict(self.ready), self.num_free, self.writing
-        absent = [key for key in dict.fromkeys(keys) if key not in before and key not in writing]
-        num_waiting = len(writing) + len(self.read_slots)
-        pinned = set(self.read_slots)
-        stays = {*keys, *(self._in_front(parent) if self.knows_prefixes else {parent})}
-        answer = self.manager.prepare_store(keys, parent)
-        evicted = self._note_evictions()
-        self._forget(evicted)
-        assert not stays & evicted.keys(), "evicted for its own child, or from the offer"
-        assert not pinned & set(evicted.values()), "evicted while being read"
-        if isinstance(answer, CannotStore):
-            assert absent and num_waiting, "busy although nobody is using anything"
-            assert not evicted, "evicted for nothing"
-            return None
-        self._check_reservation(answer, absent, num_waiting)
-        assert len(evicted) == max(0, len(answer.keys) - num_free), "more evicted than needed"
-        taken = {*self.ready.values(), *writing.values(), *self.leaving}
-        assert not taken & set(answer.slots), "a slot was given twice"
-        self._note_order(keys, parent, set(answer.keys))
-        self.stores.append(answer)
-        return answer
+    def store(self, keys: Sequence[bytes], parent: bytes | None) -> StoreHandle:
+        """Offer chunks of one prefix."""
+        writing, num_waiting = self.writing, len(self.writing) + len(self.read_slots)
+        absent = [key for key in dict.fromkeys(keys) if key not in self.ready and key not in writing]
+        store = self.store_each([StoreOffer(keys, parent)])
+        num_placed, deferred = len(store.keys), list(store.deferred)
+        assert list(store.keys) == absent[:num_placed], "slots go to the leading chunks"
+        assert deferred == absent[num_placed : num_placed + len(deferred)], "what is deferred comes next"
+        assert len(deferred) <= num_waiting, "nobody will let go of so many slots"
+        return store
 
     def store_each(self, offers: Sequence[StoreOffer]) -> StoreHandle:
         """Offer chunks of several prefixes at once."""
@@ -75,22 +61,24 @@ class NaiveTier:
         absent = {key for key in offered if key not in before and key not in writing}
         pinned = set(self.read_slots)
         num_waiting = len(writing) + len(pinned)
-        stays = set[bytes | None]()
-        if all(len(keys) == 1 for keys, _ in offers):
-            for _, parent in offers:
-                stays |= self._in_front(parent) if self.knows_prefixes else {parent}
+        stays = set[bytes | None](offered)
+        for _, parent in offers:
+            stays |= self._in_front(parent) if self.knows_prefixes else {parent}
         store = self.manager.prepare_stores(offers)
         evicted = self._note_evictions()
         self._forget(evicted)
+        assert not stays & evicted.keys(), "evicted for its own child, or from an offer"
         assert not pinned & set(evicted.values()), "evicted while being read"
         assert len(store.keys) == len(set(store.keys)) == len(set(store.slots)), "given twice"
-        # One offer may evict what is in another.
-        assert (absent | evicted.keys()).issuperset(store.keys), "stored twice"
-        assert offered.keys() - set(store.keys) >= set(store.deferred)
-        if not isinstance(self.manager, BlockPoolManager):
-            assert not stays & evicted.keys(), "evicted for its own child"
-            assert len(evicted) == max(0, len(store.keys) - num_free), "more evicted than needed"
+        assert set(store.slots) <= set(range(self.manager.capacity))
+        assert absent.issuperset(store.keys), "stored twice"
+        assert len(store.deferred) == len(set(store.deferred)), "deferred twice"
+        assert absent - set(store.keys) >= set(store.deferred)
+        assert len(evicted) == max(0, len(store.keys) - num_free), "more evicted than needed"
         assert not store.deferred or num_waiting + len(store.keys), "deferred although nobody is using anything"
+        for keys, _ in offers:
+            missed = [key in store.keys for key in keys if key in absent]
+            assert missed == sorted(missed, reverse=True), "slots go to the leading chunks"
         taken = {*self.ready.values(), *writing.values(), *self.leaving}
         assert not taken & set(store.slots), "a slot was given twice"
         for key in store.keys:
@@ -181,10 +169,3 @@ class NaiveTier:
         for key in evicted:
             del self.ready[key]
         return evicted
-
-    def _check_reservation(self, store: StoreHandle, absent: list[bytes], num_waiting: int) -> None:
-        num_placed, deferred = len(store.keys), list(store.deferred)
-        assert list(store.keys) == absent[:num_placed], "slots go to the leading chunks"
-        assert deferred == absent[num_placed : num_placed + len(deferred)], "what is deferred comes next"
-        assert len(deferred) <= num_waiting, "nobody will let go of so many slots"
-        assert len(set(store.slots)) == num_placed and set(store.slots) <= set(range(self.manager.capacity))

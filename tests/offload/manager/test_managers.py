@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from cargohold.blocks import READY
 from cargohold.errors import LifecycleError, MissingChunkError
-from cargohold.offload.manager import ChunksStored, JoinedStores, OffloadManager, StoreOffer, make_manager
+from cargohold.offload.manager import ChunksStored, OffloadManager, StoreOffer, make_manager
 from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.policy import POLICIES
 from tests.offload.common import DEPTH, EVERY_KEY, chain
@@ -52,13 +52,13 @@ class TierMachine(RuleBasedStateMachine):
         first = data.draw(st.sampled_from([len(self.manager.lookup_run(keys)), data.draw(st.integers(0, len(keys)))]))
         self.tier.store(keys[first:], keys[first - 1] if first else None)
 
-    @rule(several=st.lists(st.tuples(paths, st.booleans()), min_size=1, max_size=4))
-    def store_each(self, several: list[tuple[tuple[int, ...], bool]]) -> None:
-        """What requests do that generate: each continues its own prefix; some are prompts of more than a chunk."""
+    @rule(several=st.lists(st.tuples(paths, st.booleans(), st.integers(0, 1)), min_size=1, max_size=4))
+    def store_each(self, several: list[tuple[tuple[int, ...], bool, int]]) -> None:
+        """What requests do in a step: each continues its own prefix; some are prompts of more than a chunk, or share them."""
         offers = []
-        for path, is_prompt in several:
+        for path, is_prompt, num_ahead in several:
             keys = chain(path)
-            first = min(len(self.manager.lookup_run(keys)), len(keys) - 1)
+            first = min(len(self.manager.lookup_run(keys)) + num_ahead, len(keys) - 1)
             offers.append(
                 StoreOffer(keys[first:] if is_prompt else keys[first : first + 1], keys[first - 1] if first else None)
             )
@@ -70,11 +70,9 @@ class TierMachine(RuleBasedStateMachine):
         store = data.draw(st.sampled_from(self.tier.stores))
         (self.tier.commit if works else self.tier.forfeit)(store)
         for again in (store.commit, store.forfeit):
-            if isinstance(store, JoinedStores):
-                continue  # of several handles, or of none
             with pytest.raises(LifecycleError) as raised:
                 again()
-            assert raised.value.history == ("prepare_store", "commit" if works else "forfeit")
+            assert raised.value.history == ("prepare_stores", "commit" if works else "forfeit")
 
     @rule(path=paths)
     def touch(self, path: tuple[int, ...]) -> None:
@@ -110,7 +108,7 @@ class TierMachine(RuleBasedStateMachine):
         if written:
             with pytest.raises(LifecycleError) as raised:
                 self.manager.remove(keys)
-            assert written[0].hex() in raised.value.subject and raised.value.history == ("prepare_store",)
+            assert written[0].hex() in raised.value.subject and raised.value.history == ("prepare_stores",)
         else:
             self.tier.remove(keys)
 
@@ -171,13 +169,34 @@ def test_what_is_offered_does_not_go_to_make_room_for_the_rest_of_the_offer(name
     tier.remove([first])
     commit(tier, chain((1,)))
     again = tier.store([first, second], None)
-    assert again is not None and list(again.keys) == [first]
+    assert list(again.keys) == [first]
     assert tier.ready.keys() == {second}, "not the older one, which is on offer, but the other one went"
     tier.commit(again)
     tier.check()
 
 
-def commit(tier: NaiveTier, keys: list[bytes]) -> None:
-    store = tier.store(keys, None)
-    assert store is not None
+@pytest.mark.parametrize("name", MANAGERS)
+def test_what_several_offer_is_stored_or_deferred_once(name: str) -> None:
+    tier = NaiveTier(MANAGERS[name](3))
+    commit(tier, chain((1,)))
+    busy = tier.load(chain((1,)))
+    longer = chain((0, 0, 0, 0))
+    store = tier.store_each([StoreOffer(longer[:3]), StoreOffer(longer), StoreOffer(longer[:3])])
+    assert list(store.keys) == longer[:2] and list(store.deferred) == longer[2:3]
     tier.commit(store)
+    tier.release(busy)
+
+
+@pytest.mark.parametrize("name", [name for name in MANAGERS if name not in ("arc", "fifo", "block pool")])
+def test_what_continues_another_offer_of_the_same_call_goes_before_it(name: str) -> None:
+    tier = NaiveTier(MANAGERS[name](3))
+    first, second, third = chain((0, 0, 0))
+    tier.commit(tier.store_each([StoreOffer([first]), StoreOffer([third], second), StoreOffer([second], first)]))
+    assert tier.ready.keys() == {first, second, third}
+    tier.manager.touch([first, second, third])
+    commit(tier, chain((1,)))
+    assert third not in tier.ready and {first, second} <= tier.ready.keys()
+
+
+def commit(tier: NaiveTier, keys: list[bytes]) -> None:
+    tier.commit(tier.store(keys, None))

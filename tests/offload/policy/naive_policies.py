@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, OneByOnePolicy, Room, Slots
 
 PATIENCE = 8
 """A prefix that grows is used again when others filled this part of the tier since."""
 
 
-class NaiveOrder(ReplacementPolicy):
+class NaiveOrder(OneByOnePolicy):
     """Evicts the chunk with the smallest ``(when, -place in its request, slot)``."""
 
     name: ClassVar[str] = "naive"
@@ -35,7 +35,7 @@ class NaiveOrder(ReplacementPolicy):
     def may_go(self, offer: Offer) -> set[int]:
         """What may be evicted for an offer, if it is not busy."""
 
-    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
+    def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
         may_go = self.may_go(offer)
         idle = [slot for slot in sorted(self.order, key=self.order.__getitem__) if not busy[slot]]
         victims = [slot for slot in idle if slot in may_go][:num_slots]
@@ -65,7 +65,7 @@ class NaiveLRU(NaiveOrder):
         limit = self.order.get(offer.parent, (self.num_uses + 1, 0, 0))[:2]
         return {slot for slot, (when, place, _) in self.order.items() if (when, place) < limit}
 
-    def add(self, offer: Offer, slots: Slots) -> None:
+    def add_one(self, offer: Offer, slots: Slots) -> None:
         if offer.parent == NO_SLOT:
             self.use_now(slots)
         else:
@@ -87,5 +87,5 @@ class NaiveFIFO(NaiveOrder):
     def may_go(self, offer: Offer) -> set[int]:
         return self.order.keys() - set(offer.ancestors().tolist())
 
-    def add(self, offer: Offer, slots: Slots) -> None:
+    def add_one(self, offer: Offer, slots: Slots) -> None:
         self.use_now(slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from unittest.mock import patch
 
 import numpy as np
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cargohold.blocks import READY
-from cargohold.offload.manager import CannotStore, StoreOffer, TierManager, make_manager
+from cargohold.offload.manager import StoreOffer, TierManager, make_manager
 from cargohold.offload.policy import DEFAULT_POLICY, leaf_queue
 from cargohold.offload.policy.absent_chunks import AbsentChunks
-from cargohold.offload.policy.base import NO_SLOT, NO_SLOTS, REFUSED, Offer
+from cargohold.offload.policy.base import NO_SLOT, NO_SLOTS, Offer
 from cargohold.offload.policy.key_hash import KeyHash
 from cargohold.offload.policy.leaf_queue import NEVER, LeafQueue
 from cargohold.offload.policy.prefix_tree import PrefixTree
@@ -141,7 +142,6 @@ def test_chunks_of_several_prefixes_count_as_if_they_had_come_one_by_one(admits_
             managers[0].prepare_stores(some).commit()
             for offer in some:
                 handle = managers[1].prepare_store(offer.keys, offer.parent)
-                assert not isinstance(handle, CannotStore)
                 handle.commit()
         for manager in managers:
             manager.check()
@@ -247,12 +247,7 @@ def test_a_tree_counts_children(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 20))):
         free = [slot for slot in range(12) if slot not in parent_of]
         grows = data.draw(st.booleans())
-        if free and grows and data.draw(st.booleans()):
-            slots = data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True))
-            parents = [data.draw(st.sampled_from([NO_SLOT, *parent_of])) for _ in slots]
-            tree.link_each(np.array(slots), np.array(parents))
-            parent_of.update(zip(slots, parents, strict=True))
-        elif free and grows:
+        if free and grows:
             slots = data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True))
             parent = data.draw(st.sampled_from([NO_SLOT, *parent_of]))
             tree.link(np.array(slots), parent)
@@ -284,22 +279,22 @@ def test_leaves_go_in_the_order_of_their_worth(data: st.DataObject) -> None:
     parents, alive = tree._parents.copy(), set(range(capacity))
     queue = LeafQueue(last_uses, classes, tree, np.tile(np.array([worth_of]).T, (1, NUM_AGES)))
     newcomers = data.draw(st.lists(st.sampled_from([0.1, 0.3, 1.0]), min_size=1, max_size=capacity))
-    evicted = queue.take(np.array(newcomers), now=capacity, busy=busy)
+    (room,), _, used = queue.take(np.array(newcomers), [slice(None)], now=capacity, busy=busy)
 
     def lowest() -> float | None:
         idle = [slot for slot in alive if not busy[slot] and not any(parents[other] == slot for other in alive)]
         return min((worth_of[classes[slot]] for slot in idle), default=None)
 
-    for newcomer, slot in zip(newcomers, evicted.slots.tolist(), strict=False):
+    for newcomer, slot in zip(newcomers, room.victims.tolist(), strict=False):
         assert slot in alive and not busy[slot] and not any(parents[other] == slot for other in alive)
         assert lowest() == worth_of[classes[slot]] <= newcomer
         alive.remove(slot)
-    assert evicted.last_uses.tolist() == evicted.slots.tolist(), "slots were used in their order"
-    assert (last_uses[evicted.slots] == NEVER).all()
-    if len(evicted.slots) < len(newcomers):
+    assert used.tolist() == room.victims.tolist(), "slots were used in their order"
+    assert (last_uses[room.victims] == NEVER).all()
+    if len(room.victims) < len(newcomers):
         left = lowest()
-        assert evicted.refused == (left is not None)
-        assert left is None or left > newcomers[len(evicted.slots)]
+        assert room.refused == (left is not None)
+        assert left is None or left > newcomers[len(room.victims)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -325,9 +320,9 @@ def test_whole_lines_go_as_one_chunk_after_the_other_does(data: st.DataObject) -
             tree.link(np.array(slots), parent)
         queue = LeafQueue(last_uses, classes, tree, np.tile([[0.2], [0.6]], (1, NUM_AGES)))
         with patch.object(leaf_queue, "_MIN_LINE", shortest_line):
-            evicted = queue.take(worth, now=2, busy=busy)
+            (room,), _, used = queue.take(worth, [slice(None)], now=2, busy=busy)
         tree.check((last_uses != NEVER).nonzero()[0])
-        return evicted.slots.tolist(), evicted.last_uses.tolist(), evicted.refused
+        return room.victims.tolist(), used.tolist(), room.refused
 
     assert victims(1) == victims(capacity + 1)
 
@@ -340,23 +335,28 @@ def test_of_several_newcomers_each_is_weighed_against_the_leaf_that_is_worth_lea
     classes, last_uses, tree, busy = drawn_leaves(data, capacity)
     parents, alive = tree._parents.copy(), set(range(capacity))
     queue = LeafQueue(last_uses, classes, tree, np.tile(np.array([worth_of]).T, (1, NUM_AGES)))
-    newcomers = data.draw(st.lists(st.sampled_from([0.1, 0.3, 1.0]), min_size=1, max_size=capacity + 2))
-    answers, victims_used = queue.take_each(newcomers, now=capacity, busy=busy)
-    for newcomer, answer in zip(newcomers, answers, strict=True):
-        idle = [slot for slot in alive if not busy[slot] and not any(parents[other] == slot for other in alive)]
-        least = min((worth_of[classes[slot]] for slot in idle), default=None)
-        if least is None:
-            assert answer == NO_SLOT
-        elif newcomer < least:
-            assert answer == REFUSED
-        else:
-            assert answer in idle and worth_of[classes[answer]] == least
-            alive.remove(answer)
-    victims = [answer for answer in answers if answer >= 0]
-    assert victims_used == victims, "slots were used in their order"
+    chains = data.draw(st.lists(st.lists(st.sampled_from([0.1, 0.3, 1.0]), max_size=3), min_size=1, max_size=capacity))
+    newcomers = np.array([worth for newcomers in chains for worth in newcomers])
+    ends = accumulate(map(len, chains))
+    parts = [slice(end - len(newcomers), end) for end, newcomers in zip(ends, chains, strict=True)]
+    rooms, gone, victims_used = queue.take(newcomers, parts, now=capacity, busy=busy)
+    for wanted, room in zip(chains, rooms, strict=True):
+        victims = room.victims.tolist()
+        assert len(victims) <= len(wanted)
+        for at, newcomer in enumerate(wanted[: len(victims) + 1]):
+            idle = [slot for slot in alive if not busy[slot] and not any(parents[other] == slot for other in alive)]
+            least = min((worth_of[classes[slot]] for slot in idle), default=None)
+            if at == len(victims):
+                assert room.refused == (least is not None) and (least is None or newcomer < least)
+            else:
+                assert victims[at] in idle and worth_of[classes[victims[at]]] == least is not None and newcomer >= least
+                alive.remove(victims[at])
+    assert gone.tolist() == [slot for room in rooms for slot in room.victims.tolist()]
+    assert victims_used.tolist() == gone.tolist(), "slots were used in their order"
     tree.check(np.array(sorted(alive), dtype=np.intp))
-    rest = queue.take(np.full(capacity, np.inf), now=capacity, busy=np.zeros(capacity, dtype=np.int32))
-    assert sorted(rest.slots.tolist()) == sorted(alive), "who was passed over is still queued"
+    everything = np.full(capacity, np.inf)
+    (rest,), *_ = queue.take(everything, [slice(None)], now=capacity, busy=np.zeros(capacity, dtype=np.int32))
+    assert sorted(rest.victims.tolist()) == sorted(alive), "who was passed over is still queued"
 
 
 def test_a_queued_leaf_that_was_continued_is_a_leaf_no_more() -> None:
@@ -364,10 +364,12 @@ def test_a_queued_leaf_that_was_continued_is_a_leaf_no_more() -> None:
     tree = PrefixTree(2)
     tree.link(np.array([0, 1]), NO_SLOT)
     queue = LeafQueue(last_uses, np.zeros(2, dtype=np.uint8), tree, np.ones((1, NUM_AGES)))
-    assert queue.take(np.ones(1), now=1, busy=busy).slots.tolist() == [1], "and slot 0 is queued"
+    assert queue.take(np.ones(1), [slice(None)], now=1, busy=busy).rooms[0].victims.tolist() == [1], (
+        "and slot 0 is queued"
+    )
     last_uses[1] = 1
     tree.link(np.array([1]), 0)
-    assert queue.take(np.ones(1), now=2, busy=busy).slots.tolist() == [1]
+    assert queue.take(np.ones(1), [slice(None)], now=2, busy=busy).rooms[0].victims.tolist() == [1]
 
 
 def test_what_is_known_of_absent_chunks_is_found_by_their_tags() -> None:
@@ -386,7 +388,7 @@ def test_what_is_known_of_absent_chunks_is_found_by_their_tags() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_one_chunk_is_met_as_many_are(data: st.DataObject) -> None:
+def test_a_few_chunks_are_met_as_many_are(data: st.DataObject) -> None:
     policy = ReuseIndexPolicy(8)
     manager = TierManager(8, policy)
     names = numbered(*range(12))
@@ -394,19 +396,11 @@ def test_one_chunk_is_met_as_many_are(data: st.DataObject) -> None:
         first = data.draw(st.integers(0, len(names) - 1))
         request(manager, names[first : first + data.draw(st.integers(1, 3))])
     offers = [Offer([name], parent, lambda: NO_SLOTS) for name in names for parent in (NO_SLOT, *range(8))]
-    each = policy._meet_each(offers)
-    ones = [policy._meet_one(offer.keys, offer.parent) for offer in offers]
-    assert each.tags.tolist() == [tag for one in ones for tag in one.tags.tolist()]
-    assert each.uses.tolist() == [uses for one in ones for uses in one.uses.tolist()]
-    assert each.classes.tolist() == [chunk_class for one in ones for chunk_class in one.classes.tolist()]
-    for name in names:
-        for parent in (NO_SLOT, *range(8)):
-            one, many = policy._meet_one([name], parent), policy._meet_many([name], parent)
-            assert (one.tags.tolist(), one.uses.tolist(), one.classes.tolist()) == (
-                many.tags.tolist(),
-                many.uses.tolist(),
-                many.classes.tolist(),
-            )
+    together = policy._meet_many(offers)
+    ones = [policy._meet_few(offers[first : first + 3]) for first in range(0, len(offers), 3)]
+    assert together.tags.tolist() == [tag for one in ones for tag in one.tags.tolist()]
+    assert together.uses.tolist() == [uses for one in ones for uses in one.uses.tolist()]
+    assert together.classes.tolist() == [chunk_class for one in ones for chunk_class in one.classes.tolist()]
 
 
 def drawn_leaves(
@@ -424,9 +418,7 @@ def drawn_leaves(
 def use(tier: NaiveTier, keys: list[bytes]) -> None:
     length = len(tier.manager.lookup_run(keys))
     tier.manager.touch(keys)
-    store = tier.store(keys[length:], keys[length - 1] if length else None)
-    assert store is not None
-    tier.commit(store)
+    tier.commit(tier.store(keys[length:], keys[length - 1] if length else None))
 
 
 def request(manager: TierManager, keys: list[bytes]) -> int:
@@ -434,6 +426,5 @@ def request(manager: TierManager, keys: list[bytes]) -> int:
     length = len(manager.lookup_run(keys))
     manager.touch(keys)
     handle = manager.prepare_store(keys[length:], keys[length - 1] if length else None)
-    assert not isinstance(handle, CannotStore)
     handle.commit()
     return len(handle.keys)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager import (
-    CannotStore,
     ChunksStored,
     LoadHandle,
     OffloadManager,
@@ -99,7 +98,6 @@ class World:
 
     def keep(self, keys: list[bytes], parent: bytes | None = None) -> None:
         handle = self.manager.prepare_store(keys, parent)
-        assert not isinstance(handle, CannotStore)
         handle.commit()
 
     def learn(self, keys: list[bytes], tier: int = 0) -> None:
@@ -234,8 +232,7 @@ def test_when_no_slot_can_be_had_nothing_is_held() -> None:
     world = World(capacity=4)
     world.learn(KEYS)
     busy = world.manager.prepare_store([key_of(1, at) for at in range(4)])
-    assert not isinstance(busy, CannotStore)
-    assert world.lower.promote([Chain(0, KEYS, None)], ()) is CannotStore.BUSY
+    assert world.lower.promote([Chain(0, KEYS, None)], ()) is None
     assert world.step() == [] and world.lower.is_idle
     before = world.manager.generation
     busy.forfeit()
@@ -260,13 +257,14 @@ def test_a_long_chain_is_brought_up_in_several_jobs_as_far_as_there_are_slots(mo
     world = World(capacity=300)
     keys = [at.to_bytes(32, "big") + bytes(4) for at in range(400)]
     world.learn(keys)
-    prepare_store, parents = world.host.prepare_store, []
+    prepare_stores = world.host.prepare_stores
+    parents: list[bytes | None] = []
 
-    def noted(keys: Sequence[bytes], parent: bytes | None = None) -> StoreHandle | CannotStore:
-        parents.append(parent)
-        return prepare_store(keys, parent)
+    def noted(offers: Sequence[StoreOffer]) -> StoreHandle:
+        parents.extend(offer.parent for offer in offers)
+        return prepare_stores(offers)
 
-    monkeypatch.setattr(world.host, "prepare_store", noted)
+    monkeypatch.setattr(world.host, "prepare_stores", noted)
     promotion = world.lower.promote([Chain(0, keys, None)], ())
     assert isinstance(promotion, Promotion) and promotion.num_running == 3
     loads = world.step()
@@ -493,7 +491,7 @@ def test_a_reset_is_refused_while_chunks_are_brought_up() -> None:
     world = World()
     world.learn(KEYS[:2])
     promotion = world.lower.promote([Chain(0, KEYS[:2], None)], [])
-    assert not isinstance(promotion, CannotStore) and not world.manager.reset()
+    assert promotion is not None and not world.manager.reset()
     (load,) = world.step()
     promotion.release()
     assert not world.manager.reset(), "workers may still write there"
@@ -627,9 +625,7 @@ class Traffic:
         return self.world.manager.lookup([key])[0] == READY
 
     def store(self) -> None:
-        handle = self.world.manager.prepare_store(self.chain())
-        if not isinstance(handle, CannotStore):
-            self.stores.append(handle)
+        self.stores.append(self.world.manager.prepare_store(self.chain()))
 
     def end_store(self) -> None:
         if self.stores:
@@ -926,7 +922,7 @@ def test_a_tier_that_answers_from_memory_is_tried_by_loads() -> None:
         world.end(probe, [True])
         assert breaker_state(world) is BreakerState.HALF_OPEN
         promotion = world.lower.promote([Chain(0, [key], None)], ())
-        assert not isinstance(promotion, CannotStore)
+        assert promotion is not None
         (load,) = world.step()
         world.end(load, [False], TransferOutcome.FAILED)
         promotion.release()

@@ -13,7 +13,7 @@ from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import end_store, start_store
 from cargohold.errors import ContractError
 from cargohold.offload.keys import offload_key
-from cargohold.offload.manager.base import CannotStore, OffloadKey
+from cargohold.offload.manager.base import OffloadKey
 from cargohold.protocol import BlockIds, KVCacheBlockView, SchedulerContext, StepView, TransferOutcome
 
 
@@ -62,9 +62,7 @@ class LazyStores:
 
     def _store(self, by_key: Mapping[OffloadKey, KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
         handle = self._shared.manager.prepare_store(list(by_key))
-        if isinstance(handle, CannotStore):
-            self._shared.stats["stores_deferred"] += 1
-            return
+        self._shared.stats["stores_deferred"] += bool(handle.deferred)
         if not handle.keys:
             handle.commit()
             return

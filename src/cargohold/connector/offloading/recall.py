@@ -28,7 +28,7 @@ from cargohold.connector.offloading.pacing import StepPace
 from cargohold.connector.offloading.recall_plan import chains_to_promote, needed_keys, sources_per_token
 from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
-from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
+from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tiering import Chain, LowerTiers
 
 PATIENCE = 0.5
@@ -113,7 +113,7 @@ class Recalls:
         needed = needed_keys(state, num_computed_tokens, num_tokens)
         kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
         promotion = self._lower.promote(chains, kept)
-        if isinstance(promotion, CannotStore):
+        if promotion is None:
             self._look_again_later(recall)
             return
         recall.promotion = promotion

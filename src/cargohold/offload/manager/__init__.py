@@ -1,10 +1,8 @@
 """Managers: which chunks a tier holds, and where."""
 
 from cargohold.offload.manager.base import (
-    CannotStore,
     ChunksRemoved,
     ChunksStored,
-    JoinedStores,
     LoadHandle,
     ManagerEvent,
     OffloadKey,
@@ -17,11 +15,9 @@ from cargohold.offload.manager.forwarding import ForwardingManager
 from cargohold.offload.manager.tier_manager import TierManager
 
 __all__ = [
-    "CannotStore",
     "ChunksRemoved",
     "ChunksStored",
     "ForwardingManager",
-    "JoinedStores",
     "LoadHandle",
     "ManagerEvent",
     "OffloadKey",

@@ -3,7 +3,7 @@
 A manager plans; it moves no bytes, does no I/O, starts no thread and asks no clock. Everything it hands out is a handle that
 must be given back exactly once. The life of a chunk::
 
-    absent --prepare_store--> writing --commit--> ready <--> being read (n)     (prepare_load / release)
+    absent --prepare_stores-> writing --commit--> ready <--> being read (n)     (prepare_load / release)
        ^                         |                  |
        +------- forfeit ---------+                  +-- evicted or removed, only when nobody reads it --> absent
 
@@ -19,18 +19,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, final
 
 OffloadKey: TypeAlias = bytes
 """Block hash of a chunk's last block, then the KV-cache group's index in four bytes, little-endian: 36 bytes."""
-
-
-class CannotStore(Enum):
-    """Why nothing can be stored at the moment."""
-
-    BUSY = "busy"
-    """None of the chunks found a slot, only because slots are being written or read. Offer all of them again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +68,8 @@ class StoreHandle(Protocol):
     Attributes:
         keys: the chunks to store, in prefix order: those offered that were absent and are worth a slot.
         slots: where each goes, parallel to ``keys``.
-        deferred: the chunks behind them that found no slot, only because slots are being written or read. Offer them again
-            later; the last of ``keys`` is their parent. Chunks in neither are there already, or not worth a slot.
+        deferred: chunks behind them that found no slot, only because slots are being written or read. Offer them again
+            later. Chunks in neither are there already, or not worth a slot.
     """
 
     @property
@@ -129,31 +121,6 @@ class LoadHandle(Protocol):
         ...
 
 
-class JoinedStores:
-    """Several reservations as one. Satisfies ``StoreHandle``.
-
-    Args:
-        handles: the reservations.
-        deferred: what is to be offered again, theirs included.
-    """
-
-    def __init__(self, handles: Sequence[StoreHandle], deferred: Sequence[OffloadKey]) -> None:
-        self._handles = handles
-        self.keys = [key for handle in handles for key in handle.keys]
-        self.slots = [slot for handle in handles for slot in handle.slots]
-        self.deferred = deferred
-
-    def commit(self) -> None:
-        """See ``StoreHandle.commit``."""
-        for handle in self._handles:
-            handle.commit()
-
-    def forfeit(self) -> None:
-        """See ``StoreHandle.forfeit``."""
-        for handle in self._handles:
-            handle.forfeit()
-
-
 class OffloadManager(ABC):
     """One tier's chunks.
 
@@ -197,47 +164,30 @@ class OffloadManager(ABC):
         """Pin ready chunks. Raises ``MissingChunkError`` for the first that is not ready, and then pins none."""
 
     @abstractmethod
-    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
-        """Reserve slots for those of ``keys`` that are absent and worth one, evicting others if need be.
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """Reserve slots for those chunks on offer that are absent and worth one, evicting others if need be.
+
+        While many requests generate, most steps complete a chunk of several: one call costs a fraction of one for each.
 
         Each chunk offered ends in one of four places:
 
         * it is there or being written already: nothing to do;
         * it is in the handle's ``keys``;
-        * it is in the handle's ``deferred``, or everything is and the answer is ``CannotStore.BUSY``: it found no slot, but
-          others will let go of some. At most as many chunks are deferred as slots are being written or read, so a request
-          longer than the tier is not offered for ever;
+        * it is in the handle's ``deferred``: it found no slot, but others will let go of some. Of an offer no more chunks are
+          deferred than there are slots that others write or read: a request longer than the tier is not offered for ever;
         * none of these: it is not worth a slot, or never will find one. Do not offer it again for this request.
 
-        Slots go to the leading chunks: what lies behind a hole is worth nothing. Never evicts a chunk that is pinned or being
-        written, nor one of ``keys``, nor one before them in their prefix, as far as each of these was there when the next was
-        stored.
+        Slots go to the leading chunks of each offer: what lies behind a hole is worth nothing. In ``keys`` and ``deferred`` the
+        chunks of an offer are in order; offers need not be. A chunk that is in several offers is stored once.
 
-        Args:
-            keys: consecutive chunks of one prefix.
-            parent: the chunk before the first, if there is one.
+        Never evicts a chunk that is pinned or being written, nor one that is offered, nor one before them in their prefix, as
+        far as each of these was there when the next was stored.
         """
 
-    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
-        """``prepare_store`` for chunks of several prefixes, with one handle for all of them.
-
-        While many requests generate, most steps complete a chunk or two of several; one call costs a fraction of one for each.
-
-        What would be answered with ``CannotStore.BUSY`` is in the handle's ``deferred``, with what is deferred of the other
-        offers. The chunks of an offer are in order in ``keys`` and ``deferred``; the offers need not be. A chunk that is in
-        several offers is stored once.
-        """
-        handles: list[StoreHandle] = []
-        deferred: list[OffloadKey] = []
-        for offer in offers:
-            handle = self.prepare_store(offer.keys, offer.parent)
-            if isinstance(handle, CannotStore):
-                deferred += offer.keys
-            else:
-                deferred += handle.deferred
-                handles.append(handle)
-        placed = {key for handle in handles for key in handle.keys}
-        return JoinedStores(handles, [key for key in deferred if key not in placed])
+    @final
+    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle:
+        """``prepare_stores`` for one offer."""
+        return self.prepare_stores((StoreOffer(keys, parent),))
 
     @abstractmethod
     def remove(self, keys: Iterable[OffloadKey]) -> None:

@@ -10,7 +10,6 @@ from cargohold.blocks import ABSENT, READY, BlockPool, KVCacheBlock
 from cargohold.errors import LifecycleError, MissingChunkError
 from cargohold.offload.keys import offload_key, split_key
 from cargohold.offload.manager.base import (
-    CannotStore,
     ChunksRemoved,
     ChunksStored,
     LoadHandle,
@@ -18,6 +17,7 @@ from cargohold.offload.manager.base import (
     OffloadKey,
     OffloadManager,
     StoreHandle,
+    StoreOffer,
 )
 from cargohold.offload.manager.handles import ChunkPins, SlotReservation
 from cargohold.offload.policy.base import Slots
@@ -82,22 +82,20 @@ class BlockPoolManager(OffloadManager):
         self._num_pins += len(blocks)
         return ChunkPins(tuple(keys), _slots_of(blocks), self._end_load)
 
-    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
         """Reserve slots for the absent ones; if there is room for fewer, for the first of them."""
-        absent = [
-            key for key in dict.fromkeys(keys) if key not in self._writing and not self._pool.contains(*split_key(key))
-        ]
         num_waiting = self._num_pins + len(self._writing)
+        offered = list(dict.fromkeys(key for offer in offers for key in offer.keys))
         # Neither what is offered nor what is in front of it must be evicted to make room for the rest.
-        guarded = [block for key in (*keys, parent) if key is not None and (block := self._find(key)) is not None]
+        around = [*offered, *(offer.parent for offer in offers if offer.parent is not None)]
+        guarded = [block for key in around if (block := self._find(key)) is not None]
         self._pool.touch(guarded)
+        absent = [key for key in offered if key not in self._writing and self._find(key) is None]
         chosen = absent[: self._pool.num_free_blocks]
         blocks = self._pool.allocate(len(chosen))
         self._pool.free_blocks(guarded)
-        deferred = absent[len(chosen) : len(chosen) + num_waiting]
-        if deferred and not chosen:
-            return CannotStore.BUSY
         self._writing.update(chosen)
+        deferred = absent[len(chosen) : len(chosen) + num_waiting]
         return SlotReservation(chosen, _slots_of(blocks), deferred, self._end_store)
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
@@ -105,7 +103,7 @@ class BlockPoolManager(OffloadManager):
         keys = list(keys)
         for key in keys:
             if key in self._writing:
-                raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_store",))
+                raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_stores",))
         for key in keys:
             block = self._find(key)
             if block is not None:

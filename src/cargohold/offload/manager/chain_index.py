@@ -16,6 +16,7 @@ So prefix look-ups cost 20 to 30 ns per key whatever the size of the index, wher
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -168,27 +169,22 @@ class ChainIndex:
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
-    def insert(self, keys: Keys, slots: Slots, parent: bytes | None) -> list[Strand]:
-        """Add chunks that are being written, one behind the other. Their keys must be absent and different."""
-        strands = []
-        for first in range(0, len(keys), _MAX_STRAND):
-            part = slice(first, first + _MAX_STRAND)
-            strand = Strand(keys[part], slots[part], parent, is_ready=False)
-            self._place(strand, 0)
-            strands.append(strand)
-            parent = keys[part][-1]
-        self._slots.add(keys, slots.tolist())
-        return strands
+    def insert(self, chains: Sequence[Keys], slots: Sequence[Slots], parents: Sequence[bytes | None]) -> list[Strand]:
+        """Add chunks that are being written. Their keys must be absent and different.
 
-    def insert_each(self, keys: Sequence[bytes], slots: Slots, parents: Sequence[bytes | None]) -> list[Strand]:
-        """Add chunks that are being written, each behind a parent of its own. Their keys must be absent and different."""
-        strands = [
-            Strand((key,), slots[at : at + 1], parent, is_ready=False)
-            for at, (key, parent) in enumerate(zip(keys, parents, strict=True))
-        ]
-        self._strands[slots] = strands
-        self._positions[slots] = 0
-        self._slots.add(keys, slots.tolist())
+        Args:
+            chains: keys, one behind the other in each chain.
+            slots: where they are going, parallel to ``chains`` and their keys.
+            parents: the chunk before each chain.
+        """
+        strands = []
+        for keys, places, parent in zip(chains, slots, parents, strict=True):
+            for first in range(0, len(keys), _MAX_STRAND):
+                part = slice(first, first + _MAX_STRAND)
+                strand = Strand(keys[part], places[part], keys[first - 1] if first else parent, is_ready=False)
+                self._place(strand, 0)
+                strands.append(strand)
+        self._slots.add(chains[0] if len(chains) == 1 else list(chain.from_iterable(chains)), joined(slots).tolist())
         return strands
 
     def publish(self, strand: Strand) -> None:

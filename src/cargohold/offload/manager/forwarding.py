@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cargohold.offload.manager.base import (
-    CannotStore,
     LoadHandle,
     ManagerEvent,
     OffloadKey,
@@ -16,7 +15,7 @@ from cargohold.offload.manager.base import (
 
 
 class ForwardingManager(OffloadManager):
-    """Passes everything on; what a subclass does not override, the inner manager answers. Stores come in by two doors.
+    """Passes everything on; what a subclass does not override, the inner manager answers.
 
     Args:
         inner: the manager.
@@ -44,9 +43,6 @@ class ForwardingManager(OffloadManager):
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
         return self.inner.prepare_load(keys)
-
-    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:  # noqa: D102
-        return self.inner.prepare_store(keys, parent)
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
         return self.inner.prepare_stores(offers)

@@ -37,7 +37,7 @@ class SlotReservation(_Handle):
     Args:
         keys: the chunks.
         slots: where they go.
-        deferred: chunks behind them to be offered again.
+        deferred: chunks to be offered again.
         end: told once whether the chunks are there.
     """
 
@@ -48,7 +48,7 @@ class SlotReservation(_Handle):
         deferred: Sequence[OffloadKey],
         end: Callable[[SlotReservation, bool], None],
     ) -> None:
-        super().__init__(keys, slots, ("prepare_store",))
+        super().__init__(keys, slots, ("prepare_stores",))
         self.deferred = deferred
         self._end = end
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain as chained
+from itertools import islice
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from cargohold.blocks import ABSENT, READY
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
 from cargohold.offload.manager import slot_table
 from cargohold.offload.manager.base import (
-    CannotStore,
     ChunksRemoved,
     ChunksStored,
     LoadHandle,
@@ -25,31 +24,12 @@ from cargohold.offload.manager.base import (
 )
 from cargohold.offload.manager.chain_index import ChainIndex, Strand
 from cargohold.offload.manager.handles import ChunkPins, SlotReservation
+from cargohold.offload.manager.placement import OfferedChain, Placement, parted
 from cargohold.offload.manager.slot_table import SlotTable
-from cargohold.offload.policy.base import NO_SLOT, REFUSED, Offer, ReplacementPolicy, Slots, joined
+from cargohold.offload.policy.base import NO_SLOT, Offer, ReplacementPolicy, Room, Slots, joined
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
 _LOOKUP_OF_STATE = bytes(READY if state == slot_table.READY else ABSENT for state in range(256))
-
-
-@dataclass(slots=True)
-class _Placement:
-    """A store being planned: what of the offered chunks found a slot so far.
-
-    Attributes:
-        deferred: chunks that may find a slot when others let go of theirs.
-    """
-
-    keys: list[OffloadKey] = field(default_factory=list)
-    slots: list[Slots] = field(default_factory=list)
-    strands: list[Strand] = field(default_factory=list)
-    deferred: list[OffloadKey] = field(default_factory=list)
-
-    def add(self, keys: Sequence[OffloadKey], slots: Slots, strands: list[Strand]) -> None:
-        """These chunks found these slots."""
-        self.keys += keys
-        self.slots.append(slots)
-        self.strands += strands
 
 
 class TierManager(OffloadManager):
@@ -147,24 +127,15 @@ class TierManager(OffloadManager):
         self._num_pins += len(keys)
         return handle
 
-    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:  # noqa: D102
-        placement = _Placement()
-        self._place_chain(placement, keys, parent)
-        if placement.deferred and not placement.keys:
-            return CannotStore.BUSY
-        return self._reserved(placement)
-
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
-        placement = _Placement()
-        parents: dict[OffloadKey, OffloadKey | None] = {}
-        for keys, parent in offers:
-            if len(keys) == 1 < len(offers):  # as requests generate
-                parents[keys[0]] = parent
-            else:
-                self._place_chain(placement, keys, parent)
-        if parents:
-            self._place_each(placement, parents)
-        return self._reserved(placement)
+        chains = [OfferedChain(tuple(dict.fromkeys(keys)), parent) for keys, parent in offers]
+        self._look_up(chains)
+        placement = Placement(self._around(chains), self.num_writing + self.num_pins)
+        while chains := self._place_next(placement, chains):  # once, unless some are there behind others that are not
+            self._look_up(chains)
+        handle = SlotReservation(placement.keys, joined(placement.slots), placement.deferred, self._end_store)
+        self._writing[handle] = placement.strands
+        return handle
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:  # noqa: D102
         slots = np.array([slot for key in dict.fromkeys(keys) if (slot := self._removable(key)) != NO_SLOT], np.intp)
@@ -190,114 +161,116 @@ class TierManager(OffloadManager):
 
     # --- stores -------------------------------------------------------------------------------------------------------
 
-    def _reserved(self, placement: _Placement) -> SlotReservation:
-        if placement.deferred:  # of one prefix: in another it may have found a slot
-            placed = frozenset(placement.keys)
-            placement.deferred = [key for key in placement.deferred if key not in placed]
-        handle = SlotReservation(placement.keys, joined(placement.slots), placement.deferred, self._end_store)
-        self._writing[handle] = placement.strands
-        return handle
-
-    def _place_chain(self, placement: _Placement, keys: Sequence[OffloadKey], parent: OffloadKey | None) -> None:
-        """Find slots for those of ``keys`` that are absent. Mutates everything."""
-        num_waiting = self.num_writing + self.num_pins
-        keys = tuple(dict.fromkeys(keys))
-        present = self._index.slots_of(keys)
-        if present.count(None) == len(present):
-            self._place(placement, keys, parent, num_waiting)
+    def _look_up(self, chains: Sequence[OfferedChain]) -> None:
+        """Find out what is there of chains. Mutates them."""
+        if len(chains) == 1:
+            chains[0].present = self._index.slots_of(chains[0].keys)
             return
-        protected = np.array([slot for slot in present if slot is not None], dtype=np.intp)
-        self._table.hold(protected)
-        at = 0
-        for is_absent, group in groupby(present, lambda slot: slot is None):
-            count = len(list(group))
-            in_front = keys[at - 1] if at else parent
-            if is_absent and not self._place(placement, keys[at : at + count], in_front, num_waiting):
-                break  # what lies behind a hole is worth nothing
-            at += count
-        self._table.let_go(protected)
+        present = iter(self._index.slots_of([key for chain in chains for key in chain.keys]))
+        for chain in chains:
+            chain.present = list(islice(present, len(chain.keys)))
 
-    def _place(
-        self, placement: _Placement, keys: tuple[OffloadKey, ...], parent: OffloadKey | None, num_waiting: int
-    ) -> bool:
-        """Find slots for absent chunks, one behind the other; whether all got one. Mutates everything.
+    def _around(self, chains: Sequence[OfferedChain]) -> list[int]:
+        """Slots of what is there of chains and before it, and of what is right before absent ones: it makes no room for them.
 
-        Args:
-            placement: what was placed so far; added to.
-            keys: the chunks.
-            parent: the chunk before them.
-            num_waiting: slots that others use at the moment, and may free.
+        What is before that is spared by the policy.
         """
-        offer = self._offer(keys, parent)
-        is_refused = self._make_room(offer)
-        num_placed = min(len(keys), self._table.num_free)
-        if num_placed < len(keys) and not is_refused:
-            # Others may let go of that many slots. Chunks beyond them would never find one: they are refused.
-            deferred = keys[num_placed : num_placed + num_waiting]
-            placement.deferred += deferred
-            if deferred:
-                offer = Offer(keys[:num_placed], offer.parent, offer.ancestors)
-        if offer.keys:
-            slots = self._table.reserve(num_placed)
-            self.policy.add(offer, slots)
-            placement.add(keys[:num_placed], slots, self._index.insert(keys[:num_placed], slots, parent))
-        return num_placed == len(keys)
+        around = [slot for chain in chains if (slot := self._index.slot_of(chain.parent)) != NO_SLOT]
+        for chain in chains:
+            if chain.present.count(None) < len(chain.present):
+                there = [slot for slot in chain.present if slot is not None]
+                around += [*there, *self._index.ancestors(there[0]).tolist()]
+        return around
 
-    def _place_each(self, placement: _Placement, parents: dict[OffloadKey, OffloadKey | None]) -> None:
-        """Find slots for those of ``parents`` that are absent, single chunks of several prefixes. Mutates everything.
+    def _place_next(self, placement: Placement, chains: Sequence[OfferedChain]) -> list[OfferedChain]:
+        """Find slots for the next chunks of each chain that are absent. Mutates everything.
 
-        Args:
-            placement: what was placed so far; added to.
-            parents: by chunk, the one before it.
+        Returns:
+            The chains that have more.
         """
-        there: list[Offer] = []
-        offers: list[Offer] = []
-        for (key, parent), slot in zip(parents.items(), self._index.slots_of(tuple(parents)), strict=True):
-            if slot is None:
-                offers.append(self._offer((key,), parent))
-            else:
-                there.append(self._offer((key,), key))  # it stays, as what is before the others does
-        placed, others = offers[: self._table.num_free], offers[self._table.num_free :]
-        refused: list[Offer] = []
-        if others:
-            answers = list(zip(others, self._make_room_for_each([*there, *offers], len(others)), strict=True))
-            placed += [offer for offer, answer in answers if answer >= 0]
-            # As in _place: no more of them wait than slots that others may let go of; here the others on offer, too.
-            num_waiting = self.num_writing + self.num_pins + len(placed)
-            waiting = [offer for offer, answer in answers if answer == NO_SLOT]
-            placement.deferred += [offer.keys[0] for offer in waiting[:num_waiting]]
-            refused = [offer for offer, answer in answers if answer == REFUSED] + waiting[num_waiting:]
-        slots = self._table.reserve(len(placed))
-        self.policy.add_each([*placed, *refused], slots)
-        keys = [offer.keys[0] for offer in placed]
-        placement.add(keys, slots, self._index.insert_each(keys, slots, [parents[key] for key in keys]))
+        claimed: set[OffloadKey] = set()
+        begun = [chain for chain in chains if chain.begin_run(claimed, placement.missed)]
+        if begun:
+            self._place(placement, begun)
+        return [chain for chain in chains if chain.end_run()]
+
+    def _place(self, placement: Placement, chains: Sequence[OfferedChain]) -> None:
+        """Find slots for the runs of chains, each one behind the other. Mutates everything."""
+        offers = [self._offer(chain.run, chain.parent) for chain in chains]
+        self._make_room(placement, chains, offers)
+        runs, num_placed, is_whole = [], 0, True
+        for chain in chains:
+            runs.append(chain.run[: chain.num_fitting])
+            num_placed += chain.num_fitting
+            chain.num_placed += chain.num_fitting
+            is_whole &= chain.num_fitting == len(chain.run)
+        slots = self._table.reserve(num_placed)
+        parts = parted(slots, runs)
+        placement.slots.append(slots)
+        placement.keys += chained.from_iterable(runs)
+        placement.strands += self._index.insert(runs, parts, [chain.parent for chain in chains])
+        if not is_whole:
+            self._tell_of_short(placement, chains, offers, parts)
+        else:
+            self.policy.add(offers, parts)
+
+    def _tell_of_short(
+        self, placement: Placement, chains: Sequence[OfferedChain], offers: Sequence[Offer], parts: Sequence[Slots]
+    ) -> None:
+        """Tell the policy what it got, where that is not all. It hears of what is deferred when that is offered again."""
+        deferred = [self._deferred(placement, chain) for chain in chains]
+        placement.deferred += chained.from_iterable(deferred)
+        for chain in chains:
+            placement.missed.update(chain.run[chain.num_fitting :])
+        if not any(deferred):
+            self.policy.add(offers, parts)  # the very same offers: it need not look at them again
+            return
+        told = [
+            (offer._replace(keys=chain.run[: chain.num_fitting]) if waiting else offer, part)
+            for chain, offer, part, waiting in zip(chains, offers, parts, deferred, strict=True)
+            if chain.num_fitting or not waiting
+        ]
+        if told:
+            self.policy.add([offer for offer, _ in told], [part for _, part in told])
+
+    def _deferred(self, placement: Placement, chain: OfferedChain) -> tuple[OffloadKey, ...]:
+        """What to offer again of a run of which not all has a slot, as everything else is used.
+
+        Others may let go of so many slots. Chunks beyond them would never find one: they are refused.
+        """
+        if chain.is_refused or chain.num_fitting == len(chain.run):
+            return ()
+        num_waiting = placement.num_waiting + len(placement.keys) - chain.num_placed
+        return chain.run[chain.num_fitting : chain.num_fitting + num_waiting]
 
     def _offer(self, keys: tuple[OffloadKey, ...], parent: OffloadKey | None) -> Offer:
         slot = self._index.slot_of(parent)
         return Offer(keys, slot, partial(self._index.ancestors, slot))
 
-    def _make_room_for_each(self, offers: Sequence[Offer], num_slots: int) -> list[int]:
-        """Evict what the policy gives up for each of the last ``num_slots`` offers; its answers. Mutates everything."""
-        parents = np.array([offer.parent for offer in offers if offer.parent != NO_SLOT], dtype=np.intp)
-        self._table.hold(parents)
-        answers = self.policy.make_room_for_each(offers, num_slots, self._table.busy)
-        self._table.let_go(parents)
-        self._retire(np.array([answer for answer in answers if answer >= 0], dtype=np.intp))
-        return answers
+    def _make_room(self, placement: Placement, chains: Sequence[OfferedChain], offers: Sequence[Offer]) -> None:
+        """Find out how much of each run fits, if need be by evicting what the policy gives up. Mutates everything."""
+        num_free = self._table.num_free
+        missing, is_short = [], False
+        for chain in chains:
+            chain.num_fitting = min(len(chain.run), num_free)
+            num_free -= chain.num_fitting
+            missing.append(len(chain.run) - chain.num_fitting)
+            is_short |= chain.num_fitting < len(chain.run)
+        if is_short:
+            rooms = self._ask_for_room(placement, offers, missing)
+            for chain, room in zip(chains, rooms, strict=True):
+                chain.num_fitting += len(room.victims)
+                chain.is_refused = room.refused
+            self._retire(joined([room.victims for room in rooms]))
 
-    def _make_room(self, offer: Offer) -> bool:
-        """Evict what the policy gives up for ``offer``; whether it refused more. Mutates everything."""
-        num_missing = len(offer.keys) - self._table.num_free
-        if num_missing <= 0:
-            return False
-        busy = self._table.busy
-        if offer.parent != NO_SLOT:
-            busy[offer.parent] += 1
-        room = self.policy.make_room(offer, num_missing, busy)
-        if offer.parent != NO_SLOT:
-            busy[offer.parent] -= 1
-        self._retire(room.victims)
-        return room.refused
+    def _ask_for_room(self, placement: Placement, offers: Sequence[Offer], missing: Sequence[int]) -> list[Room]:
+        if not placement.around:
+            return self.policy.make_room(offers, missing, self._table.busy)
+        around = np.array(placement.around, dtype=np.intp)
+        self._table.hold(around)
+        rooms = self.policy.make_room(offers, missing, self._table.busy)
+        self._table.let_go(around)
+        return rooms
 
     def _end_store(self, handle: SlotReservation, is_stored: bool) -> None:
         strands = self._writing.pop(handle)
@@ -332,7 +305,7 @@ class TierManager(OffloadManager):
         """Slot of a ready chunk, or ``NO_SLOT`` if there is none. Raises ``LifecycleError`` if it is being written."""
         slot = self._index.slot_of(key)
         if slot != NO_SLOT and self._table.states(np.array([slot]))[0] == slot_table.WRITING:
-            raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_store",))
+            raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_stores",))
         return slot
 
     def _retire(self, slots: Slots) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from cargohold.offload.policy.arc_balance import Balance
-from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots, joined
+from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, OneByOnePolicy, Room, Slots, joined
 from cargohold.offload.policy.ghosts import Ghosts
 from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst, Stamps
 from cargohold.offload.policy.stamps import REFRESHED_AFTER_PART, StampClock, new_stamps, stamps_below
@@ -20,7 +20,7 @@ _MOMENT: Final = 4096
 """How many more ghosts than the paper's limit there may be while chunks come in."""
 
 
-class ARCPolicy(ReplacementPolicy):
+class ARCPolicy(OneByOnePolicy):
     """Balances recency and frequency by what it regrets.
 
     Chunks used once and chunks used more often are two LRU lists. Keys evicted from either are remembered, and when one of
@@ -54,7 +54,7 @@ class ARCPolicy(ReplacementPolicy):
         self._stamp(slots, self._clock.next_stamps(len(slots)), 1)
         self._count(slots, 1)
 
-    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
+    def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
         before = self._recency_of_parent(offer)
         balance = self._balance(num_free=len(offer.keys) - num_slots)
         wanted = balance.admit(self._ghosts.find(offer.keys))
@@ -64,7 +64,7 @@ class ARCPolicy(ReplacementPolicy):
         is_short = len(victims) < num_slots
         return Room(victims, refused=is_short and before is not None and self._has_idle(busy, before))
 
-    def add(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
+    def add_one(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
         keys = offer.keys[: len(slots)]
         ghosts = self._ghosts.find(keys)
         self._settle_target(keys, ghosts)

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +30,8 @@ BusyCounts: TypeAlias = npt.NDArray[np.int32]
 
 NO_SLOT: Final = -1
 
-REFUSED: Final = -2
-"""In the place of a victim: what is there is worth more."""
 
-
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """Chunks that could be stored: absent, consecutive in one prefix.
 
     Attributes:
@@ -50,8 +45,7 @@ class Offer:
     ancestors: Callable[[], Slots]
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """What a policy gives up for an offer.
 
     Attributes:
@@ -65,6 +59,8 @@ class Room:
 
 
 NO_SLOTS: Final[Slots] = np.empty(0, dtype=np.intp)
+
+_NOTHING_MISSING: Final = Room(NO_SLOTS, refused=False)
 
 
 def joined(pieces: Sequence[Slots]) -> Slots:
@@ -112,50 +108,22 @@ class ReplacementPolicy(ABC):
         """
 
     @abstractmethod
-    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
-        """Give up at most ``num_slots`` chunks for ``offer``, none of which is busy; they are forgotten.
+    def make_room(self, offers: Sequence[Offer], num_slots: Sequence[int], busy: BusyCounts) -> list[Room]:
+        """Give up chunks for each of ``offers``, none of which is busy or before one of them in its prefix; they are forgotten.
 
         Args:
-            offer: what wants a slot.
-            num_slots: how many slots are missing; at least 1.
+            offers: what wants slots; each continues another prefix, or the same one elsewhere.
+            num_slots: parallel to ``offers``: how many slots are missing, at most as many as are to be given up; for its last
+                chunks, if for fewer than all.
             busy: which slots must stay; may be changed during the call, and is as it was afterwards.
+
+        Returns:
+            Parallel to ``offers``.
         """
 
     @abstractmethod
-    def add(self, offer: Offer, slots: Slots) -> None:
-        """The first ``len(slots)`` chunks of ``offer`` got these slots; the others were not stored, for good."""
-
-    def make_room_for_each(self, offers: Sequence[Offer], num_slots: int, busy: BusyCounts) -> list[int]:
-        """``make_room`` for several chunks at once, each of another prefix: no chunk goes that is before one of them.
-
-        Args:
-            offers: one chunk each; their parents are busy.
-            num_slots: how many slots are missing, at least 1: the last of ``offers`` have none.
-            busy: as above.
-
-        Returns:
-            For each that has none the slot that was given up for it, ``REFUSED``, or ``NO_SLOT`` if everything else is busy.
-        """
-        held = [offer.ancestors() for offer in offers]
-        for slots in held:
-            busy[slots] += 1
-        answers: list[int] = []
-        given_up: list[int] = []
-        for offer in offers[-num_slots:]:
-            room = self.make_room(offer, 1, busy)
-            victims = room.victims.tolist()
-            answers += victims or [REFUSED if room.refused else NO_SLOT]
-            given_up += victims
-            busy[victims] += 1
-        busy[given_up] -= 1
-        for slots in held:
-            busy[slots] -= 1
-        return answers
-
-    def add_each(self, offers: Sequence[Offer], slots: Slots) -> None:
-        """``add`` for chunks of several prefixes: the first ``len(slots)`` got these slots, the others were not stored."""
-        for at, offer in enumerate(offers):
-            self.add(offer, slots[at : at + 1])
+    def add(self, offers: Sequence[Offer], slots: Sequence[Slots]) -> None:
+        """The leading chunks of each offer got the slots beside it; the others were not stored, for good."""
 
     @abstractmethod
     def drop(self, slots: Slots) -> None:
@@ -168,3 +136,32 @@ class ReplacementPolicy(ABC):
     @abstractmethod
     def check(self, slots: Slots) -> None:
         """Verify every invariant, given the slots that are in use. Raises ``AssertionError``. For tests and idle moments."""
+
+
+class OneByOnePolicy(ReplacementPolicy):
+    """A policy that weighs one offer after the other, as if the others were not there."""
+
+    @abstractmethod
+    def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
+        """``make_room`` for one offer, of which at least one slot is missing."""
+
+    @abstractmethod
+    def add_one(self, offer: Offer, slots: Slots) -> None:
+        """``add`` for one offer."""
+
+    def make_room(self, offers: Sequence[Offer], num_slots: Sequence[int], busy: BusyCounts) -> list[Room]:  # noqa: D102
+        # One that is alone need not be kept from others.
+        guarded = [offer.ancestors() for offer in offers] if len(offers) > 1 else []
+        for slots in guarded:
+            busy[slots] += 1
+        rooms = [
+            self.make_room_for(offer, num_missing, busy) if num_missing else _NOTHING_MISSING
+            for offer, num_missing in zip(offers, num_slots, strict=True)
+        ]
+        for slots in guarded:
+            busy[slots] -= 1
+        return rooms
+
+    def add(self, offers: Sequence[Offer], slots: Sequence[Slots]) -> None:  # noqa: D102
+        for offer, of_offer in zip(offers, slots, strict=True):
+            self.add_one(offer, of_offer)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cargohold.offload.policy.base import BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.policy.base import BusyCounts, Offer, OneByOnePolicy, Room, Slots
 from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst
 from cargohold.offload.policy.stamps import StampClock, new_stamps
 
 
-class FIFOPolicy(ReplacementPolicy):
+class FIFOPolicy(OneByOnePolicy):
     """Evicts what was stored longest ago; of chunks stored together, the last one first.
 
     It knows nothing of prefixes that grow later: the old beginning goes first and leaves the rest useless.
@@ -28,7 +28,7 @@ class FIFOPolicy(ReplacementPolicy):
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
         """Use means nothing here."""
 
-    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
+    def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
         guarded = offer.ancestors()
         busy[guarded] += 1
         victims = self._oldest.take(num_slots, busy)
@@ -37,7 +37,7 @@ class FIFOPolicy(ReplacementPolicy):
         is_short = len(victims) < num_slots
         return Room(victims, refused=is_short and self._oldest.has_idle(busy, 0))
 
-    def add(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
+    def add_one(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
         stamps = self._clock.next_stamps(len(slots))
         self._stamps[slots] = stamps
         self._oldest.note(slots, stamps)

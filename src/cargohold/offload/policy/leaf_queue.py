@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from cargohold.offload.policy.base import NO_SLOT, REFUSED, BusyCounts, Slots
+from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Room, Slots
 from cargohold.offload.policy.prefix_tree import PrefixTree
 from cargohold.offload.policy.reuse_model import NUM_AGES, Index, age_buckets
 
@@ -38,14 +38,14 @@ class Eviction(NamedTuple):
     """What was evicted.
 
     Attributes:
-        slots: from where.
+        rooms: for whom, from where.
+        slots: the same, all in order.
         last_uses: when the chunks there were used last, parallel to ``slots``.
-        refused: whether a chunk was not worth more than the next victim.
     """
 
+    rooms: list[Room]
     slots: Slots
     last_uses: npt.NDArray[np.int64]
-    refused: bool
 
 
 class LeafQueue:
@@ -87,11 +87,12 @@ class LeafQueue:
         self._highest = 0.0
         self._queued_at = -self._queue_age
 
-    def take(self, worth: npt.NDArray[np.float64], now: int, busy: BusyCounts) -> Eviction:
+    def take(self, worth: npt.NDArray[np.float64], parts: Iterable[slice], now: int, busy: BusyCounts) -> Eviction:
         """Evict one leaf for each chunk that wants in, as long as that is worth no less than the leaf.
 
         Args:
-            worth: of the chunks that want in, in prefix order.
+            worth: of the chunks that want in.
+            parts: which of them are consecutive in one prefix. Those behind one that is refused are, too.
             now: the time.
             busy: which slots must be passed over.
         """
@@ -100,60 +101,31 @@ class LeafQueue:
         victims: list[int] = []
         last_uses: list[int] = []
         passed: list[Entry] = []
-        refused = False
-        offered = worth.data
-        while len(victims) < len(offered):
-            lowest = self._lowest(now, busy, passed)
-            if lowest is None:
-                break
-            if offered[len(victims)] < lowest[0]:
-                refused = True
-                break
-            num_before = len(victims)
-            self._evict_upwards(lowest, offered, victims, now, busy)
-            last_uses += [lowest[1]] * (len(victims) - num_before)
+        found: list[tuple[int, bool]] = []
+        has_more = True
+        for part in parts:
+            offered = worth.data[part]
+            first, end = len(victims), len(victims) + len(offered)
+            refused = False
+            while has_more and len(victims) < end:
+                lowest = self._lowest(now, busy, passed)
+                if lowest is None:
+                    has_more = False
+                elif offered[len(victims) - first] < lowest[0]:
+                    refused = True
+                    break
+                else:
+                    victims += self._evict_upwards(lowest, offered[len(victims) - first :], now, busy)
+                    last_uses += [lowest[1]] * (len(victims) - len(last_uses))
+            found.append((len(victims), refused))
         for entry in passed:
             heappush(self._heap, entry)
-        return Eviction(np.array(victims, dtype=np.intp), np.array(last_uses, dtype=np.int64), refused)
+        slots = np.array(victims, dtype=np.intp)
+        starts = [0, *(end for end, _ in found)]
+        rooms = [Room(slots[start:end], refused) for start, (end, refused) in zip(starts, found, strict=False)]
+        return Eviction(rooms, slots, np.array(last_uses, dtype=np.int64))
 
-    def take_each(self, worth: Sequence[float], now: int, busy: BusyCounts) -> tuple[list[int], list[int]]:
-        """``take`` for chunks of several prefixes: one that is refused does not keep the others out.
-
-        Args:
-            worth: of the chunks that want in.
-            now: the time.
-            busy: which slots must be passed over.
-
-        Returns:
-            For each the slot that was given up for it, ``REFUSED``, or ``NO_SLOT`` where everything else is busy; and when the
-            chunks there were used last, one for each slot.
-        """
-        if now - self._queued_at >= self._queue_age:
-            self._queue_leaves(now, busy)
-        answers: list[int] = []
-        last_uses: list[int] = []
-        passed: list[Entry] = []
-        for offered in worth:
-            lowest = self._lowest(now, busy, passed)
-            if lowest is None:
-                break
-            least, last_use, slot = lowest
-            if offered < least:
-                answers.append(REFUSED)
-                continue
-            heappop(self._heap)
-            self._last_use_of[slot] = NEVER
-            answers.append(slot)
-            last_uses.append(last_use)
-            parent = self._tree.cut_leaf(slot)
-            if parent != NO_SLOT:
-                self._queue_if_low(parent, now)
-        for entry in passed:
-            heappush(self._heap, entry)
-        answers += [NO_SLOT] * (len(worth) - len(answers))
-        return answers, last_uses
-
-    def _evict_upwards(self, leaf: Entry, offered: memoryview, victims: list[int], now: int, busy: BusyCounts) -> None:
+    def _evict_upwards(self, leaf: Entry, offered: memoryview, now: int, busy: BusyCounts) -> list[int]:
         """Evict the leaf at the head of the queue, and what was in front of it as long as that is the same in all respects.
 
         A chunk that becomes a leaf by an eviction, and is of the same class and age, is as low as anything in the queue: a
@@ -161,17 +133,20 @@ class LeafQueue:
 
         Args:
             leaf: with its worth now.
-            offered: worth of the chunks that want in; the next is worth it.
-            victims: slots given up so far, one for each that is in; appended to.
+            offered: worth of the chunks that want in; the first is worth it.
             now: the time.
             busy: which slots must stay.
+
+        Returns:
+            The slots that were given up, one for each chunk that is in.
         """
         heappop(self._heap)
         worth, last_use, slot = leaf
         last_use_of, class_of, cut_leaf, is_busy = self._last_use_of, self._class_of, self._tree.cut_leaf, busy.data
         chunk_class, num_offered = class_of[slot], len(offered)
-        if num_offered - len(victims) >= _MIN_LINE and self._tree.follows_its_neighbour(slot):
-            is_worse = np.asarray(offered[len(victims) :]) < worth
+        victims: list[int] = []
+        if num_offered >= _MIN_LINE and self._tree.follows_its_neighbour(slot):
+            is_worse = np.asarray(offered) < worth
             num_wanted = int(is_worse.argmax()) if is_worse.any() else len(is_worse)
             first = self._line_alike(slot, num_wanted, busy)
             victims += range(slot, first - 1, -1)
@@ -185,6 +160,7 @@ class LeafQueue:
             slot = cut_leaf(slot)
         if slot != NO_SLOT:
             self._queue_if_low(slot, now)
+        return victims
 
     def _line_alike(self, leaf: int, num_wanted: int, busy: BusyCounts) -> int:
         """Where the line of chunks begins that end in ``leaf`` and are the same as this in all respects."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, OneByOnePolicy, Room, Slots
 from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst, Stamps
 from cargohold.offload.policy.stamps import REFRESHED_AFTER_PART, StampClock, new_stamps, stamps_below
 
 
-class LRUPolicy(ReplacementPolicy):
+class LRUPolicy(OneByOnePolicy):
     """Evicts what was used longest ago; of chunks used together, the last one first.
 
     Stored chunks count as used together with the chunk before them, and just before it. So along every prefix recency only
@@ -32,14 +32,14 @@ class LRUPolicy(ReplacementPolicy):
     def touch(self, slots: Slots, *, is_whole: bool) -> None:  # noqa: D102
         self._stamp(slots, self._clock.next_stamps(len(slots)))
 
-    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
+    def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
         before = self._stamp_of_parent(offer)
         victims = self._oldest.take(num_slots, busy, before)
         self._stamps[victims] = ABSENT
         is_short = len(victims) < num_slots
         return Room(victims, refused=is_short and before is not None and self._oldest.has_idle(busy, before))
 
-    def add(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
+    def add_one(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
         before = self._stamp_of_parent(offer)
         stamps = self._clock.next_stamps(len(slots)) if before is None else stamps_below(before, len(slots))
         self._stamp(slots, stamps)

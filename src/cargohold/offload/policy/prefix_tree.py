@@ -39,12 +39,6 @@ class PrefixTree:
         if parent != NO_SLOT:
             self._children_view[parent] += 1
 
-    def link_each(self, slots: Slots, parents: Slots) -> None:
-        """Add chunks, each behind the parent beside it or, where that is ``NO_SLOT``, behind none."""
-        self._parents[slots] = parents
-        self.num_children[slots] = 0
-        np.add.at(self.num_children, parents[parents != NO_SLOT], _ONE)
-
     def follows_its_neighbour(self, slot: int) -> bool:
         """Whether the chunk before this one is in the slot before: mostly so, as chunks stored together lie together."""
         return 0 < slot == self._parent_view[slot] + 1

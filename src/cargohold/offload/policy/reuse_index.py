@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cargohold.offload.policy.absent_chunks import AbsentChunks, Tags, Times, Uses
-from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
+from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots, joined
 from cargohold.offload.policy.key_hash import KeyHash
 from cargohold.offload.policy.leaf_queue import NEVER, LeafQueue
 from cargohold.offload.policy.prefix_tree import PrefixTree
@@ -28,21 +29,27 @@ _PER_LEVEL: Final = 2 * _DETAILS
 _LEVEL_OF_USES: Final = np.minimum(np.log2(np.maximum(np.arange(_MAX_USES + 1), 1)), _NUM_LEVELS - 1).astype(np.uint8)
 _CONTINUES_OFTEN: Final = 3
 
+_FEW: Final = 8
+"""So many single chunks are met faster one by one than together."""
+
 
 class _Newcomers(NamedTuple):
     """What is known of chunks on offer.
 
     Attributes:
-        keys: the offer's.
-        tags: theirs.
+        offers: the offers; what follows is in their order.
+        tags: of the chunks.
         uses: theirs, this one included.
         classes: what they will be if they get in.
     """
 
-    keys: Sequence[bytes]
+    offers: Sequence[Offer]
     tags: Tags
     uses: Uses
     classes: Classes
+
+
+_NOBODY: Final = _Newcomers((), np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8))
 
 
 class ReuseIndexPolicy(ReplacementPolicy):
@@ -77,9 +84,8 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._model = ReuseModel(_NUM_LEVELS * _PER_LEVEL, _DETAILS, capacity)
         self._leaves = LeafQueue(self._last_uses, self._classes, self._tree, self._model.index)
         self._absent = AbsentChunks(capacity)
-        self._newcomers = self._meet((), NO_SLOT)
-        # What make_room_for_each was asked for last.
-        self._met_each: tuple[list[Offer], _Newcomers] = ([], self._newcomers)
+        # Those that room was made for last: they come in next.
+        self._newcomers = _NOBODY
 
     def admit_all(self) -> None:  # noqa: D102
         self._admits_all = True
@@ -96,52 +102,28 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._last_uses[slots] = self._now
         self._observe(self._tags[slots], classes)
 
-    def make_room(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
+    def make_room(self, offers: Sequence[Offer], num_slots: Sequence[int], busy: BusyCounts) -> list[Room]:  # noqa: D102
         self._learn()
-        newcomers = self._newcomers = self._meet(offer.keys, offer.parent)
-        worth = self._model.index[newcomers.classes[-num_slots:], 0]
-        if self._admits_all:
-            worth = np.full(num_slots, np.inf)
-        victims, last_uses, is_refused = self._leaves.take(worth, self._now, busy)
-        self._absent.remember(self._tags[victims], self._uses[victims], last_uses)
-        return Room(victims, is_refused)
-
-    def add(self, offer: Offer, slots: Slots) -> None:  # noqa: D102
-        newcomers = self._newcomers
-        if newcomers.keys is not offer.keys:
-            newcomers = self._meet(offer.keys, offer.parent)
-        if len(slots):
-            self._tree.link(slots, offer.parent)
-        self._settle(slots, newcomers)
-        self._go_on(offer.parent)
-        self._observe(newcomers.tags, newcomers.classes)
-
-    def make_room_for_each(self, offers: Sequence[Offer], num_slots: int, busy: BusyCounts) -> list[int]:  # noqa: D102
-        self._learn()
-        offers = list(offers[-num_slots:])
-        newcomers = self._meet_each(offers)
-        self._met_each = offers, newcomers
+        newcomers = self._newcomers = self._meet(offers)
         worth = self._model.index[newcomers.classes, 0]
         if self._admits_all:
-            worth = np.full(num_slots, np.inf)
-        answers, last_uses = self._leaves.take_each(worth.tolist(), self._now, busy)
-        victims = np.array([answer for answer in answers if answer >= 0], dtype=np.intp)
-        self._absent.remember(self._tags[victims], self._uses[victims], np.array(last_uses, dtype=np.int64))
-        return answers
+            worth = np.full(len(worth), np.inf)
+        ends = accumulate(len(offer.keys) for offer in offers)
+        missing = (slice(end - count, end) for end, count in zip(ends, num_slots, strict=True))
+        rooms, victims, last_uses = self._leaves.take(worth, missing, self._now, busy)
+        self._absent.remember(self._tags[victims], self._uses[victims], last_uses)
+        return rooms
 
-    def add_each(self, offers: Sequence[Offer], slots: Slots) -> None:  # noqa: D102
-        if not offers:
-            return
-        met, newcomers = self._met_each
-        if met != offers:  # nearly always the same ones, as all got in
-            newcomers = self._meet_each(offers)
-        num_placed = len(slots)
-        parents = np.array([offer.parent for offer in offers], dtype=np.intp)
-        if num_placed:
-            self._tree.link_each(slots, parents[:num_placed])
+    def add(self, offers: Sequence[Offer], slots: Sequence[Slots]) -> None:  # noqa: D102
+        newcomers = self._newcomers
+        if newcomers.offers is not offers:
+            newcomers = self._meet(offers)
+        for offer, of_offer in zip(offers, slots, strict=True):
+            if len(of_offer):
+                self._tree.link(of_offer, offer.parent)
         self._settle(slots, newcomers)
-        for parent in parents.tolist():
-            self._go_on(parent)
+        for offer in offers:
+            self._go_on(offer.parent)
         self._observe(newcomers.tags, newcomers.classes)
 
     def drop(self, slots: Slots) -> None:  # noqa: D102
@@ -161,43 +143,45 @@ class ReuseIndexPolicy(ReplacementPolicy):
         if self._model.fit(self._now):
             self._leaves.use_index(self._model.index)
 
-    def _settle(self, slots: Slots, newcomers: _Newcomers) -> None:
-        """The first newcomers have these slots, the others none. Mutates what is known of chunks."""
-        num_placed = len(slots)
-        if num_placed:
-            self._last_uses[slots] = self._now
-            self._uses[slots] = newcomers.uses[:num_placed]
-            self._classes[slots] = newcomers.classes[:num_placed]
-            self._tags[slots] = newcomers.tags[:num_placed]
-        if num_placed < len(newcomers.tags):
-            refused = slice(num_placed, None)
-            self._absent.remember(newcomers.tags[refused], newcomers.uses[refused], np.array([self._now]))
+    def _settle(self, slots: Sequence[Slots], newcomers: _Newcomers) -> None:
+        """The leading chunks of each offer have these slots, the others none. Mutates what is known of chunks."""
+        _, tags, uses, classes = newcomers
+        places = joined(slots)
+        if len(places) < len(tags):
+            is_placed = np.concatenate(
+                [
+                    np.arange(len(offer.keys)) < len(of_offer)
+                    for offer, of_offer in zip(newcomers.offers, slots, strict=True)
+                ]
+            )
+            self._absent.remember(tags[~is_placed], uses[~is_placed], np.array([self._now]))
+            tags, uses, classes = tags[is_placed], uses[is_placed], classes[is_placed]
+        self._last_uses[places] = self._now
+        self._uses[places] = uses
+        self._classes[places] = classes
+        self._tags[places] = tags
 
     def _go_on(self, parent: int) -> None:
         """The request goes on whose last chunk this was. Mutates its class."""
         if parent != NO_SLOT and self._class_of[parent] % _PER_LEVEL >= _LAST:
             self._class_of[parent] -= _LAST
 
-    def _meet(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
+    def _meet(self, offers: Sequence[Offer]) -> _Newcomers:
         """What is known of chunks on offer. Changes nothing."""
-        if len(keys) == 1:
-            return self._meet_one(keys, parent)
-        return self._meet_many(keys, parent)
+        if len(offers) <= _FEW and all(len(offer.keys) == 1 for offer in offers):
+            return self._meet_few(offers)
+        return self._meet_many(offers)
 
-    def _meet_many(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
-        newcomers = self._recognise(keys, np.full(len(keys), self._detail_behind(parent), dtype=np.uint8))
-        newcomers.classes[-1:] += np.uint8(_LAST)
-        return newcomers
-
-    def _meet_each(self, offers: Sequence[Offer]) -> _Newcomers:
-        """The same for chunks of several prefixes."""
+    def _meet_many(self, offers: Sequence[Offer]) -> _Newcomers:
+        keys = offers[0].keys if len(offers) == 1 else [key for offer in offers for key in offer.keys]
+        lengths = [len(offer.keys) for offer in offers]
         details = np.array([self._detail_behind(offer.parent) for offer in offers], dtype=np.uint8)
-        newcomers = self._recognise([offer.keys[0] for offer in offers], details)
-        newcomers.classes[:] += np.uint8(_LAST)
-        return newcomers
+        tags, uses, classes = self._recognise(keys, details.repeat(lengths))
+        classes[np.cumsum(lengths) - 1] += np.uint8(_LAST)
+        return _Newcomers(offers, tags, uses, classes)
 
-    def _recognise(self, keys: Sequence[bytes], classes: Classes) -> _Newcomers:
-        """What is known of chunks, and the classes they will be of; ``classes`` are those of new ones. Changes nothing."""
+    def _recognise(self, keys: Sequence[bytes], classes: Classes) -> tuple[Tags, Uses, Classes]:
+        """Tags, uses and the classes that chunks will be of; ``classes`` are those of new ones. Changes nothing."""
         tags = self._tag_of(keys)
         uses: Uses = np.full(len(keys), 1, dtype=np.uint8)
         if not self._absent.is_empty:
@@ -206,20 +190,22 @@ class ReuseIndexPolicy(ReplacementPolicy):
             if np.count_nonzero(is_known):
                 uses = _one_more(uses_before)
                 classes = np.where(is_known, _classes_of_known(uses, ages), classes)
-        return _Newcomers(keys, tags, uses, classes)
+        return tags, uses, classes
 
-    def _meet_one(self, keys: Sequence[bytes], parent: int) -> _Newcomers:
-        """The same, in a third of the time: while a request generates, chunks come one by one."""
-        tag = self._tag_of.of(keys[0])
-        uses_before, age = (0, 0) if self._absent.is_empty else self._absent.recall_one(tag, self._now)
-        uses = min(uses_before + 1, _MAX_USES)
-        if uses_before:
-            detail = min((max(age, 1).bit_length() + 1) // 2, _DETAILS - 1)
-            chunk_class = int(_LEVEL_OF_USES[uses]) * _PER_LEVEL + detail
-        else:
-            chunk_class = self._detail_behind(parent)
-        classes = np.array([chunk_class + _LAST], dtype=np.uint8)
-        return _Newcomers(keys, np.array([tag], dtype=np.uint32), np.array([uses], dtype=np.uint8), classes)
+    def _meet_few(self, offers: Sequence[Offer]) -> _Newcomers:
+        """The same for single chunks, in a third of the time where they are few: they come so while requests generate."""
+        tags = [self._tag_of.of(offer.keys[0]) for offer in offers]
+        uses, classes = [], []
+        for offer, tag in zip(offers, tags, strict=True):
+            uses_before, age = (0, 0) if self._absent.is_empty else self._absent.recall_one(tag, self._now)
+            uses.append(min(uses_before + 1, _MAX_USES))
+            if uses_before:
+                detail = min((max(age, 1).bit_length() + 1) // 2, _DETAILS - 1)
+                chunk_class = int(_LEVEL_OF_USES[uses[-1]]) * _PER_LEVEL + detail
+            else:
+                chunk_class = self._detail_behind(offer.parent)
+            classes.append(chunk_class + _LAST)
+        return _Newcomers(offers, np.array(tags, np.uint32), np.array(uses, np.uint8), np.array(classes, np.uint8))
 
     def _detail_behind(self, parent: int) -> int:
         """Detail of the class of new chunks that continue a prefix."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
+from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
 from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
@@ -175,11 +175,11 @@ class LowerTiers:
             self._tasks.want(probe)
         return probes
 
-    def promote(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | CannotStore:
+    def promote(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | None:
         """Bring chunks into host memory, as far as slots can be had, and hold ``kept``, which are there already.
 
         Returns:
-            What to wait for, and to release in the end; ``BUSY`` if there is no slot at the moment, and then nothing is held.
+            What to wait for, and to release in the end; ``None`` if there is no slot at the moment, and then nothing is held.
         """
         return self._promotions.begin(chains, kept)
 

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import repeat
 
 from cargohold.offload.manager.base import (
-    CannotStore,
     OffloadKey,
     OffloadManager,
     StoreHandle,
@@ -53,13 +52,8 @@ class TieringManager(ForwardingManager):
         self.host.touch(keys)
         self.lower.note_used(keys)
 
-    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle | CannotStore:
-        """Reserve slots in host memory; what is stored there will go further down."""
-        handle = self.host.prepare_store(keys, parent)
-        return handle if isinstance(handle, CannotStore) else self._watched(handle, [StoreOffer(keys, parent)])
-
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
-        """The same for chunks of several prefixes."""
+        """Reserve slots in host memory; what is stored there will go further down."""
         return self._watched(self.host.prepare_stores(offers), offers)
 
     def reset(self) -> bool:

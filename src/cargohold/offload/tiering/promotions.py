@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cargohold.offload.manager.base import CannotStore, OffloadKey, OffloadManager
+from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.task import TierTask
@@ -48,7 +48,7 @@ class Promotions:
         """Chunks held for promotions, counted once per promotion."""
         return sum(len(pins.keys) for promotion in self._live for pins in promotion.pins)
 
-    def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | CannotStore:
+    def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | None:
         """See ``LowerTiers.promote``."""
         now = self._clock()
         promotion = Promotion(now, now + 2 * self._timeout_s, self._forget)
@@ -56,10 +56,10 @@ class Promotions:
         promotion.pins.append(self._host.prepare_load(kept))
         is_busy = False
         for chain in chains:
-            is_busy |= self._reserve(chain, promotion) is CannotStore.BUSY
+            is_busy |= not self._reserve(chain, promotion)
         if is_busy and not promotion.num_running:
             promotion.release()
-            return CannotStore.BUSY
+            return None
         return promotion
 
     def end_load(self, task: TierTask, succeeded: Sequence[bool]) -> None:
@@ -95,17 +95,19 @@ class Promotions:
             num_running = sum(task.promotion is promotion for task in loads)
             assert promotion.num_running == num_running, "waits for a job that does not exist"
 
-    def _reserve(self, chain: Chain, promotion: Promotion) -> CannotStore | None:
-        """Find slots for a chain's leading chunks, and want them filled. Mutates host memory and ``promotion``."""
+    def _reserve(self, chain: Chain, promotion: Promotion) -> bool:
+        """Find slots for a chain's leading chunks, and want them filled. Mutates host memory and ``promotion``.
+
+        Returns:
+            Whether it found some, or never will.
+        """
         parent = chain.parent
         for start in range(0, len(chain.keys), BATCH_CHUNKS):
             keys = chain.keys[start : start + BATCH_CHUNKS]
             handle = self._host.prepare_store(keys, parent)
-            if isinstance(handle, CannotStore):
-                return handle
             if not handle.keys:
                 handle.commit()
-                return None
+                return not handle.deferred
             self.arriving.update(handle.keys)
             promotion.begin_job(chain.tier, len(handle.keys))
             before = dict(zip(keys, (parent, *keys), strict=False))
@@ -116,9 +118,9 @@ class Promotions:
                 )
             )
             if len(handle.keys) < len(keys):
-                return None
+                break
             parent = keys[-1]
-        return None
+        return True
 
     def _forget(self, promotion: Promotion) -> None:
         self._live.discard(promotion)

@@ -78,7 +78,7 @@ class SlotIndex:
         if not self._free:
             return None
         slot = self._free.pop()
-        self._policy.add(offer, np.array([slot], dtype=np.intp))
+        self._policy.add([offer], [np.array([slot], dtype=np.intp)])
         self._place(key, parent, slot)
         self._busy[slot] = 1
         self._writing.add(slot)
@@ -86,7 +86,7 @@ class SlotIndex:
 
     def restore(self, keys: Sequence[OffloadKey], slots: Sequence[int], parent: OffloadKey) -> None:
         """Ready chunks, each the parent of the next, that were found in slots which are free. See ``forget_free``."""
-        self._policy.add(self._offer(keys, parent), np.array(slots, dtype=np.intp))
+        self._policy.add([self._offer(keys, parent)], [np.array(slots, dtype=np.intp)])
         for key, slot in zip(keys, slots, strict=True):
             self._place(key, parent, slot)
             parent = key
@@ -165,7 +165,7 @@ class SlotIndex:
     def _evict(self, offer: Offer) -> None:
         if offer.parent != NO_SLOT:
             self._busy[offer.parent] += 1
-        room = self._policy.make_room(offer, 1, self._busy)
+        (room,) = self._policy.make_room([offer], [1], self._busy)
         if offer.parent != NO_SLOT:
             self._busy[offer.parent] -= 1
         for slot in room.victims.tolist():

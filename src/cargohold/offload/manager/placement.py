@@ -1,0 +1,100 @@
+"""A store being planned: what is on offer, and what of it found a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.manager.chain_index import Strand
+from cargohold.offload.policy.base import Slots
+
+
+@dataclass(slots=True)
+class OfferedChain:
+    """Chunks on offer, consecutive in one prefix, on their way to slots.
+
+    Attributes:
+        keys: those that were not dealt with yet.
+        parent: the chunk before them.
+        present: parallel to ``keys``: where each is, if it is there.
+        run: the leading ones that are absent: they come next.
+        num_fitting: how many of these have a slot, or will.
+        is_refused: whether the policy gives none to the others.
+        num_placed: how many got one ever.
+    """
+
+    keys: tuple[OffloadKey, ...]
+    parent: OffloadKey | None
+    present: Sequence[int | None] = ()
+    run: tuple[OffloadKey, ...] = ()
+    num_fitting: int = 0
+    is_refused: bool = False
+    num_placed: int = 0
+
+    def begin_run(self, claimed: set[OffloadKey], missed: AbstractSet[OffloadKey]) -> bool:
+        """Find the next run; whether there is one. Mutates the chain and ``claimed``.
+
+        Args:
+            claimed: what is in runs of others, where it is decided on first.
+            missed: what has found no slot in another chain, and will find none in this.
+        """
+        num_absent = self.present.count(None)
+        if num_absent < len(self.keys):
+            self._go_on_at(self.present.index(None) if num_absent else len(self.keys))
+        self.run = self.keys
+        if not self.keys or self.keys[0] in missed:
+            self.keys = self.run = ()
+        elif self.parent in claimed:
+            self.run = ()
+        elif num_absent < len(self.keys) or not (claimed.isdisjoint(self.keys) and missed.isdisjoint(self.keys)):
+            items = zip(self.keys, self.present, strict=True)
+            self.run = tuple(
+                key for key, slot in takewhile(lambda item: item[1] is None and item[0] not in claimed | missed, items)
+            )
+        claimed.update(self.run)
+        return bool(self.run)
+
+    def end_run(self) -> bool:
+        """Go on behind the run; whether there is more to do. Mutates the chain."""
+        if self.num_fitting < len(self.run) or len(self.run) == len(self.keys):
+            return False  # what lies behind a hole is worth nothing
+        self._go_on_at(len(self.run))
+        return True
+
+    def _go_on_at(self, at: int) -> None:
+        if at:
+            self.keys, self.parent, self.present = self.keys[at:], self.keys[at - 1], self.present[at:]
+
+
+@dataclass(slots=True)
+class Placement:
+    """A store being planned: what of the offered chunks found a slot so far.
+
+    Attributes:
+        around: slots of chunks that stay because of those on offer.
+        num_waiting: slots that others were using before, and may free.
+        deferred: chunks that may find a slot when others let go of theirs.
+        missed: chunks that found none, for now or for good.
+    """
+
+    around: list[int]
+    num_waiting: int
+    keys: list[OffloadKey] = field(default_factory=list)
+    slots: list[Slots] = field(default_factory=list)
+    strands: list[Strand] = field(default_factory=list)
+    deferred: list[OffloadKey] = field(default_factory=list)
+    missed: set[OffloadKey] = field(default_factory=set)
+
+
+def parted(slots: Slots, runs: Sequence[Sequence[OffloadKey]]) -> list[Slots]:
+    """The slots of each run."""
+    if len(runs) == 1:
+        return [slots]
+    parts, end = [], 0
+    for run in runs:
+        start, end = end, end + len(run)
+        parts.append(slots[start:end])
+    return parts
