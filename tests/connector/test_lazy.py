@@ -91,9 +91,23 @@ def test_an_idle_engine_copies_its_lookahead_and_no_more() -> None:
     for _ in range(20):
         engine.step()
     assert len(copied) == 4
-    assert [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()][:4] == copied, (
-        "what was saved is evicted first"
-    )
+    head = [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()][:4]
+    assert head == copied[::-1], "what was saved is evicted first, ends of prefixes before their beginnings"
+
+
+def test_the_tier_gives_up_ends_of_prefixes_before_their_beginnings() -> None:
+    """They reach it in the order in which the device would evict them; but what comes last must not go first."""
+    tier = SimulatedOffloading(20, lookahead=20)
+    engine = SimulatedEngine(simulated_layout(21), tier)
+    for request_id, tokens in (("fills the tier", prompt(0, 80)), ("takes a part of it", prompt(1, 16))):
+        engine.add(request_id, tokens, 1)
+        finish(engine, tier)
+        engine.step()
+        finish(engine, tier)
+    evict_everything(engine)
+    engine.add("again", prompt(0, 80), 1)
+    finish(engine, tier)
+    assert engine.outputs["again"].cache_report.restored_tokens == {"host": 64}
 
 
 def test_blocks_being_saved_cannot_be_reused() -> None:

@@ -44,7 +44,6 @@ class LazyOffloadingFactory:
             host,
             tier_options(common, environment.layout),
             make_stores=partial(LazyStores, lookahead=self.config.lookahead(environment)),
-            stores_chains=False,
         )
         scheduler.name = "lazy"
         return scheduler

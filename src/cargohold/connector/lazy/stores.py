@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from cargohold.blocks import READY
 from cargohold.connector.lazy.scout import FreeQueueScout
@@ -13,7 +13,7 @@ from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import end_store, start_store
 from cargohold.errors import ContractError
 from cargohold.offload.keys import offload_key
-from cargohold.offload.manager.base import OffloadKey
+from cargohold.offload.manager.base import OffloadKey, StoreOffer
 from cargohold.protocol import BlockIds, KVCacheBlockView, SchedulerContext, StepView, TransferOutcome
 
 
@@ -40,13 +40,13 @@ class LazyStores:
             self._scout = FreeQueueScout(context, self._is_kept, self._lookahead)
         blocks = self._scout.find_unsafe(self._shared.num_storable_blocks())
         if blocks:
-            yield from self._store({_key(block): block for block in blocks}, context)
+            yield from self._store(blocks, context)
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """Put the blocks back where they were: at the head of the free queue. Now they can go without loss."""
         end_store(self._shared, store, outcome)
         context = self._context()
-        blocks = [context.get_block(block_id) for block_id in store.block_ids]
+        blocks = [context.get_block(block_id) for block_id in reversed(store.block_ids)]  # the next victim first
         context.free_blocks(blocks, evict_first=True)
         if outcome is TransferOutcome.DONE and not store.is_spoiled and self._scout is not None:
             for block in reversed(blocks):
@@ -60,8 +60,14 @@ class LazyStores:
         """Nothing is evicted while nothing runs."""
         return False
 
-    def _store(self, by_key: Mapping[OffloadKey, KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
-        handle = self._shared.manager.prepare_store(list(by_key))
+    def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
+        """Save blocks, of which the first goes next.
+
+        Ends of prefixes are evicted before their beginnings, here and in the tier. There the order of storing is what counts,
+        so the last is stored first. Of which prefixes they are is not known.
+        """
+        by_key = {_key(block): block for block in reversed(unsafe)}
+        handle = self._shared.manager.prepare_stores([StoreOffer((key,)) for key in by_key])
         self._shared.stats["stores_deferred"] += bool(handle.deferred)
         if not handle.keys:
             handle.commit()

@@ -28,7 +28,6 @@ def scheduler_side(
     tiers: Sequence[TierOptions] = (),
     *,
     make_stores: MakeStores = EagerStores,
-    stores_chains: bool = True,
     new_epoch: Callable[[], bytes] = random_epoch,
 ) -> OffloadingScheduler:
     """The scheduler side over host memory, and over tiers below it if there are any.
@@ -39,7 +38,6 @@ def scheduler_side(
         host: host memory's manager.
         tiers: how each tier below it is to be used, the fastest first.
         make_stores: what decides which chunks are copied down; by default all, as they are computed.
-        stores_chains: whether chunks that are stored together follow each other in one prefix.
         new_epoch: names what is stored in lower tiers after a reset.
     """
     if not tiers:
@@ -51,7 +49,7 @@ def scheduler_side(
         record_events=environment.emits_events,
     )
     lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
-    manager = TieringManager(host, lower, stores_chains=stores_chains)
+    manager = TieringManager(host, lower)
     return OffloadingScheduler(config, environment, manager, make_stores=make_stores, lower=lower)
 
 

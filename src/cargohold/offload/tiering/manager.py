@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import repeat
 
 from cargohold.offload.manager.base import (
     OffloadKey,
@@ -23,14 +22,12 @@ class TieringManager(ForwardingManager):
     Args:
         host: host memory's own manager; from now on it refuses nothing, as what it refused would be missing below, too.
         lower: the tiers below it, made for the same ``host``.
-        stores_chains: whether chunks that are stored together follow each other in one prefix.
     """
 
-    def __init__(self, host: OffloadManager, lower: LowerTiers, *, stores_chains: bool = True) -> None:
+    def __init__(self, host: OffloadManager, lower: LowerTiers) -> None:
         super().__init__(host)
         host.admit_all()
         self.lower = lower
-        self._stores_chains = stores_chains
 
     @property
     def host(self) -> OffloadManager:
@@ -72,7 +69,7 @@ class TieringManager(ForwardingManager):
             return handle
         parents: dict[OffloadKey, OffloadKey | None] = {}
         for keys, parent in offers:
-            parents.update(zip(keys, (parent, *keys) if self._stores_chains else repeat(None), strict=False))
+            parents.update(zip(keys, (parent, *keys), strict=False))
         return WatchedStore(handle, partial(self.lower.note_stored, parents=parents))
 
     def check(self) -> None:
