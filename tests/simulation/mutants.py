@@ -11,7 +11,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
 import pytest
 
 import cargohold.connector.offloading.loads as loads_module
@@ -312,9 +311,8 @@ def knows_of_a_job_only_one_request_whose_blocks_it_reads(patch: Patch) -> None:
 def mixes_up_the_slots_of_several_prefixes(patch: Patch) -> None:
     insert = ChainIndex.insert
 
-    def mixed_up(self: ChainIndex, chains: Sequence[Keys], slots: Sequence[Slots], parents: Sequence[Any]) -> Any:
-        turned, parts = np.concatenate(slots)[::-1], np.cumsum([len(part) for part in slots])[:-1]
-        return insert(self, chains, np.split(turned, parts) if len(chains) > 1 else slots, parents)
+    def mixed_up(self: ChainIndex, chains: Sequence[Keys], slots: Slots, parents: Sequence[Any]) -> Any:
+        return insert(self, chains, slots[::-1].copy() if len(chains) > 1 else slots, parents)
 
     patch.setattr(ChainIndex, "insert", mixed_up)
 

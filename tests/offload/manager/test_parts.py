@@ -68,7 +68,7 @@ def test_an_index_finds_every_chunk_whatever_is_cut_out(data: st.DataObject) -> 
         new = [key for key in keys[first:] if key not in where]
         if new and len(new) <= len(free) and new == keys[first:]:
             slots, free = free[: len(new)], free[len(new) :]
-            strands = index.insert([tuple(new)], [_array(slots)], [keys[first - 1] if first else None])
+            strands = index.insert([tuple(new)], _array(slots), [keys[first - 1] if first else None])
             where.update(zip(new, slots, strict=True))
             assert index.run(tuple(keys)).length <= first, "what is being written is not ready"
             if data.draw(st.booleans()):
@@ -101,7 +101,7 @@ def test_ancestors_of_nothing_are_none() -> None:
 def test_keys_that_claim_to_follow_each_other_in_a_circle_do_no_harm() -> None:
     index = ChainIndex(4)
     first, second = numbered(1, 2)
-    for strand in index.insert([(first,), (second,)], [_array([0]), _array([1])], [second, first]):
+    for strand in index.insert([(first,), (second,)], _array([0, 1]), [second, first]):
         index.publish(strand)
     assert index.ancestors(0).tolist()[-1:] == [0] and index.ancestors(1).tolist()[-1:] == [1]
 

@@ -169,22 +169,25 @@ class ChainIndex:
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
-    def insert(self, chains: Sequence[Keys], slots: Sequence[Slots], parents: Sequence[bytes | None]) -> list[Strand]:
+    def insert(self, chains: Sequence[Keys], slots: Slots, parents: Sequence[bytes | None]) -> list[Strand]:
         """Add chunks that are being written. Their keys must be absent and different.
 
         Args:
             chains: keys, one behind the other in each chain.
-            slots: where they are going, parallel to ``chains`` and their keys.
+            slots: where they are going, all in order.
             parents: the chunk before each chain.
         """
         strands = []
-        for keys, places, parent in zip(chains, slots, parents, strict=True):
+        at = 0
+        for keys, parent in zip(chains, parents, strict=True):
             for first in range(0, len(keys), _MAX_STRAND):
-                part = slice(first, first + _MAX_STRAND)
-                strand = Strand(keys[part], places[part], keys[first - 1] if first else parent, is_ready=False)
+                part = keys[first : first + _MAX_STRAND]
+                in_front = keys[first - 1] if first else parent
+                strand = Strand(part, slots[at : at + len(part)], in_front, is_ready=False)
                 self._place(strand, 0)
                 strands.append(strand)
-        self._slots.add(chains[0] if len(chains) == 1 else list(chain.from_iterable(chains)), joined(slots).tolist())
+                at += len(part)
+        self._slots.add(chains[0] if len(chains) == 1 else list(chain.from_iterable(chains)), slots.tolist())
         return strands
 
     def publish(self, strand: Strand) -> None:

@@ -89,12 +89,12 @@ class Placement:
     missed: set[OffloadKey] = field(default_factory=set)
 
 
-def parted(slots: Slots, runs: Sequence[Sequence[OffloadKey]]) -> list[Slots]:
-    """The slots of each run."""
-    if len(runs) == 1:
-        return [slots]
-    parts, end = [], 0
-    for run in runs:
-        start, end = end, end + len(run)
-        parts.append(slots[start:end])
-    return parts
+def are_apart(chains: Sequence[OfferedChain]) -> bool:
+    """Whether nothing of chains is there, none continues another, and no chunk is in two of them: nearly always so."""
+    if any(chain.present.count(None) < len(chain.present) for chain in chains):
+        return False
+    if len(chains) == 1:
+        return bool(chains[0].keys)
+    num_keys = sum([len(chain.keys) for chain in chains])
+    keys = {key for chain in chains for key in chain.keys}
+    return len(keys) == num_keys and all(chain.keys and chain.parent not in keys for chain in chains)

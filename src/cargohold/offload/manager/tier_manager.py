@@ -24,7 +24,7 @@ from cargohold.offload.manager.base import (
 )
 from cargohold.offload.manager.chain_index import ChainIndex, Strand
 from cargohold.offload.manager.handles import ChunkPins, SlotReservation
-from cargohold.offload.manager.placement import OfferedChain, Placement, parted
+from cargohold.offload.manager.placement import OfferedChain, Placement, are_apart
 from cargohold.offload.manager.slot_table import SlotTable
 from cargohold.offload.policy.base import NO_SLOT, Offer, ReplacementPolicy, Room, Slots, joined
 
@@ -131,8 +131,13 @@ class TierManager(OffloadManager):
         chains = [OfferedChain(tuple(dict.fromkeys(keys)), parent) for keys, parent in offers]
         self._look_up(chains)
         placement = Placement(self._around(chains), self.num_writing + self.num_pins)
-        while chains := self._place_next(placement, chains):  # once, unless some are there behind others that are not
-            self._look_up(chains)
+        if are_apart(chains):
+            for chain in chains:
+                chain.run = chain.keys
+            self._place(placement, chains)
+        else:
+            while chains := self._place_next(placement, chains):
+                self._look_up(chains)
         handle = SlotReservation(placement.keys, joined(placement.slots), placement.deferred, self._end_store)
         self._writing[handle] = placement.strands
         return handle
@@ -198,21 +203,22 @@ class TierManager(OffloadManager):
         """Find slots for the runs of chains, each one behind the other. Mutates everything."""
         offers = [self._offer(chain.run, chain.parent) for chain in chains]
         self._make_room(placement, chains, offers)
-        runs, num_placed, is_whole = [], 0, True
+        slots = self._table.reserve(sum([chain.num_fitting for chain in chains]))
+        runs, parts, end, is_whole = [], [], 0, True
         for chain in chains:
-            runs.append(chain.run[: chain.num_fitting])
-            num_placed += chain.num_fitting
-            chain.num_placed += chain.num_fitting
-            is_whole &= chain.num_fitting == len(chain.run)
-        slots = self._table.reserve(num_placed)
-        parts = parted(slots, runs)
+            run, start, end = chain.run, end, end + chain.num_fitting
+            if chain.num_fitting < len(run):
+                run, is_whole = run[: chain.num_fitting], False
+            chain.num_placed += len(run)
+            placement.keys += run
+            runs.append(run)
+            parts.append(slots[start:end])
         placement.slots.append(slots)
-        placement.keys += chained.from_iterable(runs)
-        placement.strands += self._index.insert(runs, parts, [chain.parent for chain in chains])
-        if not is_whole:
-            self._tell_of_short(placement, chains, offers, parts)
-        else:
+        placement.strands += self._index.insert(runs, slots, [chain.parent for chain in chains])
+        if is_whole:
             self.policy.add(offers, parts)
+        else:
+            self._tell_of_short(placement, chains, offers, parts)
 
     def _tell_of_short(
         self, placement: Placement, chains: Sequence[OfferedChain], offers: Sequence[Offer], parts: Sequence[Slots]

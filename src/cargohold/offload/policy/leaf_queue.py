@@ -103,20 +103,21 @@ class LeafQueue:
         passed: list[Entry] = []
         found: list[tuple[int, bool]] = []
         has_more = True
+        all_offered = worth.data
         for part in parts:
-            offered = worth.data[part]
-            first, end = len(victims), len(victims) + len(offered)
-            refused = False
-            while has_more and len(victims) < end:
+            offered, refused = all_offered[part], False
+            while has_more and len(offered):
                 lowest = self._lowest(now, busy, passed)
                 if lowest is None:
                     has_more = False
-                elif offered[len(victims) - first] < lowest[0]:
+                elif offered[0] < lowest[0]:
                     refused = True
                     break
                 else:
-                    victims += self._evict_upwards(lowest, offered[len(victims) - first :], now, busy)
-                    last_uses += [lowest[1]] * (len(victims) - len(last_uses))
+                    gone = self._evict_upwards(lowest, offered, now, busy)
+                    offered = offered[len(gone) :]
+                    victims += gone
+                    last_uses += [lowest[1]] * len(gone)
             found.append((len(victims), refused))
         for entry in passed:
             heappush(self._heap, entry)
