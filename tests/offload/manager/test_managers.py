@@ -22,7 +22,7 @@ from cargohold.errors import LifecycleError, MissingChunkError
 from cargohold.offload.manager import ChunksStored, OffloadManager, StoreOffer, make_manager
 from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.policy import POLICIES
-from tests.offload.common import DEPTH, EVERY_KEY, chain
+from tests.offload.common import DEPTH, EVERY_KEY, chain, numbered
 from tests.offload.manager.naive_tier import NaiveTier
 
 MakeManager = Callable[[int], OffloadManager]
@@ -185,6 +185,41 @@ def test_what_several_offer_is_stored_or_deferred_once(name: str) -> None:
     assert list(store.keys) == longer[:2] and list(store.deferred) == longer[2:3]
     tier.commit(store)
     tier.release(busy)
+
+
+@pytest.mark.parametrize("name", [name for name in MANAGERS if name != "block pool"])
+def test_what_is_placed_later_in_a_call_takes_nothing_from_in_front_of_what_was_placed_first(name: str) -> None:
+    """Found by random operations: the last offer is placed after the one that it continues, when the first is done with."""
+    tier = NaiveTier(MANAGERS[name](5))
+    first, second, third = chain((0, 0, 0))
+    begins, goes_on = chain((1, 1))
+    commit(tier, [first, second])
+    commit(tier, chain((1, 0))[1:])
+    tier.commit(tier.store_each([StoreOffer([third], second), StoreOffer([begins]), StoreOffer([goes_on], begins)]))
+    assert tier.ready.keys() == {first, second, third, begins, goes_on}
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+@pytest.mark.parametrize("offers", [[], [StoreOffer(())], [StoreOffer(()), StoreOffer(())]])
+def test_nothing_on_offer_is_stored_in_no_time(name: str, offers: list[StoreOffer]) -> None:
+    tier = NaiveTier(MANAGERS[name](3))
+    store = tier.store_each(offers)
+    assert not store.keys and not store.deferred
+    tier.commit(store)
+    tier.check()
+
+
+@pytest.mark.parametrize("capacity", [10, 200_000])
+def test_prompts_that_share_what_nobody_has_are_stored_as_one(capacity: int) -> None:
+    """Long ones, in one step: what they share is placed with the first, and the rest of the others behind it."""
+    manager = make_manager("lru", capacity)
+    trunk, left, right = numbered(*range(3)), numbered(*range(10, 14)), numbered(*range(20, 24))
+    handle = manager.prepare_stores([StoreOffer([*trunk, *left]), StoreOffer([*trunk, *right]), StoreOffer(trunk)])
+    kept = [*trunk, *left, *right][: min(capacity, 11)]
+    assert list(handle.keys) == kept and len(handle.deferred) == 11 - len(kept)
+    handle.commit()
+    manager.check()
+    assert manager.lookup(kept) == bytes([READY]) * len(kept)
 
 
 @pytest.mark.parametrize("name", [name for name in MANAGERS if name not in ("arc", "fifo", "block pool")])

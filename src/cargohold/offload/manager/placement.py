@@ -50,10 +50,9 @@ class OfferedChain:
         elif self.parent in claimed:
             self.run = ()
         elif num_absent < len(self.keys) or not (claimed.isdisjoint(self.keys) and missed.isdisjoint(self.keys)):
+            others = claimed | missed
             items = zip(self.keys, self.present, strict=True)
-            self.run = tuple(
-                key for key, slot in takewhile(lambda item: item[1] is None and item[0] not in claimed | missed, items)
-            )
+            self.run = tuple(key for key, _ in takewhile(lambda item: item[1] is None and item[0] not in others, items))
         claimed.update(self.run)
         return bool(self.run)
 
@@ -90,11 +89,14 @@ class Placement:
 
 
 def are_apart(chains: Sequence[OfferedChain]) -> bool:
-    """Whether nothing of chains is there, none continues another, and no chunk is in two of them: nearly always so."""
+    """Whether nothing of chains is there, none continues another, and no chunk is in two of them: nearly always so.
+
+    Not of chains without chunks, nor of no chains: then there is nothing to place.
+    """
     if any(chain.present.count(None) < len(chain.present) for chain in chains):
         return False
-    if len(chains) == 1:
-        return bool(chains[0].keys)
+    if len(chains) < 2:
+        return len(chains) == 1 and len(chains[0].keys) > 0
     num_keys = sum([len(chain.keys) for chain in chains])
     keys = {key for chain in chains for key in chain.keys}
     return len(keys) == num_keys and all(chain.keys and chain.parent not in keys for chain in chains)

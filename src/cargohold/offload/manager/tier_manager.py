@@ -130,12 +130,14 @@ class TierManager(OffloadManager):
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
         chains = [OfferedChain(tuple(dict.fromkeys(keys)), parent) for keys, parent in offers]
         self._look_up(chains)
-        placement = Placement(self._around(chains), self.num_writing + self.num_pins)
+        placement = Placement([], self.num_writing + self.num_pins)
         if are_apart(chains):
+            placement.around = self._in_front(chains)
             for chain in chains:
                 chain.run = chain.keys
             self._place(placement, chains)
         else:
+            placement.around = self._around(chains)
             while chains := self._place_next(placement, chains):
                 self._look_up(chains)
         handle = SlotReservation(placement.keys, joined(placement.slots), placement.deferred, self._end_store)
@@ -175,16 +177,19 @@ class TierManager(OffloadManager):
         for chain in chains:
             chain.present = list(islice(present, len(chain.keys)))
 
-    def _around(self, chains: Sequence[OfferedChain]) -> list[int]:
-        """Slots of what is there of chains and before it, and of what is right before absent ones: it makes no room for them.
+    def _in_front(self, chains: Sequence[OfferedChain]) -> list[int]:
+        """Slots of what is right before chains. What is before that is spared by the policy, which is asked once for all."""
+        return [slot for chain in chains if (slot := self._index.slot_of(chain.parent)) != NO_SLOT]
 
-        What is before that is spared by the policy.
-        """
-        around = [slot for chain in chains if (slot := self._index.slot_of(chain.parent)) != NO_SLOT]
+    def _around(self, chains: Sequence[OfferedChain]) -> list[int]:
+        """Slots of what is there of chains, and of all before them, where the policy is asked of one after the other."""
+        around: list[int] = []
         for chain in chains:
-            if chain.present.count(None) < len(chain.present):
-                there = [slot for slot in chain.present if slot is not None]
-                around += [*there, *self._index.ancestors(there[0]).tolist()]
+            there = [slot for slot in chain.present if slot is not None]
+            ends = [*there[:1], self._index.slot_of(chain.parent)]
+            around += there
+            for end in ends:
+                around += self._index.ancestors(end).tolist()
         return around
 
     def _place_next(self, placement: Placement, chains: Sequence[OfferedChain]) -> list[OfferedChain]:
