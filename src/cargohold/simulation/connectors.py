@@ -167,7 +167,7 @@ def custom_factory(name: str) -> KVConnectorFactory:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("connector", name, f"MODULE:FACTORY, importable from here ({error})") from error
+        raise ConfigError("connector", name, f"it must be MODULE:FACTORY, importable from here ({error})") from error
     if _is_factory(found):
         return cast("KVConnectorFactory", found)
     expected = "a KVConnectorFactory, or a callable without arguments that gives one"

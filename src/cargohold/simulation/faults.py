@@ -74,7 +74,9 @@ def parse_faults(text: str) -> frozenset[Fault]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        raise ConfigError("faults", text, f"all, none, or some of {', '.join(sorted(by_name))}, separated by commas")
+        raise ConfigError(
+            "faults", text, f"it must be all, none, or some of {', '.join(sorted(by_name))}, separated by commas"
+        )
     return frozenset(by_name[name] for name in names)
 
 

@@ -122,12 +122,14 @@ def draw_scenario(
 def check_names(workload: str, connector: str) -> None:
     """Raise ``ConfigError`` if there is no such workload or connector."""
     if workload != ANY and workload not in WORKLOADS:
-        raise ConfigError("workload", workload, f"{ANY}, or one of {', '.join(sorted(WORKLOADS))}")
+        raise ConfigError("workload", workload, f"it must be {ANY}, or one of {', '.join(sorted(WORKLOADS))}")
     if connector == ANY or connector in CONNECTORS:
         return
     if ":" not in connector:
         raise ConfigError(
-            "connector", connector, f"{ANY}, one of {', '.join(sorted(CONNECTORS))}, or MODULE:FACTORY for your own"
+            "connector",
+            connector,
+            f"it must be {ANY}, one of {', '.join(sorted(CONNECTORS))}, or MODULE:FACTORY for your own",
         )
     custom_factory(connector)
 
