@@ -12,6 +12,7 @@ from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
 from cargohold.connector.factory import connector_factory
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.offload.tier import HostMemory
+from tests.devices import DEVICES
 from tests.models import CONFIGS, VOCAB_SIZE
 
 EAGER = OffloadConfig(host_bytes="64MiB")
@@ -56,9 +57,14 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def expected(kind: str, tiny_model: Callable[[str], str]) -> list[tuple[int, ...]]:
-    with LLM(tiny_model(kind), block_tokens=4, prefix_caching=False) as llm:
+def expected(kind: str, device: str, tiny_model: Callable[[str], str]) -> list[tuple[int, ...]]:
+    with LLM(tiny_model(kind), device=device, block_tokens=4, prefix_caching=False) as llm:
         return run(llm, batched=False)[0]
 
 
@@ -66,6 +72,7 @@ def expected(kind: str, tiny_model: Callable[[str], str]) -> list[tuple[int, ...
 @pytest.mark.parametrize("batched", [False, True])
 def test_tokens_are_those_without_it_and_contexts_are_restored(
     kind: str,
+    device: str,
     offload: str,
     batched: bool,
     expected: list[tuple[int, ...]],
@@ -74,6 +81,7 @@ def test_tokens_are_those_without_it_and_contexts_are_restored(
 ) -> None:
     llm = make_llm(
         tiny_model(kind),
+        device=device,
         offload=OFFLOADS[offload],
         block_tokens=4,
         num_device_blocks=1 + 30 * NUM_GROUPS.get(kind, 1),
@@ -87,6 +95,7 @@ def test_tokens_are_those_without_it_and_contexts_are_restored(
 
 def test_what_is_restored_matters(
     kind: str,
+    device: str,
     expected: list[tuple[int, ...]],
     tiny_model: Callable[[str], str],
     make_llm: Callable[..., LLM],
@@ -101,7 +110,7 @@ def test_what_is_restored_matters(
 
     monkeypatch.setattr("cargohold.connector.offloading.factory.HostMemory", remember)
     options: dict[str, Any] = {"num_device_blocks": 1 + 30 * NUM_GROUPS.get(kind, 1), "max_model_len": 110}
-    llm = make_llm(tiny_model(kind), offload=EAGER, block_tokens=4, **options)
+    llm = make_llm(tiny_model(kind), device=device, offload=EAGER, block_tokens=4, **options)
     sampling = SamplingParams(max_tokens=9)
     first, second, third = visits()
     for prompts in (first, second):
@@ -128,13 +137,14 @@ POOLS: dict[str, dict[str, int]] = {
     ],
 )
 def test_a_pool_so_small_that_requests_are_preempted(
-    small: str, offload: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+    small: str, device: str, offload: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     prompts = [prompt for prompts in visits() for prompt in prompts]
     sampling = SamplingParams(max_tokens=24)
-    with LLM(tiny_model(small), block_tokens=4, prefix_caching=False) as plain:
+    options: dict[str, Any] = {"device": device, "block_tokens": 4}
+    with LLM(tiny_model(small), **options, prefix_caching=False) as plain:
         expected = [output.token_ids for output in plain.generate(prompts, sampling)]
-    llm = make_llm(tiny_model(small), offload=OFFLOADS[offload], block_tokens=4, max_model_len=130, **POOLS[small])
+    llm = make_llm(tiny_model(small), **options, offload=OFFLOADS[offload], max_model_len=130, **POOLS[small])
     outputs = llm.generate(prompts, sampling)
     assert [output.token_ids for output in outputs] == expected
     assert sum(output.metrics.preemptions for output in outputs) > 0, "the pool was not small enough"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cargohold.offload.tier import HostMemory
 from cargohold.offload.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.offload.transfer.cpu import CpuTransferWorker, consecutive_runs
+from cargohold.offload.transfer.cpu import CpuTransferWorker
+from cargohold.offload.transfer.runs import consecutive_runs
 from cargohold.protocol import TransferOutcome
 from cargohold.simulation import VirtualClock
 

@@ -27,7 +27,7 @@ class CopyJob:
         direction: which way.
         block_ids: blocks on the device.
         rows: the tier's block-sized rows, parallel to ``block_ids``.
-        timeout_s: a job that has not started after this time is abandoned.
+        timeout_s: a job that has not started after this time is abandoned, where that can be done.
     """
 
     job_id: int
@@ -74,7 +74,7 @@ class TransferWorker(ABC):
 
     @abstractmethod
     def finish_stores(self) -> None:
-        """Return when no store reads the device any more."""
+        """Let nothing that is computed from now on overwrite what a store reads. May wait for the stores."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from cargohold.offload.tier.host import ByteRows
 from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.offload.transfer.runs import consecutive_runs
 from cargohold.protocol import Clock, TransferOutcome
 
 logger = logging.getLogger(__name__)
@@ -149,21 +150,3 @@ class CpuTransferWorker(TransferWorker):
         for queue in self._queues.values():
             while queue:
                 self._end(queue.popleft(), outcome)
-
-
-def consecutive_runs(block_ids: Sequence[int], rows: Sequence[int], max_length: int) -> Iterator[tuple[int, int, int]]:
-    """Cut parallel sequences into runs in which both count up by one, so that each run is one copy.
-
-    Yields:
-        First block, first row, and length; at most ``max_length`` long.
-    """
-    start = 0
-    for at in range(1, len(block_ids) + 1):
-        if (
-            at == len(block_ids)
-            or at - start == max_length
-            or block_ids[at] != block_ids[at - 1] + 1
-            or rows[at] != rows[at - 1] + 1
-        ):
-            yield block_ids[start], rows[start], at - start
-            start = at

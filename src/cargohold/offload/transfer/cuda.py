@@ -5,6 +5,8 @@
     compute stream   | forward pass of step n      | step n + 1 ...
     store stream     |            waits for it --->| copies of step n's stores
     load stream      | copies of loads (into blocks that nobody reads or writes before they have arrived)
+
+The thread that asks for copies never waits for them, nor for the model: see ``block_copies``.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from cargohold.offload.tier.host import HostMemory
 from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.offload.transfer.cpu import consecutive_runs
+from cargohold.offload.transfer.block_copies import BUFFER_BYTES, BlockCopies, DirectCopies, StagedCopies
+from cargohold.offload.transfer.page_locks import PageLocks
 from cargohold.protocol import Clock, TransferOutcome
 
 logger = logging.getLogger(__name__)
@@ -32,85 +34,107 @@ class _InFlight:
     done: torch.cuda.Event
 
 
+class _Lane:
+    """One direction: its stream, what is enqueued there, and how."""
+
+    def __init__(self, stream: torch.cuda.Stream, copies: BlockCopies) -> None:
+        self.stream = stream
+        self.copies = copies
+        self.in_flight: deque[_InFlight] = deque()
+
+
 class CudaTransferWorker(TransferWorker):
     """Carries out jobs on two streams, one per direction, with the device's copy engines.
 
+    A job starts when what the model had enqueued before it is done, and cannot be abandoned.
+
     Args:
-        regions: the paged KV: two-dimensional ``uint8`` tensors of ``num_blocks`` rows on one device.
-        memory: the tier; its pages are locked, so that copies need no staging.
+        regions: the paged KV: two-dimensional ``uint8`` tensors of ``num_blocks`` rows on one device. A block is its rows in
+            all regions, one after the other.
+        memory: the tier; its pages are locked as they come into use.
         clock: monotonic time in seconds.
+        buffer_bytes: how much of the device's memory each direction takes where blocks lie in several regions.
     """
 
-    def __init__(self, regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock) -> None:
-        self._memory = memory
-        self._rows = torch.from_numpy(memory.rows)
-        ends = np.cumsum([0] + [region.shape[1] for region in regions]).tolist()
-        self._pairs = [(region, self._rows[:, ends[at] : ends[at + 1]]) for at, region in enumerate(regions)]
+    def __init__(
+        self, regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock, buffer_bytes: int = BUFFER_BYTES
+    ) -> None:
         self._clock = clock
         self._device = regions[0].device
-        self._streams = {direction: torch.cuda.Stream(self._device) for direction in Direction}
-        self._in_flight: dict[Direction, deque[_InFlight]] = {direction: deque() for direction in Direction}
+        self._locks = PageLocks(memory.rows, self._lock_pages, _unlock_pages)
+        self._lanes = {direction: self._lane(regions, memory, buffer_bytes) for direction in Direction}
         self._results: list[CopyResult] = []
-        self._is_pinned = self._pin()
 
     def submit(self, job: CopyJob) -> None:
         """Enqueue a job's copies behind what the model has enqueued so far."""
         submitted = self._clock()
-        stream = self._streams[job.direction]
+        lane = self._lanes[job.direction]
         try:
             # A store reads what the forward pass before it writes; a load must not overtake those who read its blocks last.
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(stream):
-                self._enqueue(job)
+            lane.stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(lane.stream):
+                lane.copies.enqueue(job.direction, job.block_ids, job.rows)
                 done = torch.cuda.Event()
-                done.record(stream)
+                done.record(lane.stream)
         except RuntimeError:
             logger.exception("enqueueing the copies of job %d failed", job.job_id)
-            self._results.append(CopyResult(job, TransferOutcome.FAILED, frozenset(), self._clock() - submitted))
+            self._drain(lane)
+            self._end(job, submitted, TransferOutcome.FAILED)
             return
-        self._in_flight[job.direction].append(_InFlight(job, submitted, done))
+        lane.in_flight.append(_InFlight(job, submitted, done))
 
     def poll(self) -> list[CopyResult]:
-        """Jobs whose copies have completed."""
-        for queue in self._in_flight.values():
-            while queue and queue[0].done.query():
-                self._complete(queue.popleft())
+        """Jobs whose copies have completed. If the device has failed, all have."""
+        for lane in self._lanes.values():
+            try:
+                while lane.in_flight and lane.in_flight[0].done.query():
+                    self._end_first(lane, TransferOutcome.DONE)
+            except RuntimeError:
+                logger.exception("the device does not say how copies fare")
+                self._drain(lane)
         results, self._results = self._results, []
         return results
 
     def finish_stores(self) -> None:
-        """Wait for the store stream."""
-        self._streams[Direction.STORE].synchronize()
+        """Let the model wait for the stores: what it enqueues from now on overwrites nothing that they read."""
+        torch.cuda.current_stream(self._device).wait_stream(self._lanes[Direction.STORE].stream)
 
     def shutdown(self) -> None:
         """Wait for both streams and unlock the pages."""
-        for direction, queue in self._in_flight.items():
-            self._streams[direction].synchronize()
-            while queue:
-                self._complete(queue.popleft())
-        if self._is_pinned:
-            self._is_pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self._rows.data_ptr())
+        for lane in self._lanes.values():
+            self._drain(lane)
+        self._locks.close()
 
-    def _enqueue(self, job: CopyJob) -> None:
-        for block, row, length in consecutive_runs(job.block_ids, job.rows, len(job.rows)):
-            for region, part in self._pairs:
-                device, host = region[block : block + length], part[row : row + length]
-                if job.direction is Direction.LOAD:
-                    device.copy_(host, non_blocking=self._is_pinned)
-                else:
-                    host.copy_(device, non_blocking=self._is_pinned)
+    def _lane(self, regions: Sequence[torch.Tensor], memory: HostMemory, buffer_bytes: int) -> _Lane:
+        stream = torch.cuda.Stream(self._device)
+        if len(regions) == 1:
+            return _Lane(stream, DirectCopies(regions[0], memory, self._locks))
+        return _Lane(stream, StagedCopies(regions, memory, self._locks, buffer_bytes))
 
-    def _complete(self, entry: _InFlight) -> None:
-        duration_s = self._clock() - entry.submitted
-        self._results.append(CopyResult(entry.job, TransferOutcome.DONE, frozenset(), duration_s))
+    def _drain(self, lane: _Lane) -> None:
+        """Wait for a stream; its jobs have ended then. After that nothing it was given reads or writes anything."""
+        outcome = TransferOutcome.DONE
+        try:
+            lane.stream.synchronize()
+        except RuntimeError:
+            logger.exception("the device does not say how copies fared")
+            outcome = TransferOutcome.FAILED
+        while lane.in_flight:
+            self._end_first(lane, outcome)
 
-    def _pin(self) -> bool:
-        """Lock the tier's pages. Without, copies still work, but block the caller."""
-        result = torch.cuda.cudart().cudaHostRegister(self._rows.data_ptr(), self._rows.numel(), 0)
-        if int(result) != 0:
-            logger.warning(
-                "host memory could not be page-locked (CUDA error %d): offloading will be slower", int(result)
-            )
-            return False
-        return True
+    def _end_first(self, lane: _Lane, outcome: TransferOutcome) -> None:
+        entry = lane.in_flight.popleft()
+        self._end(entry.job, entry.submitted, outcome)
+
+    def _end(self, job: CopyJob, submitted: float, outcome: TransferOutcome) -> None:
+        self._results.append(CopyResult(job, outcome, frozenset(), self._clock() - submitted))
+
+    def _lock_pages(self, address: int, num_bytes: int) -> str | None:
+        # A failure stays the last error of the thread that met it, and would be taken for one of its next kernel's.
+        with torch.cuda.device(self._device):
+            error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        return f"CUDA error {error}" if error else None
+
+
+def _unlock_pages(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

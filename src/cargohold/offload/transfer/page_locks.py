@@ -1,0 +1,158 @@
+"""Host memory whose pages are locked as they come into use, so that a device's copy engines reach them without staging.
+
+Locking commits memory and takes a second for a few gigabytes, in which the driver may keep others waiting. So it is done in a
+thread, piece by piece, a little ahead of use: a tier of hundreds of gigabytes costs nothing at start, and its owner waits only
+for a piece that is wanted before its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from math import gcd
+from typing import Final
+
+from cargohold.offload.tier.host import ByteRows
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 64 * 1024**2
+"""Lock about so much at a time."""
+
+_NUM_AHEAD: Final = 4
+_MAX_WAIT_S: Final = 30.0
+
+_UNKNOWN, _LOCKED, _REFUSED = range(3)
+
+
+class PageLocks:
+    """Locks the pages that rows of host memory lie in, a piece of whole pages and whole rows at a time.
+
+    A piece never changes once it has been copied from or to: it is locked before, or never. When one cannot be locked, no other
+    is tried.
+
+    Args:
+        rows: the memory; starts at a page.
+        lock: locks the pages of an address and a number of bytes; tells why that failed, or ``None``. Called in a thread of
+            its own, and nowhere else.
+        unlock: unlocks the pages that were locked with an address.
+        piece_bytes: about how much to lock at a time.
+    """
+
+    def __init__(
+        self,
+        rows: ByteRows,
+        lock: Callable[[int, int], str | None],
+        unlock: Callable[[int], object],
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        num_rows, row_bytes = rows.shape
+        # So many rows end where a page ends.
+        unit = mmap.PAGESIZE // gcd(mmap.PAGESIZE, row_bytes)
+        self._piece_rows = unit * max(1, piece_bytes // (unit * row_bytes))
+        self._row_bytes, self._end = row_bytes, rows.nbytes
+        self._address = rows.ctypes.data
+        self._lock, self._unlock = lock, unlock
+        self._changed = threading.Condition()
+        self._states = [_UNKNOWN] * -(-num_rows // self._piece_rows)
+        self._wanted: deque[int] = deque()
+        self._next_ahead = self._end_ahead = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="cargohold-page-locks", daemon=True)
+        self._thread.start()
+
+    def parts(self, row: int, length: int) -> Iterator[tuple[int, int, bool]]:
+        """Cut a run of rows where pieces end. Waits until their pages are locked, or are known not to be.
+
+        Yields:
+            First row, number of rows, and whether their pages are locked.
+
+        Raises:
+            RuntimeError: it took too long, or nobody locks pages any more.
+        """
+        end = row + length
+        while row < end:
+            piece = row // self._piece_rows
+            stop = min(end, (piece + 1) * self._piece_rows)
+            yield row, stop - row, self._is_locked(piece)
+            row = stop
+
+    def close(self) -> None:
+        """Unlock everything. Nobody may be copying."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        for piece, state in enumerate(self._states):
+            if state == _LOCKED:
+                self._unlock(self._address + self._span(piece)[0])
+                self._states[piece] = _REFUSED
+
+    def _is_locked(self, piece: int) -> bool:
+        state = self._states[piece]  # changes once
+        if state == _UNKNOWN:
+            state = self._wait_for(piece)
+        return state == _LOCKED
+
+    def _wait_for(self, piece: int) -> int:
+        with self._changed:
+            self._wanted.append(piece)
+            self._end_ahead = max(self._end_ahead, piece + 1 + _NUM_AHEAD)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._states[piece] != _UNKNOWN or self._is_closed, _MAX_WAIT_S)
+            if self._states[piece] == _UNKNOWN:
+                raise RuntimeError(f"the pages of rows from {piece * self._piece_rows} on were not locked in time")
+            return self._states[piece]
+
+    # --- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        fault: str | None = None
+        try:
+            while (piece := self._next()) is not None:
+                if fault is None:
+                    fault = self._lock_piece(piece)
+                with self._changed:
+                    self._states[piece] = _LOCKED if fault is None else _REFUSED
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        """The piece to lock now; ``None`` when it is time to stop."""
+        with self._changed:
+            while not self._is_closed:
+                while self._next_ahead < len(self._states) and self._states[self._next_ahead] != _UNKNOWN:
+                    self._next_ahead += 1
+                if self._wanted:
+                    piece = self._wanted.popleft()
+                    if self._states[piece] == _UNKNOWN:
+                        return piece
+                elif self._next_ahead < min(self._end_ahead, len(self._states)):
+                    return self._next_ahead
+                else:
+                    self._changed.wait()
+        return None
+
+    def _lock_piece(self, piece: int) -> str | None:
+        """Why the piece cannot be locked, or ``None`` if it is from now on."""
+        start, num_bytes = self._span(piece)
+        try:
+            fault = self._lock(self._address + start, num_bytes)
+        except Exception as error:  # noqa: BLE001  # whatever a driver does, copies go on without
+            fault = str(error) or type(error).__name__
+        if fault is not None:
+            logger.warning(
+                "host memory cannot be page-locked (%s): offloading is slower, and holds the model up", fault
+            )
+        return fault
+
+    def _span(self, piece: int) -> tuple[int, int]:
+        """First byte, and number of bytes."""
+        start = piece * self._piece_rows * self._row_bytes
+        return start, min(self._piece_rows * self._row_bytes, self._end - start)
