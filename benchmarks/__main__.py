@@ -13,7 +13,19 @@ from typing import Any
 from benchmarks.environment import NotInstalledError, describe_environment
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = ("engine", "restore", "lazy", "ranks", "bookkeeping", "policies", "replay", "tiers", "generating", "vllm")
+NAMES = (
+    "engine",
+    "restore",
+    "transfers",
+    "lazy",
+    "ranks",
+    "bookkeeping",
+    "policies",
+    "replay",
+    "tiers",
+    "generating",
+    "vllm",
+)
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, policies, vllm_contenders
+from benchmarks import bookkeeping, policies, transfers, vllm_contenders
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -28,6 +28,12 @@ def test_policies() -> None:
     (row,) = result["rows"]
     assert row["hits"]["fifo"] < row["hits"]["lru"] <= row["hits"]["optimum"] <= row["without_eviction"]
     assert result["worst_against_lru_in_points"] > -1
+
+
+def test_transfers() -> None:
+    rows = [row for row in transfers.run(quick=True)["rows"] if row["device"] == "cpu"]
+    assert len(rows) == len(transfers.REGIONS) * 4
+    assert all(row["gigabytes_per_s"] > 0 and row["caller_held_up_ms"] >= 0 for row in rows)
 
 
 @pytest.mark.parametrize("contender", vllm_contenders.contenders(2**30, 128), ids=lambda contender: str(contender.name))
