@@ -31,8 +31,6 @@ BLOCKS_PER_REQUEST = 125
 class NoModels:
     """Ranks that compute nothing, so that what is left is the cost of control."""
 
-    slow_imports: Sequence[str] = ()
-
     def make_runner(self, place: RankPlace) -> ModelRunner:
         return _NoModel()
 

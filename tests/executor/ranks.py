@@ -73,18 +73,10 @@ class StubRunners:
 
     layout: KVCacheLayout
     trouble: Trouble = Trouble()
-    slow_imports: Sequence[str] = ()
 
     def make_runner(self, place: RankPlace) -> ModelRunner:
         self.trouble.strike("start", place.rank, -1)
         return StubRunner(self, place)
-
-
-class EnvironmentTellers(StubRunners):
-    """Makes no runners, and says what it found."""
-
-    def make_runner(self, place: RankPlace) -> ModelRunner:
-        raise UnsupportedModelError(f"model that is {os.environ.get('CARGOHOLD_TEST')}", "it only tells")
 
 
 class StubRunner:

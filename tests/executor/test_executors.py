@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from cargohold.protocol import ClassFactory, KVConnectorFactory, OutputAggregato
 from cargohold.simulation import simulated_layout
 from tests.executor.ranks import (
     Calls,
-    EnvironmentTellers,
     Opaque,
     OpaqueWorker,
     ProbeMetadata,
@@ -65,9 +64,7 @@ PROBING = Probing()
 MakeExecutor = Callable[..., Executor]
 
 
-MANY = ["multiprocess", "forked", "ray"]
-FORKED_FROM = ("tests.executor.ranks",)
-"""What ranks of the kind "forked" have imported before they are there."""
+MANY = ["multiprocess", "ray"]
 
 
 @pytest.fixture
@@ -80,7 +77,7 @@ def make_executor(request: pytest.FixtureRequest) -> Iterator[MakeExecutor]:
         step_timeout_s: float = 30.0,
         connectors: KVConnectorFactory = PROBING,
     ) -> Executor:
-        runners = StubRunners(LAYOUT, trouble, FORKED_FROM if kind == "forked" else ())
+        runners = StubRunners(LAYOUT, trouble)
         if kind == "inline":
             runner = runners.make_runner(RankPlace(0, 1, ""))
             connector = connectors.make_worker_side(WorkerEnvironment(LAYOUT, 0, lambda: 0.0))
@@ -281,38 +278,25 @@ def test_nothing_is_left_behind_on_disk(
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
 
 
-@pytest.mark.parametrize("slow_imports", [(), FORKED_FROM], ids=["fresh", "forked"])
-def test_workers_end_when_the_engine_is_killed(slow_imports: Sequence[str]) -> None:
+def test_workers_end_when_the_engine_is_killed(make_executor: MakeExecutor) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    parent = context.Process(target=_engine_that_waits, args=(theirs, slow_imports))
+    parent = context.Process(target=_engine_that_waits, args=(theirs,))
     parent.start()
-    assert len(ours.recv()) == 2
-    children = psutil.Process(parent.pid).children(recursive=True)
+    workers = [psutil.Process(pid) for pid in ours.recv()]
     parent.kill()
     parent.join()
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    gone, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
-    assert len(gone) >= 2
+    assert len(gone) == 2
 
 
-def _engine_that_waits(channel: multiprocessing.connection.Connection, slow_imports: Sequence[str]) -> None:
-    spec = RankSpec(StubRunners(LAYOUT, slow_imports=slow_imports), Probing(), LAYOUT)
-    executor = MultiprocessExecutor(spec, 2, StepCodec(worker_metadata_type=Calls), OutputAggregator(2))
+def _engine_that_waits(channel: multiprocessing.connection.Connection) -> None:
+    executor = MultiprocessExecutor(
+        RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 2, StepCodec(worker_metadata_type=Calls), OutputAggregator(2)
+    )
     channel.send(executor.process_ids)
     channel.recv()
-
-
-@pytest.mark.parametrize("slow_imports", [(), FORKED_FROM], ids=["fresh", "forked"])
-@pytest.mark.parametrize("value", ["first", "second"])
-def test_workers_have_the_environment_of_the_moment(
-    slow_imports: Sequence[str], value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what they are forked from, that of an earlier moment would be wrong."""
-    monkeypatch.setenv("CARGOHOLD_TEST", value)
-    spec = RankSpec(EnvironmentTellers(LAYOUT, slow_imports=slow_imports), Probing(), LAYOUT)
-    with pytest.raises(UnsupportedModelError, match=f"model that is {value}"):
-        MultiprocessExecutor(spec, 2, StepCodec(worker_metadata_type=Calls), OutputAggregator(2))
 
 
 def test_a_connector_that_cannot_travel_is_refused_by_name() -> None:

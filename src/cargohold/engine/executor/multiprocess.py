@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import pickle
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from cargohold.engine.core.step import SchedulerStep, StepOutput
@@ -62,7 +60,7 @@ class MultiprocessExecutor:
         self._codec = codec
         self._aggregator = aggregator
         self._step_timeout_s = step_timeout_s
-        self._processes: list[BaseProcess] = []
+        self._processes: list[SpawnProcess] = []
         self._channels: list[Channel] = []
         scratch = Path(tempfile.mkdtemp(prefix="cargohold-"))  # readable by its owner alone
         try:
@@ -108,13 +106,13 @@ class MultiprocessExecutor:
         self._kill()
 
     def _start(self, spec: RankSpec, world_size: int, rendezvous: str) -> None:
-        make_process = _process_maker(spec.runners.slow_imports)
+        context = multiprocessing.get_context("spawn")
         for rank in range(world_size):
             ours, theirs = Channel.pair()
             self._channels.append(ours)
-            process = make_process(
+            process = context.Process(
                 target=run_rank,
-                args=(spec, RankPlace(rank, world_size, rendezvous), theirs, dict(os.environ)),
+                args=(spec, RankPlace(rank, world_size, rendezvous), theirs),
                 name=f"cargohold-worker-{rank}",
                 daemon=True,
             )
@@ -179,21 +177,6 @@ class MultiprocessExecutor:
             channel.close()
         self._processes.clear()
         self._channels.clear()
-
-
-def _process_maker(slow_imports: Sequence[str]) -> Callable[..., BaseProcess]:
-    """Makes processes that have nothing of this one.
-
-    Importing transformers takes seconds and some 300 MB. If modules may be imported before, one process does it, and all ranks
-    are forked from that: four ranks on two cores start in two thirds of the time and take half the memory, and those of the
-    program's next engine start in a second.
-    """
-    if not slow_imports:
-        return multiprocessing.get_context("spawn").Process
-    context = multiprocessing.get_context("forkserver")
-    # Of no effect if the program has started it for purposes of its own. Then each rank imports them itself.
-    context.set_forkserver_preload(list(slow_imports))
-    return context.Process
 
 
 def _check_can_travel(spec: RankSpec) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,11 +30,6 @@ class RankPlace:
 
 class RunnerFactory(Protocol):
     """Makes a rank's model runner. It travels to the rank's process, so it must survive pickling."""
-
-    @property
-    def slow_imports(self) -> Sequence[str]:
-        """Modules to import once, in a process that all ranks are forked from; none if each is to have a fresh process."""
-        ...
 
     def make_runner(self, place: RankPlace) -> ModelRunner:
         """Load the rank's shard of the model. Called in the rank's own process."""

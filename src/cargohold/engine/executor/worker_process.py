@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Mapping
 
 from cargohold.engine.executor.channel import Channel, ChannelClosedError
 from cargohold.engine.executor.rank import RankPlace, RankSpec
@@ -14,13 +12,8 @@ STOP = b""
 """The frame that ends a rank."""
 
 
-def run_rank(spec: RankSpec, place: RankPlace, channel: Channel, environment: Mapping[str, str]) -> None:
-    """Serve steps until told to stop, or until the engine's process is gone.
-
-    Changes the environment of the whole process: it may be a fork of one that was started before the engine's had this.
-    """
-    os.environ.clear()
-    os.environ.update(environment)
+def run_rank(spec: RankSpec, place: RankPlace, channel: Channel) -> None:
+    """Serve steps until told to stop, or until the engine's process is gone."""
     # Ctrl-C reaches every process of the terminal; the engine decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = FramedRank()

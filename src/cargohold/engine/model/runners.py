@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,12 +26,6 @@ class HFRunners:
     info: ModelInfo
     layout: KVCacheLayout
     device: str
-
-    @property
-    def slow_imports(self) -> Sequence[str]:
-        """See ``RunnerFactory``. CUDA does not survive a fork, and transformers may look for devices while it is imported."""
-        is_forked = self.device == "cpu"
-        return ("cargohold.engine.model.hf_runner", "transformers.modeling_utils") if is_forked else ()
 
     def make_runner(self, place: RankPlace) -> HFModelRunner:
         """Load the rank's part of the model.
