@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from cargohold.conformance import ConnectorConformance
+from cargohold.conformance.spoiler import Failure
 from cargohold.protocol import (
     BlockIds,
     CacheReport,
@@ -22,6 +23,7 @@ from cargohold.protocol import (
     StepView,
     WorkerEnvironment,
 )
+from cargohold.simulation import WrongTokenError
 from tests.conformance.shelf import Orders, ShelfScheduler, ShelfWorker
 
 
@@ -119,11 +121,28 @@ class Trusting(ShelfScheduler):
         pass
 
 
-def test_what_a_failed_step_computed_is_forgotten() -> None:
-    broken = suite(Trusting)
-    type(broken).num_seeds = 60
+@pytest.mark.parametrize("failure", Failure)
+def test_what_a_failed_step_computed_is_forgotten(failure: Failure) -> None:
+    with pytest.raises(WrongTokenError, match="does not hold the KV"):
+        suite(Trusting).test_what_a_failed_step_computed_is_never_found(failure)
+
+
+@pytest.mark.parametrize("failure", [Failure.STEP, Failure.BLOCKS])
+def test_what_failed_steps_computed_is_forgotten_under_traffic(failure: Failure) -> None:
     with pytest.raises(AssertionError, match="does not hold the KV"):
-        broken.test_what_a_failed_step_computed_is_never_found("full-hit")
+        suite(Trusting).test_what_failed_steps_computed_is_never_found_under_traffic("small", failure)
+
+
+class HalfTrusting(ShelfScheduler):
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        if output.finished.step_failed:
+            self.reset_cache()
+
+
+def test_invalid_blocks_spoil_what_was_stored_behind_them() -> None:
+    suite(HalfTrusting).test_what_a_failed_step_computed_is_never_found(Failure.STEP)
+    with pytest.raises(WrongTokenError, match="does not hold the KV"):
+        suite(HalfTrusting).test_what_a_failed_step_computed_is_never_found(Failure.BLOCKS)
 
 
 class Forgetful(ShelfScheduler):

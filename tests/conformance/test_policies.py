@@ -77,6 +77,13 @@ class Moody(FIFOPolicy):
         return super().make_room_for(offer, 1 if len(self.moods) % 2 else num_slots, busy)
 
 
+class Guessing(LRUPolicy):
+    chance: ClassVar[np.random.Generator] = np.random.default_rng(1)
+
+    def touch(self, slots: Slots, *, is_whole: bool) -> None:
+        super().touch(self.chance.permutation(slots), is_whole=is_whole)
+
+
 class Stubborn(LRUPolicy):
     def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
         return Room(super().make_room_for(offer, num_slots, busy).victims[:0], refused=False)
@@ -96,6 +103,7 @@ class MostRecent(LRUPolicy):
         (Speechless, "test_any_traffic_keeps_every_rule"),
         (Unforgetting, "test_any_traffic_keeps_every_rule"),
         (Moody, "test_the_same_traffic_has_the_same_victims"),
+        (Guessing, "test_the_same_traffic_has_the_same_victims"),
         (Stubborn, "test_idle_chunks_make_room_or_are_worth_more"),
         (MostRecent, "test_no_prefix_has_holes"),
     ],

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from cargohold.conformance.spoiler import Failure, SpoilerFactory, SpoilingScheduler
 from cargohold.conformance.strict import CodedExecutor, StrictFactory
+from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.errors import ConfigError
 from cargohold.protocol import KVConnectorFactory, Stats, add_stats, is_level
 from cargohold.simulation.chains import tokens_alone
@@ -20,7 +22,7 @@ from cargohold.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.simulation.engine import VOCAB_SIZE, SimulatedEngine
 from cargohold.simulation.faults import Fault
 from cargohold.simulation.layouts import simulated_layout
-from cargohold.simulation.run import Run, RunResult
+from cargohold.simulation.run import Run, RunResult, quiet_logging
 from cargohold.simulation.scenario import Scenario, draw_scenario
 from cargohold.simulation.workloads import WORKLOADS
 from cargohold.simulation.world import World
@@ -86,13 +88,26 @@ class ConnectorConformance(ABC):
         self._play_all(workload, [Fault.FAILED, Fault.RAISES], lambda plan: replace(plan, tiers=(other,), nesting=(2,)))
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "full-hit"])
-    def test_what_a_failed_step_computed_is_never_found(self, workload: str) -> None:
+    def test_it_serves_beside_its_like(self, workload: str) -> None:
         """It serves beside one of its own kind, and either may raise while it loads for the step that the other stores from."""
 
         def doubled(plan: ConnectorPlan) -> ConnectorPlan:
             return replace(plan, custom=(*plan.custom, StrictFactory(self.factory())), nesting=(2,))
 
         self._play_all(workload, [Fault.RAISES], doubled)
+
+    @pytest.mark.parametrize("failure", [Failure.STEP, Failure.BLOCKS])
+    @pytest.mark.parametrize("workload", ["small", "aborts", "returning"])
+    def test_what_failed_steps_computed_is_never_found_under_traffic(self, workload: str, failure: Failure) -> None:
+        """It serves beside a connector that brings garbage for many steps from which this one stores, and says so."""
+
+        def spoiled(plan: ConnectorPlan) -> ConnectorPlan:
+            return replace(plan, custom=(SpoilerFactory(failure), *plan.custom), nesting=(2,))
+
+        engines: list[SimulatedEngine] = []
+        self._play_all(workload, (), spoiled, prepare=engines.append)
+        for engine in engines:
+            _require_sound(engine)
 
     def test_messages_survive_the_way_to_another_process(self) -> None:
         """Metadata of both sides is what its declared types say."""
@@ -152,6 +167,19 @@ class ConnectorConformance(ABC):
         assert engine.scheduler.reset_cache(), "a connector at rest refuses to forget"
         assert self._ask(engine, "again", prompt).num_external_tokens == 0
         assert engine.scheduler.connector.broken is None
+
+    @pytest.mark.parametrize("failure", Failure)
+    def test_what_a_failed_step_computed_is_never_found(self, failure: Failure) -> None:
+        """A prompt is computed behind blocks that another connector could not load, then again, lost, and asked for again."""
+        spoiler = SpoilerFactory(failure, lambda request_id: request_id == "failed")
+        engine = self._engine(MultiConnectorFactory((spoiler, StrictFactory(self.factory()))))
+        prompt = self._prompt(0)
+        with quiet_logging():
+            request = self._ask(engine, "failed", prompt)
+            assert request.num_preemptions, "what was computed behind garbage was not computed again"
+            self._overwrite_device(engine)
+            self._ask(engine, "again", prompt)
+        _require_sound(engine)
 
     @pytest.mark.parametrize("num_steps", range(8))
     def test_an_abort_at_any_step_leaves_nothing_behind(self, num_steps: int) -> None:
@@ -248,3 +276,13 @@ class ConnectorConformance(ABC):
 
 def _is_refusal(result: RunResult) -> bool:
     return isinstance(result.error, ConfigError) and result.num_steps == 0
+
+
+def _require_sound(engine: SimulatedEngine) -> None:
+    """None of the connectors that are composed in an engine was turned off, but the one that spoils steps."""
+    composed = engine.connector
+    assert isinstance(composed, MultiConnectorScheduler)
+    for child in composed.children:
+        assert child.broken is None or child.name == SpoilingScheduler.name, (
+            f"the connector was turned off: {child.broken}"
+        )
