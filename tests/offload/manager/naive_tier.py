@@ -17,7 +17,8 @@ class NaiveTier:
 
     Args:
         manager: the manager under test.
-        knows_prefixes: whether it spares all that is in front of an offer, or the chunk right before it alone.
+        knows_prefixes: whether it spares all that is in front of an offer, or the chunk right before it alone; and places
+            nothing behind a chunk of the same call that finds no slot.
     """
 
     def __init__(self, manager: OffloadManager, *, knows_prefixes: bool = True) -> None:
@@ -82,6 +83,8 @@ class NaiveTier:
             # In another offer the same chunk may lead.
             placed = [key in store.keys for key in keys if key in absent and num_offers[key] == 1]
             assert placed == sorted(placed, reverse=True), "slots go to the leading chunks"
+        behind_holes = [key for key in store.keys if offered[key] in absent and offered[key] not in store.keys]
+        assert not behind_holes or not self.knows_prefixes, "a chunk is placed behind one of the same call that is not"
         taken = {*self.ready.values(), *writing.values(), *self.leaving}
         assert not taken & set(store.slots), "a slot was given twice"
         for key in store.keys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,7 +22,10 @@ from cargohold.blocks import READY
 from cargohold.errors import LifecycleError, MissingChunkError
 from cargohold.offload.manager import ChunksStored, OffloadManager, StoreOffer, make_manager
 from cargohold.offload.manager.block_pool import BlockPoolManager
+from cargohold.offload.manager.chain_index import ChainIndex
 from cargohold.offload.policy import POLICIES
+from cargohold.offload.policy.base import Slots
+from cargohold.offload.policy.oldest_first import OldestFirst
 from tests.offload.common import DEPTH, EVERY_KEY, chain, numbered
 from tests.offload.manager.naive_tier import NaiveTier
 
@@ -235,3 +239,68 @@ def test_what_continues_another_offer_of_the_same_call_goes_before_it(name: str)
 
 def commit(tier: NaiveTier, keys: list[bytes]) -> None:
     tier.commit(tier.store(keys, None))
+
+
+@pytest.mark.parametrize("name", [name for name in MANAGERS if name != "block pool"])
+def test_nothing_is_placed_behind_what_finds_no_slot_in_the_same_call(name: str) -> None:
+    tier = NaiveTier(MANAGERS[name](3))
+    first, second, third = chain((0, 0, 0))
+    one, other = chain((1,)), chain((2,))
+    commit(tier, one)
+    commit(tier, other)
+    busy = [tier.load(one), tier.load(other)]
+    writing = tier.store([first], None)
+    store = tier.store_each([StoreOffer([third], second), StoreOffer([second], first)])
+    assert not store.keys
+    assert list(store.deferred) == [second, third], "others will let go of three slots"
+    tier.commit(store)
+    for load in busy:
+        tier.release(load)
+    tier.commit(writing)
+    again = tier.store_each([StoreOffer([third], second), StoreOffer([second], first)])
+    assert list(again.keys) == [second, third]
+    tier.commit(again)
+
+
+def full_of_prefixes(name: str, num_prefixes: int, length: int) -> tuple[OffloadManager, list[list[bytes]]]:
+    """A full tier, and what is in it; each prefix with the chunk that comes next."""
+    manager = make_manager(name, num_prefixes * length)
+    prefixes = [chain((at, *range(length))) for at in range(num_prefixes)]
+    for prefix in prefixes:
+        manager.prepare_store(prefix[:-1]).commit()
+    return manager, prefixes
+
+
+@pytest.mark.parametrize("name", ["lru", "arc", "fifo"])
+def test_a_tier_in_which_all_is_in_use_is_not_searched_again_for_each_offer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a review: with 64,000 slots and 256 requests that fill them, each step took seconds."""
+    manager, prefixes = full_of_prefixes(name, 50, 100)
+    searches = []
+
+    def take(self: OldestFirst, *options: Any) -> Slots:
+        searches.append(self)
+        return take_queued(self, *options)
+
+    take_queued = OldestFirst._take_queued
+    monkeypatch.setattr(OldestFirst, "_take_queued", take)
+    store = manager.prepare_stores([StoreOffer(prefix[-1:], prefix[-2]) for prefix in prefixes])
+    assert not store.keys and not store.deferred
+    assert 0 < len(searches) < 40, "pieces that double"
+    store.commit()
+
+
+def test_the_default_policy_is_not_told_of_all_that_is_before_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a review: two requests that completed the same chunk made a step look at every chunk of all requests."""
+    manager, prefixes = full_of_prefixes("reuse-index", 20, 30)
+    offers = [StoreOffer(prefix[-1:], prefix[-2]) for prefix in prefixes[10:]]
+
+    def ancestors(_index: ChainIndex, _slot: int) -> Slots:
+        raise AssertionError("looked at")
+
+    monkeypatch.setattr(ChainIndex, "ancestors", ancestors)
+    store = manager.prepare_stores([*offers, offers[0], StoreOffer(prefixes[0][-2:], prefixes[0][-3])])
+    assert len(store.keys) == 11
+    store.commit()
+    assert all(manager.lookup_run(prefix) == bytes([READY]) * len(prefix) for prefix in [*prefixes[10:], prefixes[0]])

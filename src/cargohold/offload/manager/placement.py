@@ -34,27 +34,38 @@ class OfferedChain:
     is_refused: bool = False
     num_placed: int = 0
 
-    def begin_run(self, claimed: set[OffloadKey], missed: AbstractSet[OffloadKey]) -> bool:
-        """Find the next run; whether there is one. Mutates the chain and ``claimed``.
+    def skip_present(self) -> None:
+        """Go on at the first chunk that is absent. Mutates the chain."""
+        self.run = ()
+        num_absent = self.present.count(None)
+        if num_absent < len(self.keys):
+            self._go_on_at(self.present.index(None) if num_absent else len(self.keys))
+
+    def begin_run(
+        self, claimed: set[OffloadKey], missed: AbstractSet[OffloadKey], pending: AbstractSet[OffloadKey]
+    ) -> bool:
+        """Find the next run; whether there is one. The next chunk is absent. Mutates the chain and ``claimed``.
 
         Args:
             claimed: what is in runs of others, where it is decided on first.
             missed: what has found no slot in another chain, and will find none in this.
+            pending: what is in some chain, and was not dealt with: nothing behind it goes first.
         """
-        num_absent = self.present.count(None)
-        if num_absent < len(self.keys):
-            self._go_on_at(self.present.index(None) if num_absent else len(self.keys))
         self.run = self.keys
-        if not self.keys or self.keys[0] in missed:
-            self.keys = self.run = ()
-        elif self.parent in claimed:
+        if self.parent in pending:
             self.run = ()
-        elif num_absent < len(self.keys) or not (claimed.isdisjoint(self.keys) and missed.isdisjoint(self.keys)):
+        elif self.present.count(None) < len(self.keys) or not (
+            claimed.isdisjoint(self.keys) and missed.isdisjoint(self.keys)
+        ):
             others = claimed | missed
-            items = zip(self.keys, self.present, strict=True)
-            self.run = tuple(key for key, _ in takewhile(lambda item: item[1] is None and item[0] not in others, items))
+            self.run = tuple(takewhile(lambda key: key not in others, self.keys[: self._num_leading_absent()]))
         claimed.update(self.run)
         return bool(self.run)
+
+    def has_more(self, claimed: AbstractSet[OffloadKey]) -> bool:
+        """Whether there is something to place behind the run: chunks that are absent, and in nobody's run."""
+        items = zip(self.keys[len(self.run) :], self.present[len(self.run) :], strict=True)
+        return any(slot is None and key not in claimed for key, slot in items)
 
     def end_run(self) -> bool:
         """Go on behind the run; whether there is more to do. Mutates the chain."""
@@ -62,6 +73,13 @@ class OfferedChain:
             return False  # what lies behind a hole is worth nothing
         self._go_on_at(len(self.run))
         return True
+
+    def absent(self) -> list[OffloadKey]:
+        """Those of ``keys`` that are not there."""
+        return [key for key, slot in zip(self.keys, self.present, strict=True) if slot is None]
+
+    def _num_leading_absent(self) -> int:
+        return next((at for at, slot in enumerate(self.present) if slot is not None), len(self.keys))
 
     def _go_on_at(self, at: int) -> None:
         if at:
@@ -86,6 +104,31 @@ class Placement:
     strands: list[Strand] = field(default_factory=list)
     deferred: list[OffloadKey] = field(default_factory=list)
     missed: set[OffloadKey] = field(default_factory=set)
+
+    def gives_up(self, chain: OfferedChain, claimed: AbstractSet[OffloadKey]) -> bool:
+        """Whether a chunk found no slot that is next in a chain, or before it: then nothing behind it gets one either.
+
+        What is behind one that may find a slot later may do so, too, if so many are waited for. Mutates everything.
+
+        Args:
+            chain: its next chunk is absent.
+            claimed: what may get a slot now, in another chain.
+        """
+        if chain.keys[0] in self.missed:
+            in_front = chain.keys[0]
+        elif chain.parent in self.missed:
+            in_front = chain.parent
+        else:
+            return False
+        others = self.missed | claimed
+        behind = [
+            key for key, slot in zip(chain.keys, chain.present, strict=True) if slot is None and key not in others
+        ]
+        if in_front in self.deferred:
+            self.deferred += behind[: max(0, self.num_waiting - len(self.deferred))]
+        self.missed.update(behind)
+        chain.keys = ()
+        return True
 
 
 def are_apart(chains: Sequence[OfferedChain]) -> bool:

@@ -130,16 +130,13 @@ class TierManager(OffloadManager):
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
         chains = [OfferedChain(tuple(dict.fromkeys(keys)), parent) for keys, parent in offers]
         self._look_up(chains)
-        placement = Placement([], self.num_writing + self.num_pins)
+        placement = Placement(self._around(chains), self.num_writing + self.num_pins)
         if are_apart(chains):
-            placement.around = self._in_front(chains)
             for chain in chains:
                 chain.run = chain.keys
             self._place(placement, chains)
         else:
-            placement.around = self._around(chains)
-            while chains := self._place_next(placement, chains):
-                self._look_up(chains)
+            self._place_in_rounds(placement, chains)
         handle = SlotReservation(placement.keys, joined(placement.slots), placement.deferred, self._end_store)
         self._writing[handle] = placement.strands
         return handle
@@ -177,32 +174,54 @@ class TierManager(OffloadManager):
         for chain in chains:
             chain.present = list(islice(present, len(chain.keys)))
 
-    def _in_front(self, chains: Sequence[OfferedChain]) -> list[int]:
-        """Slots of what is right before chains. What is before that is spared by the policy, which is asked once for all."""
-        return [slot for chain in chains if (slot := self._index.slot_of(chain.parent)) != NO_SLOT]
-
     def _around(self, chains: Sequence[OfferedChain]) -> list[int]:
-        """Slots of what is there of chains, and of all before them, where the policy is asked of one after the other."""
-        around: list[int] = []
+        """Slots of what is there of chains, and right before them. What is before that is spared by the policy."""
+        around = [slot for chain in chains if (slot := self._index.slot_of(chain.parent)) != NO_SLOT]
         for chain in chains:
-            there = [slot for slot in chain.present if slot is not None]
-            ends = [*there[:1], self._index.slot_of(chain.parent)]
-            around += there
-            for end in ends:
-                around += self._index.ancestors(end).tolist()
+            if chain.present.count(None) < len(chain.present):
+                around += [slot for slot in chain.present if slot is not None]
         return around
 
-    def _place_next(self, placement: Placement, chains: Sequence[OfferedChain]) -> list[OfferedChain]:
-        """Find slots for the next chunks of each chain that are absent. Mutates everything.
+    def _ancestors(self, chains: Sequence[OfferedChain]) -> list[int]:
+        """Slots of all that is before chains."""
+        ancestors: list[int] = []
+        for chain in chains:
+            first = next((slot for slot in chain.present if slot is not None), NO_SLOT)
+            for end in (first, self._index.slot_of(chain.parent)):
+                ancestors += self._index.ancestors(end).tolist()
+        return ancestors
 
-        Returns:
-            The chains that have more.
+    def _place_in_rounds(self, placement: Placement, chains: Sequence[OfferedChain]) -> None:
+        """Find slots for chains of which something is there, or that depend on each other. Mutates everything.
+
+        What depends on another waits for it: each round places what is next of each chain.
         """
-        claimed: set[OffloadKey] = set()
-        begun = [chain for chain in chains if chain.begin_run(claimed, placement.missed)]
-        if begun:
-            self._place(placement, begun)
-        return [chain for chain in chains if chain.end_run()]
+        is_first, is_stuck = True, False
+        while chains:
+            # Keys that are not digests of prefixes may claim to be behind each other: then somebody must begin.
+            pending = set[OffloadKey]() if is_stuck else {key for chain in chains for key in chain.absent()}
+            claimed: set[OffloadKey] = set()
+            begun = []
+            for chain in chains:
+                chain.skip_present()
+                if (
+                    chain.keys
+                    and not placement.gives_up(chain, claimed)
+                    and chain.begin_run(claimed, placement.missed, pending)
+                ):
+                    begun.append(chain)
+            if is_first and not self.policy.evicts_ends_alone:
+                # The policy spares what is before the chunks it is asked of: now these, and others when it is asked again.
+                is_asked_again = any(chain.has_more(claimed) for chain in chains)
+                placement.around += self._ancestors(
+                    chains if is_asked_again else [chain for chain in chains if not chain.run]
+                )
+            if begun:
+                self._place(placement, begun)
+            left = [chain for chain in chains if chain.end_run()]
+            is_first, is_stuck = False, len(left) == len(chains) and not begun
+            chains = left
+            self._look_up(chains)
 
     def _place(self, placement: Placement, chains: Sequence[OfferedChain]) -> None:
         """Find slots for the runs of chains, each one behind the other. Mutates everything."""

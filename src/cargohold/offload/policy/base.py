@@ -60,7 +60,7 @@ class Room(NamedTuple):
 
 NO_SLOTS: Final[Slots] = np.empty(0, dtype=np.intp)
 
-_NOTHING_MISSING: Final = Room(NO_SLOTS, refused=False)
+_NOTHING: Final = Room(NO_SLOTS, refused=False)
 
 
 def joined(pieces: Sequence[Slots]) -> Slots:
@@ -85,12 +85,15 @@ class ReplacementPolicy(ABC):
 
     Attributes:
         name: what users call it.
+        evicts_ends_alone: whether no chunk is given up that another in the tier was stored behind. Where that is promised, the
+            manager need not say of every chunk in front of an offer that it must stay.
 
     Args:
         capacity: slots of the tier.
     """
 
     name: ClassVar[str]
+    evicts_ends_alone: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, capacity: int) -> None: ...
@@ -154,10 +157,12 @@ class OneByOnePolicy(ReplacementPolicy):
         guarded = [offer.ancestors() for offer in offers] if len(offers) > 1 else []
         for slots in guarded:
             busy[slots] += 1
-        rooms = [
-            self.make_room_for(offer, num_missing, busy) if num_missing else _NOTHING_MISSING
-            for offer, num_missing in zip(offers, num_slots, strict=True)
-        ]
+        rooms, has_idle = [], True
+        for offer, num_missing in zip(offers, num_slots, strict=True):
+            room = self.make_room_for(offer, num_missing, busy) if num_missing and has_idle else _NOTHING
+            rooms.append(room)
+            # Whoever gets less than it wants, and is not refused, has found everything else busy: so would all behind it.
+            has_idle = has_idle and (room.refused or len(room.victims) >= num_missing)
         for slots in guarded:
             busy[slots] -= 1
         return rooms

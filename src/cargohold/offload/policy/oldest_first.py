@@ -84,10 +84,13 @@ class OldestFirst:
         limit = self._end if before is None else before
         taken = [self._take_aside(num_slots, busy, limit)] if len(self._aside) else []
         missing = num_slots - sum(map(len, taken))
+        width = 2 * num_slots + 16
         while missing and (self._at < len(self._queue) or self._pick()) and self._queue_stamps[self._at] < limit:
-            slots = self._take_queued(missing, busy, limit)
+            slots = self._take_queued(missing, width, busy, limit)
             taken.append(slots)
             missing -= len(slots)
+            # Those that are busy are sorted in with all that were before: only where many are, so few times.
+            width *= 2
         return joined(taken)
 
     def has_idle(self, busy: BusyCounts, since: int) -> bool:
@@ -96,17 +99,21 @@ class OldestFirst:
 
     def _take_aside(self, num_slots: int, busy: BusyCounts | None, limit: int) -> Slots:
         valid = self._stamps[self._aside] == self._aside_stamps
-        self._aside, self._aside_stamps = self._aside[valid], self._aside_stamps[valid]
+        if not valid.all():
+            self._aside, self._aside_stamps = self._aside[valid], self._aside_stamps[valid]
         usable = self._aside_stamps < limit
         if busy is not None:
             usable &= busy[self._aside] == 0
         chosen = usable.nonzero()[0][:num_slots]
+        if not len(chosen):
+            return NO_SLOTS
         taken = self._aside[chosen]
         self._aside, self._aside_stamps = np.delete(self._aside, chosen), np.delete(self._aside_stamps, chosen)
         return taken
 
-    def _take_queued(self, num_slots: int, busy: BusyCounts | None, limit: int) -> Slots:
-        window = slice(self._at, self._at + 2 * num_slots + 16)
+    def _take_queued(self, num_slots: int, width: int, busy: BusyCounts | None, limit: int) -> Slots:
+        """Take from the next ``width`` of the queue."""
+        window = slice(self._at, self._at + width)
         slots, stamps = self._queue[window], self._queue_stamps[window]
         if stamps[-1] >= limit:
             num_below = int(stamps.searchsorted(limit))

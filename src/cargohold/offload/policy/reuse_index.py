@@ -69,6 +69,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
     """
 
     name: ClassVar[str] = "reuse-index"
+    evicts_ends_alone: ClassVar[bool] = True
 
     def __init__(self, capacity: int) -> None:
         self._now = 0
