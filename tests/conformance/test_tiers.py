@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -11,28 +12,51 @@ import pytest
 from cargohold.conformance import TierConformance
 from cargohold.offload.manager import OffloadKey
 from cargohold.offload.tier import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
+from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.staging import padded
 from tests.offload.tier.common import codec, disk_tier
 
 
 class TestMemory(TierConformance):
     outlives_process: ClassVar[bool] = False
     max_chunks: ClassVar[int | None] = 20
+    cannot_be_damaged: ClassVar[str] = "it is memory of this process"
+    cannot_fail: ClassVar[str] = cannot_be_damaged
 
     def open(self, place: Path) -> Tier:
         return CountingTier(MemoryTier(self.chunk_bytes, max_chunks=20))
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
 
 
 class TestDisk(TierConformance):
     def open(self, place: Path) -> Tier:
         return disk_tier(place / "disk", "512KiB", chunk_bytes=self.chunk_bytes)
 
+    def damage(self, place: Path, chunk: OffloadKey) -> None:
+        for headers in place.glob("disk/*/*.headers"):
+            at = headers.read_bytes().find(chunk)
+            if at >= 0:
+                slot_bytes = padded(self.chunk_bytes)
+                flip(headers.with_suffix(".data"), at // HEADER_BYTES * slot_bytes + self.chunk_bytes // 2)
 
-class TestBufferedDisk(TierConformance):
+    def break_medium(self, place: Path) -> None:
+        shutil.rmtree(place / "disk")
+        (place / "disk").touch()
+
+
+class TestBufferedDisk(TestDisk):
     def open(self, place: Path) -> Tier:
         return disk_tier(place / "disk", "512KiB", chunk_bytes=self.chunk_bytes, direct_io=False)
 
 
-class TestEncryptedDisk(TierConformance):
+class TestEncryptedDisk(TestDisk):
     def open(self, place: Path) -> Tier:
         return disk_tier(place / "disk", "512KiB", using=codec(bytes(range(32))), chunk_bytes=self.chunk_bytes)
 
@@ -44,6 +68,14 @@ class TestDirectory(TierConformance):
         from cargohold.offload.tier.object_tier import ObjectTier  # noqa: PLC0415  # needs an extra
 
         return ObjectTier(SharedTierConfig(url=f"file://{place}/shared"), codec(), self.chunk_bytes)
+
+    def damage(self, place: Path, chunk: OffloadKey) -> None:
+        (value,) = place.glob(f"shared/*/*/{chunk.hex()}")
+        flip(value, value.stat().st_size // 2)
+
+    def break_medium(self, place: Path) -> None:
+        shutil.rmtree(place / "shared")
+        (place / "shared").touch()
 
 
 class Shortening(MemoryTier):
@@ -102,3 +134,85 @@ def test_broken_tiers_fail(broken: type[MemoryTier], test: str, tmp_path: Path) 
 
     with pytest.raises(AssertionError):
         getattr(Suite(), test)(tmp_path)
+
+
+class Files(MemoryTier):
+    """Keeps each chunk in a file, and looks at nothing but its length."""
+
+    def __init__(self, place: Path, chunk_bytes: int) -> None:
+        super().__init__(chunk_bytes)
+        self.place = place
+
+    def path(self, key: OffloadKey) -> Path:
+        return self.place / key.hex()
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return [self.path(key).exists() for key in keys]
+
+    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+        if self.path(key).exists():
+            return StoreOutcome.PRESENT
+        self.path(key).write_bytes(payload)
+        return StoreOutcome.STORED
+
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
+        if not self.path(key).exists() or self.path(key).stat().st_size != len(into):
+            return LoadOutcome.ABSENT
+        into[:] = self.path(key).read_bytes()
+        return LoadOutcome.LOADED
+
+
+class SuiteOfFiles(TierConformance):
+    __test__ = False
+
+    def open(self, place: Path) -> Tier:
+        return Files(place, self.chunk_bytes)
+
+    def damage(self, place: Path, chunk: OffloadKey) -> None:
+        flip(place / chunk.hex(), self.chunk_bytes // 2)
+
+    def break_medium(self, place: Path) -> None:
+        shutil.rmtree(place)
+
+
+def test_a_tier_that_verifies_nothing_fails(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="must be verified"):
+        SuiteOfFiles().test_damage_is_found_and_the_next_store_mends_it(tmp_path)
+    with pytest.raises(AssertionError):
+        SuiteOfFiles().test_damage_is_found_by_the_next_process(tmp_path)
+
+
+def test_errors_of_the_medium_are_tier_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        SuiteOfFiles().test_a_failing_medium_raises_tier_errors_and_nothing_else(tmp_path)
+
+
+class Deaf(SuiteOfFiles):
+    __test__ = False
+
+    def damage(self, place: Path, chunk: OffloadKey) -> None:
+        pass
+
+    def break_medium(self, place: Path) -> None:
+        pass
+
+
+def test_hooks_that_reach_nothing_are_noticed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="has not reached"):
+        Deaf().test_damage_is_found_and_the_next_store_mends_it(tmp_path)
+    with pytest.raises(AssertionError):
+        Deaf().test_a_failing_medium_raises_tier_errors_and_nothing_else(tmp_path)
+
+
+class Hookless(TierConformance):
+    __test__ = False
+
+    def open(self, place: Path) -> Tier:
+        return Files(place, self.chunk_bytes)
+
+
+def test_hooks_are_left_out_for_a_reason_only(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="cannot_be_damaged"):
+        Hookless().test_damage_is_found_and_the_next_store_mends_it(tmp_path)
+    with pytest.raises(NotImplementedError, match="cannot_fail"):
+        Hookless().test_a_failing_medium_raises_tier_errors_and_nothing_else(tmp_path)

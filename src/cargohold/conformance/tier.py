@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar
@@ -10,10 +11,23 @@ from typing import ClassVar
 import pytest
 
 from cargohold.conformance.chunks import contents, key
-from cargohold.offload.tier import LoadOutcome, StoreOutcome, Tier
+from cargohold.errors import TierError
+from cargohold.offload.manager import OffloadKey
+from cargohold.offload.tier import (
+    JobKind,
+    JobStatus,
+    LoadOutcome,
+    QueueConfig,
+    StoreOutcome,
+    Tier,
+    TierJob,
+    TierQueue,
+)
 
 NUM_THREADS = 4
 NUM_ROUNDS = 40
+QUEUE_S = 30.0
+"""Longer than any medium takes to fail."""
 
 
 class TierConformance(ABC):
@@ -24,12 +38,17 @@ class TierConformance(ABC):
         outlives_process: whether chunks stay when the tier is closed and opened again.
         is_shared: whether others use the same store, so that usage counts what was stored here, not what is there.
         max_chunks: chunks that fit, if the tier has a limit that a test can reach.
+        cannot_be_damaged: why no stored byte can ever change, for a tier whose medium is the memory of its own process. Any
+            other tier has ``damage``.
+        cannot_fail: why its medium cannot fail. Any other tier has ``break_medium``.
     """
 
     chunk_bytes: ClassVar[int] = 10_000
     outlives_process: ClassVar[bool] = True
     is_shared: ClassVar[bool] = False
     max_chunks: ClassVar[int | None] = None
+    cannot_be_damaged: ClassVar[str] = ""
+    cannot_fail: ClassVar[str] = ""
 
     @abstractmethod
     def open(self, place: Path) -> Tier:
@@ -37,6 +56,16 @@ class TierConformance(ABC):
 
         It takes 20 chunks of ``chunk_bytes`` at least.
         """
+
+    def damage(self, place: Path, chunk: OffloadKey) -> None:
+        """Change a byte in the middle of what the medium holds of a chunk, behind the back of the tier that is open there."""
+        del place, chunk
+        raise NotImplementedError(f"{type(self).__name__} needs damage(place, chunk), or a reason in cannot_be_damaged")
+
+    def break_medium(self, place: Path) -> None:
+        """Make the medium fail, as a disk that is torn out or a server that goes, while a tier is open on it."""
+        del place
+        raise NotImplementedError(f"{type(self).__name__} needs break_medium(place), or a reason in cannot_fail")
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Path:
@@ -113,6 +142,91 @@ class TierConformance(ABC):
         for size in (self.chunk_bytes - 1, 1):
             assert tier.load(key("a"), memoryview(bytearray(size))) in {LoadOutcome.ABSENT, LoadOutcome.CORRUPT}
         tier.close()
+
+    def test_damage_is_found_and_the_next_store_mends_it(self, place: Path) -> None:
+        """A chunk that fails its check is not handed out, and is not there any more; others are."""
+        if self.cannot_be_damaged:
+            pytest.skip(f"nothing to damage: {self.cannot_be_damaged}")
+        tier = self.open(place)
+        for name in ("a", "b"):
+            self._store(tier, name)
+        self.damage(place, key("a"))
+        loaded = self._load(tier, "a")
+        assert loaded != self._contents("a"), "the whole chunk was loaded: damage() has not reached what is stored"
+        assert not isinstance(loaded, bytes), "a damaged chunk was handed out: what is loaded must be verified"
+        assert loaded is LoadOutcome.CORRUPT
+        assert tier.probe([key("a"), key("b")]) == [False, True], "a damaged chunk is not to be found again"
+        assert self._load(tier, "a") is LoadOutcome.ABSENT
+        assert self._store(tier, "a") is StoreOutcome.STORED
+        assert [self._load(tier, name) for name in ("a", "b")] == [self._contents("a"), self._contents("b")]
+        tier.close()
+
+    def test_damage_is_found_by_the_next_process(self, place: Path) -> None:
+        """What was damaged while nobody had it open is a miss, when it is opened or when it is loaded."""
+        if self.cannot_be_damaged or not self.outlives_process:
+            pytest.skip(self.cannot_be_damaged or "this tier keeps nothing when it is closed")
+        first = self.open(place)
+        for name in ("a", "b"):
+            self._store(first, name)
+        first.close()
+        self.damage(place, key("a"))
+        second = self.open(place)
+        loaded = self._load(second, "a")
+        assert not isinstance(loaded, bytes), "a damaged chunk was handed out: what is loaded must be verified"
+        assert self._load(second, "b") == self._contents("b")
+        second.close()
+
+    def test_a_failing_medium_raises_tier_errors_and_nothing_else(self, place: Path) -> None:
+        """What it still knows it may answer; it never hands out what it did not store, and can always be asked and closed."""
+        if self.cannot_fail:
+            pytest.skip(f"its medium cannot fail: {self.cannot_fail}")
+        tier = self.open(place)
+        self._store(tier, "a")
+        self.break_medium(place)
+        errors: list[TierError] = []
+        for _ in range(2):  # the first failure must not spoil the tier
+            for call in (
+                lambda: tier.probe([key("a"), key("b")]),
+                lambda: tier.touch([key("a")]),
+                lambda: self._load(tier, "a"),
+                lambda: self._store(tier, "b"),
+                lambda: tier.remove([key("a")]),
+            ):
+                try:
+                    answer = call()
+                except TierError as error:
+                    errors.append(error)
+                else:
+                    assert not isinstance(answer, bytes) or answer == self._contents("a"), (
+                        "it loaded what it never stored"
+                    )
+                    assert answer is not StoreOutcome.PRESENT, "it claims to hold what it never stored"
+            tier.usage()
+        assert all(error.reason for error in errors), "an error says why"
+        assert errors, "nothing failed: break_medium() has not reached the medium, or failures are hidden"
+        tier.close()
+
+    def test_a_failing_medium_ends_jobs(self, place: Path) -> None:
+        """Between the engine and a failing medium is ``TierQueue``: jobs end, nothing is raised, no thread is lost."""
+        if self.cannot_fail:
+            pytest.skip(f"its medium cannot fail: {self.cannot_fail}")
+        tier = self.open(place)
+        self._store(tier, "a")
+        queue = TierQueue(tier, time.monotonic, QueueConfig(num_threads=1))
+        self.break_medium(place)
+        payload, into = memoryview(self._contents("b")), memoryview(bytearray(self.chunk_bytes))
+        jobs = [
+            TierJob(0, JobKind.STORE, [key("b")], time.monotonic() + QUEUE_S, [payload]),
+            TierJob(1, JobKind.LOAD, [key("a")], time.monotonic() + QUEUE_S, [into]),
+        ]
+        for job in jobs:
+            assert queue.submit(job), "a queue that has failed once takes no more"
+            assert queue.drain(QUEUE_S), "a job does not end"
+            (result,) = queue.poll()
+            assert result.status in {JobStatus.DONE, JobStatus.FAILED}
+            if result.answers == (LoadOutcome.LOADED,):
+                assert into == self._contents("a")
+        queue.shutdown(QUEUE_S)
 
     def test_what_was_stored_does_not_change_with_its_source(self, place: Path) -> None:
         """The source may be reused as soon as ``store`` has returned."""
