@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.waiting_queue import QueuePolicy
+from cargohold.protocol import FinishedTransfers, RequestView
 from cargohold.simulation import SimulatedEngine, WrongTokenError, simulated_layout
-from tests.engine.scripted import Load, Script, ScriptedScheduler, scripted_connector
+from tests.engine.scripted import Load, Script, ScriptedScheduler, ScriptedWorker, scripted_connector
 
 LAYOUTS = {
     "full": (None,),
@@ -265,6 +267,52 @@ def test_a_connector_that_breaks_when_it_is_told_of_blocks_loads_nothing(
     assert engine.scheduler.connector.broken is not None
     assert engine.tokens("r") == alone(prompt(0, 14), 5)
     assert engine.requests["r"].num_external_tokens == 0 and engine.requests["r"].num_preemptions == 0
+
+
+@pytest.mark.parametrize("call", ["get_num_new_matched_tokens", "update_state_after_alloc"])
+def test_a_connector_that_breaks_over_a_later_request_of_the_step_loads_nothing_for_earlier_ones(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a third party: what was promised for the step itself was taken for loaded, and cached."""
+    original = getattr(ScriptedScheduler, call)
+
+    def break_down(self: ScriptedScheduler, request: RequestView, *rest: Any) -> object:
+        if request.request_id == "second":
+            raise ZeroDivisionError
+        return original(self, request, *rest)
+
+    monkeypatch.setattr(ScriptedScheduler, call, break_down)
+    script = Script()
+    script.offers["first"] = (12, False)
+    script.offers["second"] = (8, False)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("first", prompt(0, 14), 5)
+    engine.add("second", prompt(1, 14), 5)
+    engine.step()
+    engine.add("again", prompt(0, 14), 5)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is not None
+    assert engine.tokens("first") == engine.tokens("again") == alone(prompt(0, 14), 5)
+    assert engine.tokens("second") == alone(prompt(1, 14), 5)
+
+
+@pytest.mark.parametrize("spoils", ["by a failed step", "by a bad block"])
+def test_a_connector_that_spoils_every_step_is_turned_off(spoils: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a third party: its worker forgot to clear the bad blocks that it had reported, and nothing ever ended."""
+    if spoils == "by a failed step":
+        failed = FinishedTransfers(step_failed=True)
+        monkeypatch.setattr(ScriptedWorker, "get_finished", lambda *_: failed)
+    else:
+        every_block = frozenset(range(1, 40))
+        monkeypatch.setattr(ScriptedWorker, "get_block_ids_with_load_errors", lambda _: every_block)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(Script()), load_timeout_s=1.0)
+    engine.add("r", prompt(0, 14), 5)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is not None
+    assert "kept 1 request(s) waiting for 1 s" in engine.scheduler.connector.broken.rule
+    assert engine.tokens("r") == alone(prompt(0, 14), 5)
 
 
 def test_a_block_that_turns_out_late_to_hold_garbage_is_found_by_nobody() -> None:

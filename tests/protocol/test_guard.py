@@ -149,6 +149,45 @@ def test_possible_answers_pass(guard: ConnectorGuard, inner: Scripted) -> None:
     assert guard.broken is None
 
 
+ANSWERS_OF_OTHER_TYPES: list[tuple[str, object]] = [
+    ("explain", None),
+    ("explain", {"restored_tokens": {}}),
+    ("explain", CacheReport({"vault": "many"})),  # type: ignore[dict-item]  # that is the point
+    ("explain", CacheReport({}, None)),  # type: ignore[arg-type]  # that is the point
+    ("explain", CacheReport({}, "one note")),  # type: ignore[arg-type]  # that is the point
+    ("get_num_new_matched_tokens", (4.0, False)),
+    ("request_finished", (False, 7)),
+    ("request_finished", (False, {1: 2})),
+    ("report_to_scheduler", KVConnectorSchedulerOutput((1.0,), ())),  # type: ignore[arg-type]  # that is the point
+    ("report_to_scheduler", KVConnectorSchedulerOutput((), ("1",))),  # type: ignore[arg-type]  # that is the point
+    ("report_to_scheduler", ((1,), ())),
+    ("get_stats", None),
+    ("get_stats", {"x": "many"}),
+    ("get_stats", {3: 1}),
+    ("take_events", None),
+    ("take_events", [("stored", 1)]),
+    ("get_finished_count", "all"),
+]
+
+
+@pytest.mark.parametrize(("method", "answer"), ANSWERS_OF_OTHER_TYPES)
+def test_an_answer_of_another_type_turns_it_off(
+    guard: ConnectorGuard, inner: Scripted, method: str, answer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a third party: a forgotten ``return`` in ``explain`` ended the engine."""
+    arguments = ARGUMENTS.get(method, ())
+    expected = getattr(ConnectorGuard(NullConnectorScheduler(), NUM_BLOCKS), method)(*arguments)
+    monkeypatch.setattr(inner, method, lambda *_: answer)
+    answered = getattr(guard, method)(*arguments)
+    assert guard.broken is not None and method in guard.broken.rule
+    if method == "explain":
+        assert answered.notes == (str(guard.broken),)
+    elif method == "get_stats":
+        assert answered == {"connectors_off": 1}
+    else:
+        assert answered == expected or (list(answered), list(expected)) == ([], [])
+
+
 def test_an_exception_turns_it_off_and_keeps_its_cause(guard: ConnectorGuard, inner: Scripted) -> None:
     inner.raises = OSError("disk gone")
     assert isinstance(guard.build_connector_meta(None), EmptyMetadata)  # type: ignore[arg-type]  # never looked at

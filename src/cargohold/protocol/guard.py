@@ -17,6 +17,15 @@ from typing import Any, TypeVar
 
 from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError, RequestError
 from cargohold.protocol.announced import AnnouncedBlocks
+from cargohold.protocol.checks import (
+    checked_count,
+    checked_events,
+    checked_locks,
+    checked_num_tokens,
+    checked_params,
+    checked_report,
+    checked_stats,
+)
 from cargohold.protocol.connector import KVConnectorScheduler
 from cargohold.protocol.context import KVCacheBlockView, SchedulerContext
 from cargohold.protocol.events import KVEvent
@@ -176,7 +185,7 @@ class ConnectorGuard(KVConnectorScheduler):
 
     def explain(self, request_id: str) -> CacheReport:
         """Pass on; once broken, the report says so."""
-        report = self._call("explain", CacheReport(), self._inner.explain, request_id)
+        report = self._call("explain", CacheReport(), self._explained, request_id)
         return report if self.broken is None else CacheReport(report.restored_tokens, (*report.notes, str(self.broken)))
 
     def take_events(self) -> Iterable[KVEvent]:
@@ -188,14 +197,14 @@ class ConnectorGuard(KVConnectorScheduler):
     def has_pending_work(self) -> bool:
         """Pass on; also while references are held."""
         return (
-            self._call("has_pending_work", False, self._inner.has_pending_work)
+            bool(self._call("has_pending_work", False, self._inner.has_pending_work))
             or bool(self._touched)
             or bool(self._locked)
         )
 
     def reset_cache(self) -> bool:
         """Pass on; a connector that is turned off has nothing that could be found."""
-        return self._call("reset_cache", True, self._inner.reset_cache)
+        return bool(self._call("reset_cache", True, self._inner.reset_cache))
 
     def get_stats(self) -> Stats:
         """Pass on; once broken, count that it is off and take its levels back, for nobody can find what they count."""
@@ -208,7 +217,7 @@ class ConnectorGuard(KVConnectorScheduler):
 
     def get_finished_count(self) -> int | None:
         """Pass on."""
-        return self._call("get_finished_count", None, self._inner.get_finished_count)
+        return self._call("get_finished_count", None, self._finished_count)
 
     def shutdown(self) -> None:
         """Pass on, even when turned off: it may hold memory or files."""
@@ -225,7 +234,8 @@ class ConnectorGuard(KVConnectorScheduler):
         return None
 
     def _matched(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num_tokens, is_async = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        promised, is_async = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        num_tokens = checked_num_tokens(promised)
         num_left = request.num_tokens - num_computed_tokens
         if num_tokens is not None and not 0 <= num_tokens <= num_left:
             raise ContractError(
@@ -235,14 +245,19 @@ class ConnectorGuard(KVConnectorScheduler):
 
     def _finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         keeps_blocks, params = self._inner.request_finished(request, block_ids)
-        return bool(keeps_blocks), params
+        return bool(keeps_blocks), checked_params(params)
+
+    def _explained(self, request_id: str) -> CacheReport:
+        return checked_report(self._inner.explain(request_id))
+
+    def _finished_count(self) -> int | None:
+        return checked_count(self._inner.get_finished_count())
 
     def _report(self) -> KVConnectorSchedulerOutput | None:
         report = self._inner.report_to_scheduler()
         if report is None:
             return None
-        # A copy: the connector may use its own object again.
-        report = KVConnectorSchedulerOutput(tuple(report.lock_block_ids), tuple(report.unlock_block_ids))
+        report = checked_locks(report)
         for block_id in report.lock_block_ids:
             if block_id == NULL_BLOCK_ID:
                 raise NullBlockError("lock")
@@ -257,14 +272,14 @@ class ConnectorGuard(KVConnectorScheduler):
         return report
 
     def _stats(self) -> Stats:
-        stats = self._inner.get_stats()
+        stats = checked_stats(self._inner.get_stats())
         for counter, value in stats.items():
             if is_level(counter):
                 self._levels[counter] += value
         return stats
 
     def _events(self) -> Sequence[KVEvent]:
-        events = tuple(self._inner.take_events())
+        events = checked_events(self._inner.take_events())
         if events:
             self._announced.follow(events)
         return events

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from cargohold.protocol.checks import checked_block_ids, checked_stats, checked_transfers
 from cargohold.protocol.connector import KVConnectorWorker
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
     NOTHING_TO_REPORT,
     ConnectorMetadata,
-    FinishedTransfers,
     KVConnectorOutput,
     Stats,
-    TransferOutcome,
     UndeliveredMetadata,
     WorkerMetadata,
 )
@@ -108,11 +107,11 @@ class WorkerConnectorGuard:
         stats: Stats = {}
         try:
             # What was said before it raised counts.
-            finished = _checked_transfers(inner.get_finished(finished_req_ids))
+            finished = checked_transfers(inner.get_finished(finished_req_ids))
             call = inner.get_block_ids_with_load_errors
-            invalid_block_ids = _checked_block_ids(inner.get_block_ids_with_load_errors())
+            invalid_block_ids = checked_block_ids(inner.get_block_ids_with_load_errors())
             call = inner.get_stats
-            stats = _checked_stats(inner.get_stats())
+            stats = checked_stats(inner.get_stats())
             call = inner.build_connector_worker_meta
             worker_meta = inner.build_connector_worker_meta()
         except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
@@ -149,39 +148,3 @@ class WorkerConnectorGuard:
         self._step_failed = True
         self._error = f"its worker side raised {error!r} in {getattr(call, '__name__', 'a call')}"
         self.stop()
-
-
-# What others would stumble over who carry these answers to another process, or merge them with those of other connectors.
-
-
-def _checked_transfers(finished: FinishedTransfers) -> FinishedTransfers:
-    if finished is NOTHING_ENDED:
-        return NOTHING_ENDED
-    answer: object = finished
-    if not isinstance(answer, FinishedTransfers):
-        raise TypeError(f"{finished!r} is no FinishedTransfers")
-    for name in ("finished_sending", "finished_recving", "failed_recving"):
-        ids = getattr(finished, name)
-        if not isinstance(ids, AbstractSet) or not _are_all(ids, str):
-            raise TypeError(f"{name}={ids!r} is no set of request ids")
-    jobs: Any = finished.jobs
-    if not isinstance(jobs, Mapping) or not (_are_all(jobs, int) and _are_all(jobs.values(), TransferOutcome)):
-        raise TypeError(f"jobs={jobs!r} are no whole numbers and their outcomes")
-    return finished
-
-
-def _checked_block_ids(block_ids: Iterable[int]) -> frozenset[int]:
-    checked = frozenset(block_ids)
-    if not _are_all(checked, int):
-        raise TypeError(f"{block_ids!r} are no block ids")
-    return checked
-
-
-def _checked_stats(stats: Any) -> Stats:
-    if not isinstance(stats, Mapping) or not (_are_all(stats, str) and _are_all(stats.values(), int | float)):
-        raise TypeError(f"{stats!r} are no names and numbers")
-    return stats
-
-
-def _are_all(items: Iterable[object], kind: Any) -> bool:
-    return all(isinstance(item, kind) for item in items)

@@ -132,8 +132,6 @@ class Scheduler:
             self._admit_waiting(plan)
             if plan.is_empty:
                 self._resolve_deadlock()
-        if not plan.is_empty:
-            self._reports.note_progress()
         return self._add_connector_metadata(plan)
 
     def update_from_output(self, output: StepOutput) -> list[RequestUpdate]:
@@ -142,11 +140,11 @@ class Scheduler:
         assert plan is not None, "no step was scheduled"
         dropped = self._reports.must_drop_connector
         self._reports.absorb(output, plan)
-        if not plan.is_empty:
-            self._reports.note_progress()  # the step itself may have taken long
         for request, share in plan:
-            # Requests that ended or lost their blocks meanwhile have nothing to add.
+            # Requests that ended or lost their blocks meanwhile have nothing to add. Of steps that a connector spoils
+            # one after the other, nothing is kept: that is no progress.
             if request.status is RequestStatus.RUNNING:
+                self._reports.note_progress()
                 request.num_computed_tokens += share.num_scheduled_tokens
                 self.kv.cache_blocks(request, request.num_computed_tokens)
                 if share.sample is not None:
@@ -232,12 +230,11 @@ class Scheduler:
 
     def _add_connector_metadata(self, plan: StepPlan) -> SchedulerStep:
         """Close the step: ask the connector what its workers are to do."""
-        was_broken = self.connector.broken is not None
         step = SchedulerStep(plan.shares(), *self._roster.take_news())
         scheduled = step.scheduled
         metadata = self.connector.build_connector_meta(step)
-        if self.connector.broken is not None and not was_broken:
-            # Loads promised for this very step will not happen.
+        if self.connector.broken is not None:
+            # Loads promised for this very step will not happen, whether it broke now or when a later request was admitted.
             for request in plan.take_out_loading():
                 self._roster.preempt(request)
             scheduled = plan.shares()

@@ -14,11 +14,14 @@ class InlineExecutor:
     Args:
         worker: the one worker.
         expected_finished_count: what the connector says of it; see ``KVConnectorScheduler.get_finished_count``.
+        connector: its name, for errors.
     """
 
-    def __init__(self, worker: Worker, expected_finished_count: int | None = None) -> None:
+    def __init__(
+        self, worker: Worker, expected_finished_count: int | None = None, connector: str = "connector"
+    ) -> None:
         self._worker = worker
-        self._aggregator = OutputAggregator(1, expected_finished_count)
+        self._aggregator = OutputAggregator(1, expected_finished_count, connector)
         self._is_shut_down = False
 
     def execute(self, step: SchedulerStep) -> StepOutput:

@@ -1,0 +1,109 @@
+"""Whether a connector's answers are of the types that the contract declares.
+
+Others would stumble over what is not: engines that count with it, executors that carry it to another process, composed
+connectors that merge it. All raise ``TypeError``, as if the connector had stumbled itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from cargohold.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from cargohold.protocol.messages import (
+    NOTHING_ENDED,
+    CacheReport,
+    FinishedTransfers,
+    KVConnectorSchedulerOutput,
+    Stats,
+    TransferOutcome,
+)
+
+
+def checked_transfers(answer: object) -> FinishedTransfers:
+    """What ``get_finished`` answered."""
+    if answer is NOTHING_ENDED:
+        return NOTHING_ENDED
+    if not isinstance(answer, FinishedTransfers):
+        raise TypeError(f"{answer!r} is no FinishedTransfers")
+    finished = answer
+    for name in ("finished_sending", "finished_recving", "failed_recving"):
+        ids = getattr(finished, name)
+        if not isinstance(ids, AbstractSet) or not _are_all(ids, str):
+            raise TypeError(f"{name}={ids!r} is no set of request ids")
+    jobs: Any = finished.jobs
+    if not isinstance(jobs, Mapping) or not (_are_all(jobs, int) and _are_all(jobs.values(), TransferOutcome)):
+        raise TypeError(f"jobs={jobs!r} are no whole numbers and their outcomes")
+    count: Any = finished.expected_finished_count
+    if not isinstance(count, int):
+        raise TypeError(f"expected_finished_count={count!r} is no number")
+    return finished
+
+
+def checked_block_ids(block_ids: Iterable[Any]) -> frozenset[int]:
+    """What ``get_block_ids_with_load_errors`` answered."""
+    checked = frozenset(block_ids)
+    if not _are_all(checked, int):
+        raise TypeError(f"{block_ids!r} are no block ids")
+    return checked
+
+
+def checked_stats(stats: Any) -> Stats:
+    """What ``get_stats`` answered, on either side."""
+    if not isinstance(stats, Mapping) or not (_are_all(stats, str) and _are_all(stats.values(), int | float)):
+        raise TypeError(f"{stats!r} are no names and numbers")
+    return stats
+
+
+def checked_num_tokens(num_tokens: Any) -> int | None:
+    """The first half of what ``get_num_new_matched_tokens`` answered."""
+    if num_tokens is None or isinstance(num_tokens, int):
+        return num_tokens
+    raise TypeError(f"{num_tokens!r} is no number of tokens")
+
+
+def checked_params(params: Any) -> Mapping[str, Any] | None:
+    """The second half of what ``request_finished`` answered."""
+    if params is None or (isinstance(params, Mapping) and _are_all(params, str)):
+        return params
+    raise TypeError(f"{params!r} are no transfer parameters")
+
+
+def checked_locks(report: Any) -> KVConnectorSchedulerOutput:
+    """What ``report_to_scheduler`` answered; a copy, as the connector may use its own object again."""
+    if isinstance(report, KVConnectorSchedulerOutput):
+        copy = KVConnectorSchedulerOutput(tuple(report.lock_block_ids), tuple(report.unlock_block_ids))
+        if _are_all((*copy.lock_block_ids, *copy.unlock_block_ids), int):
+            return copy
+    raise TypeError(f"{report!r} is no KVConnectorSchedulerOutput with block ids")
+
+
+def checked_report(report: Any) -> CacheReport:
+    """What ``explain`` answered."""
+    if isinstance(report, CacheReport):
+        restored: Any = report.restored_tokens
+        notes: Any = report.notes
+        is_text = isinstance(notes, Sequence) and not isinstance(notes, str) and _are_all(notes, str)
+        if isinstance(restored, Mapping) and _are_all(restored, str) and _are_all(restored.values(), int) and is_text:
+            return report
+    raise TypeError(f"{report!r} is no CacheReport of tokens by tier and notes")
+
+
+def checked_events(events: Iterable[Any]) -> tuple[KVEvent, ...]:
+    """What ``take_events`` answered."""
+    checked = tuple(events)
+    if not _are_all(checked, BlockStored | BlockRemoved | AllBlocksCleared):
+        raise TypeError(f"{events!r} are no KV events")
+    return checked
+
+
+def checked_count(count: Any) -> int | None:
+    """What ``get_finished_count`` answered."""
+    if count is None or isinstance(count, int):
+        return count
+    raise TypeError(f"{count!r} is no number of reports")
+
+
+def _are_all(items: Iterable[object], kind: Any) -> bool:
+    return all(isinstance(item, kind) for item in items)
