@@ -245,6 +245,9 @@ def test_what_is_not_ours_is_not_touched(place: Place, tmp_path: Path) -> None:
         (["ls", "/no/such/directory"], "there is no such directory"),
         (["ls", "file:///no/such/directory"], "there is no such directory"),
         (["ls", "ftp://:secret@host"], "PLACE='ftp://host' is not possible: the scheme must be one of"),
+        (["ls", "redis://:secret@[::1"], "PLACE='redis://[::1' is not possible: it must be a URL"),
+        (["ls", "file://kv"], "PLACE='file://kv' is not possible: it must be file:///absolute/path"),
+        (["rm", "file:kv", "--all"], "PLACE='file:kv' is not possible: it must be file:///absolute/path"),
         (["rm", "PLACE"], "give --all for every one"),
         (["rm", "PLACE", "--all", "ab"], "give --all for every one"),
         (["rm", "PLACE", "zz"], "exactly one namespace's id"),
@@ -260,6 +263,21 @@ def test_impossible_wishes_are_refused_by_name(place: Place, words: list[str], r
     assert reason in result.stderr and len(result.stderr.splitlines()) == 1
     assert isinstance(result.exception, SystemExit) and not isinstance(result.exception, ConfigError)
     assert len(listed(place)) == 1
+
+
+@pytest.mark.parametrize("words", [["ls"], ["verify"], ["rm", "--all"], ["prune", "--max-bytes", "1"]])
+def test_no_place_is_not_the_current_directory(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by use: with a variable that was not set, ``rm "$KV" --all`` deleted what lay in the current directory."""
+    here = disk_place(tmp_path)
+    here.fill(1)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["cache", words[0], "", *words[1:]])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("cargohold: PLACE='' is not possible: it must be a directory")
+    assert listed(here)
+    assert run("ls", ".", "--json") == run("ls", here.name, "--json")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from cargohold import LLM, SamplingParams
@@ -54,6 +56,16 @@ def test_a_new_conversation_forgets_the_old_one(cargohold: Command, chat_model: 
     out, err = talk(cargohold, chat_model, QUESTIONS[0], "/new", QUESTIONS[0])
     assert out == [answers[0], answers[0]]
     assert err[1] == "a new conversation"
+
+
+def test_a_question_that_is_not_utf8_is_refused_and_the_conversation_goes_on(
+    cargohold: Command, chat_model: str, answers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n" + QUESTIONS[0].encode()), encoding="utf-8")
+    monkeypatch.setattr(io, "StringIO", lambda _: piped)  # what ``cargohold`` pipes in
+    out, err = talk(cargohold, chat_model)
+    assert out == answers[:1]
+    assert "is no valid Unicode" in err[0] and len(err) == 2
 
 
 def test_why_explains_the_last_answer(cargohold: Command, chat_model: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -27,6 +28,19 @@ def test_the_completion_alone_is_on_standard_output(cargohold: Command, chat_mod
 
 def test_a_prompt_may_be_piped_in(cargohold: Command, chat_model: str, completion: str) -> None:
     assert cargohold("run", chat_model, "--max-tokens", "12", stdin=f"{PROMPT}\n").out == f"{completion}\n"
+
+
+@pytest.mark.parametrize("is_piped", [False, True])
+def test_a_prompt_that_is_not_utf8_is_refused_in_a_line(
+    is_piped: bool, cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_piped:
+        piped = io.TextIOWrapper(io.BytesIO(b"Un caf\xe9 noir\n"), encoding="utf-8")
+        monkeypatch.setattr(io, "StringIO", lambda _: piped)  # what ``cargohold`` pipes in
+    result = cargohold("run", chat_model, *(() if is_piped else ("--prompt", "Un caf\udce9 noir")))
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("cargohold: character 7 of the text, '\\udce9', is no valid Unicode")
+    assert "convert the text to UTF-8" in result.err and len(result.err.splitlines()) == 1
 
 
 def test_several_prompts_are_answered_in_order_each_with_where_its_kv_came_from(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import typer
 
 from cargohold.cli.app import app
-from cargohold.cli.common import describe_reuse, loaded, remark
+from cargohold.cli.common import describe_reuse, keep_what_is_not_utf8, loaded, remark
 from cargohold.cli.options import EngineOptions, ModelArgument, SamplingOptions, takes_groups
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ def chat(
     /new starts over, /why explains the last answer's cache hits. Ctrl-C ends an answer; /quit or Ctrl-D ends the conversation.
     """
     params = sampling.params()
+    keep_what_is_not_utf8()
     with loaded(model, **engine.llm_options()) as llm:
         llm.chat_prompt([{"role": "user", "content": "Hello"}])  # whoever cannot chat says so before the first question
         remark(HELP)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +38,12 @@ def quiet_transformers() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def keep_what_is_not_utf8() -> None:
+    """Read standard input as Python reads the command line: bytes that are no UTF-8 stay, for the tokenizer to refuse."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def describe_reuse(metrics: RequestMetrics) -> str:

@@ -12,7 +12,7 @@ import typer
 from rich.progress import Progress
 
 from cargohold.cli.app import app
-from cargohold.cli.common import describe_reuse, loaded, remark
+from cargohold.cli.common import describe_reuse, keep_what_is_not_utf8, loaded, remark
 from cargohold.cli.console import errors
 from cargohold.cli.options import EngineOptions, ModelArgument, SamplingOptions, takes_groups
 from cargohold.engine.outputs import RequestOutput
@@ -48,6 +48,7 @@ def run(
 
 
 def _from_stdin() -> str:
+    keep_what_is_not_utf8()
     text = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     if not text:
         raise typer.BadParameter("there is no prompt; give it with --prompt or pipe one in")

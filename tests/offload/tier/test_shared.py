@@ -248,6 +248,77 @@ def test_impossible_options_are_refused_by_name(options: dict[str, object], key_
 
 
 @pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("file://relative/kv", "file:///absolute/path"),
+        ("file:kv", "file:///absolute/path"),
+        ("file://", "file:///absolute/path"),
+        ("file:///kv?old", "as %3F and %23"),
+        ("file:///kv#2", "as %3F and %23"),
+        ("s3:/bucket", "s3://bucket/prefix"),
+        ("s3://", "s3://bucket/prefix"),
+        ("az:///prefix", "az://container/prefix"),
+        ("redis:host", "redis://host:6379/0"),
+        ("redis://host:0/1", "a number from 1 to 65535"),
+        ("redis://host:99999", "a number from 1 to 65535"),
+        ("redis://host/notanumber", "the database, which is a number"),
+        ("redis://host?db=first", "the database, which is a number"),
+        ("valkey://host/1/2", "the database, which is a number"),
+        ("unix://relative/socket", "the absolute path of a socket"),
+        ("unix://", "the absolute path of a socket"),
+        ("redis://[::1", "it must be a URL"),
+    ],
+)
+def test_a_url_that_would_mean_some_other_place_is_refused(url: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SharedTierConfig(url=url)
+    assert (caught.value.key, caught.value.value) == ("url", url)
+    assert expected in caught.value.expected
+    with pytest.raises(ConfigError, match="PLACE=") as caught:
+        open_inventory(url)
+    assert expected in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:secret@[::1",
+        "redis://\N{ACCOUNT OF}secret@host",
+        "redis://:secret",
+        "redis://:secret#1@host",
+        "redis://:sec/secret@host",
+        "redis://:12/secret@host",
+        "redis:secret@host",
+        "redis://host/first?password=secret",
+        "unix://:secret@host/socket",
+    ],
+)
+def test_no_refusal_of_a_url_shows_its_password(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SharedTierConfig(url=url)
+    assert "secret" not in str(caught.value)
+    assert caught.value.value.startswith(f"{url.partition(':')[0]}:"), "what it is about"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///kv",
+        "file://localhost/kv",
+        "s3://bucket",
+        "redis://host",
+        "redis://[::1]:6379/2",
+        "rediss://user:p%2Fw@host/",
+        "valkey://host?db=3",
+        "unix:///run/socket?db=1",
+        "unix://user:secret@/run/socket",
+    ],
+)
+def test_other_urls_are_taken(url: str) -> None:
+    assert SharedTierConfig(url=url).url == url
+
+
+@pytest.mark.parametrize(
     ("package", "url", "extra"),
     [("obstore", "s3://b/p", "objects"), ("redis", "redis://:secret@h", "redis"), ("cryptography", "", "encryption")],
 )

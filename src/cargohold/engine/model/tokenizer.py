@@ -88,7 +88,7 @@ class Tokenizer:
         return PieceDecoder(self._inner.backend_tokenizer, prompt_token_ids)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, with what the model wants around it."""
+        """Tokens of a text, with what the model wants around it. Raises ``RequestError`` if it is no valid Unicode."""
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -100,7 +100,7 @@ class Tokenizer:
         """Tokens of a conversation, ending where the assistant is to speak.
 
         Raises:
-            RequestError: the model has no chat template, or the conversation does not fit it.
+            RequestError: the model has no chat template, or the conversation does not fit it or is no valid Unicode.
         """
         from jinja2 import TemplateError  # noqa: PLC0415  # only needed here
 
@@ -114,8 +114,20 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)  # the template wrote them
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        _check_unicode(text)
         # Not verbose: whether a prompt is too long is the engine's to say.
         return list(self._inner(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+
+
+def _check_unicode(text: str) -> None:
+    """Raise ``RequestError`` for half a surrogate pair, which Python puts where bytes that it reads are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"character {error.start + 1} of the text, {text[error.start]!r}, is no valid Unicode: it stands for a byte that "
+            f"is not UTF-8, or for half a character; convert the text to UTF-8 first"
+        ) from error
 
 
 def _check_messages(messages: Any) -> None:

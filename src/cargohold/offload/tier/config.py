@@ -10,7 +10,7 @@ from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Final, Self, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from cargohold.errors import ConfigError
 from cargohold.offload.policy import POLICIES
@@ -18,7 +18,10 @@ from cargohold.units import MAX_TIMEOUT_S, is_number, is_positive_int, is_timeou
 
 OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
+_MAX_PORT: Final = 65535
 KEY_SOURCE: Final = re.compile(r"(file|env):.+")
+_SECRET_OPTION: Final = re.compile(r"([?&](?:username|password)=)[^&#]*")
+"""Where clients of Redis take them, too."""
 REPLICA_DIRECTORY: Final = "replica-{}"
 """Below the directory that was named: where the engine replicas behind the first keep their chunks."""
 MAX_THREADS: Final = 256
@@ -121,8 +124,8 @@ class SharedTierConfig:
     """Keep chunks in a store that several engines share.
 
     Attributes:
-        url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///directory`` or
-            ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``). Credentials come from the
+        url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///absolute/directory``
+            or ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``). Credentials come from the
             environment, as the store's own tools read them.
         max_bytes: object stores and directories: what our chunks may take there together, of all models and workers; the
             oldest go first. ``None`` leaves that to the store. One engine alone keeps it exactly; see ``StoreBudget``.
@@ -149,6 +152,7 @@ class SharedTierConfig:
             raise ConfigError("url", self.url, "it must be the URL of a store, such as s3://bucket/prefix")
         if self.scheme not in schemes:
             raise ConfigError("url", self.shown_url, f"the scheme must be one of {', '.join(schemes)}")
+        _require_place(self)
         if not is_timeout(self.request_timeout_s):
             expected = f"it must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
             raise ConfigError("request_timeout_s", self.request_timeout_s, expected)
@@ -179,12 +183,13 @@ class SharedTierConfig:
     @property
     def scheme(self) -> str:
         """What kind of store it is."""
-        return urlsplit(self.url).scheme
+        return self.url.partition(":")[0].lower()  # a URL that cannot be split further has one, too
 
     @property
     def shown_url(self) -> str:
         """The URL without user and password, for messages."""
-        scheme, colon, rest = self.url.partition("://")
+        url = _SECRET_OPTION.sub(r"\1***", self.url)
+        scheme, colon, rest = url.partition("://" if "://" in url else ":")
         return f"{scheme}{colon}{rest.rpartition('@')[2]}"
 
 
@@ -201,6 +206,60 @@ def needs_extra(config: SharedTierConfig) -> Iterator[None]:
         raise ConfigError(
             "url", config.shown_url, f"{config.scheme} needs an extra: pip install 'cargohold[{extra}]'"
         ) from error
+
+
+def _require_place(config: SharedTierConfig) -> None:
+    """Raise ``ConfigError`` unless the URL says where: what is missing or misplaced would mean some other place, silently."""
+    scheme, shown = config.scheme, config.shown_url
+    try:
+        parts = urlsplit(config.url)
+    except ValueError as error:
+        # What the error says may quote the password.
+        raise ConfigError("url", shown, f"it must be a URL, such as {_example(scheme)}") from error
+    is_whole = config.url[len(scheme) :].startswith("://")
+    if scheme == "file":
+        is_place = parts.netloc in ("", "localhost") and parts.path.startswith("/") and not parts.query + parts.fragment
+        expected = "it must be file:///absolute/path, with ? and # written as %3F and %23"
+    elif scheme in OBJECT_SCHEMES:
+        is_place = bool(parts.netloc)
+        expected = f"it must name a bucket, such as {_example(scheme)}"
+    elif scheme == "unix":
+        is_place = parts.hostname is None and len(parts.path) > 1 and _has_database(parts)
+        expected = f"it must be the absolute path of a socket, such as {_example(scheme)}, and a database a number"
+    else:
+        if not _has_port(parts):
+            # Where there is no host, a password may stand in the place of the port.
+            if not parts.netloc.rpartition(":")[2].isdecimal():
+                shown = f"{scheme}://..."
+            expected = (
+                f"the port must be a number from 1 to {_MAX_PORT}, and in a password : / ? # @ be written as %3A ..."
+            )
+            raise ConfigError("url", shown, expected)
+        is_place = not parts.fragment and _has_database(parts)
+        expected = f"it must be {_example(scheme)} or without the database, which is a number"
+    if not (is_whole and is_place):
+        raise ConfigError("url", shown, expected)
+
+
+def _example(scheme: str) -> str:
+    if scheme in REDIS_SCHEMES:
+        return "unix:///path/of/socket?db=0" if scheme == "unix" else f"{scheme}://host:6379/0"
+    return {"file": "file:///absolute/path", "az": "az://container/prefix"}.get(scheme, f"{scheme}://bucket/prefix")
+
+
+def _has_port(parts: SplitResult) -> bool:
+    """Whether there is a port that can be, or none."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
+
+
+def _has_database(parts: SplitResult) -> bool:
+    """Whether the database is a number, or left out; the client would take another one instead of what is none."""
+    path = "" if parts.scheme == "unix" else unquote(parts.path).strip("/")
+    names = [*parse_qs(parts.query, keep_blank_values=True).get("db", []), *([path] if path else [])]
+    return all(name.isascii() and name.isdecimal() for name in names)
 
 
 def _require_usage(admission: object, write: object) -> None:

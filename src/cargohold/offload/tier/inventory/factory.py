@@ -6,9 +6,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier.config import REDIS_SCHEMES, SharedTierConfig, needs_extra
+from cargohold.offload.tier.config import OBJECT_SCHEMES, REDIS_SCHEMES, SharedTierConfig, needs_extra
 from cargohold.offload.tier.inventory.base import Inventory
 from cargohold.offload.tier.inventory.disk import DiskInventory
+
+_STARTS_OF_URLS = tuple(f"{scheme}:" for scheme in OBJECT_SCHEMES + REDIS_SCHEMES)
+"""What begins so is a URL whose slashes were forgotten, and no path."""
 
 
 def open_inventory(place: str) -> Inventory:
@@ -18,9 +21,14 @@ def open_inventory(place: str) -> Inventory:
         place: the directory of a disk tier, or the URL of a shared one.
 
     Raises:
-        ConfigError: there is no such directory, the scheme is unknown, or a package is not installed.
+        ConfigError: nothing is named, there is no such directory, the scheme is unknown, or a package is not installed.
     """
-    if "://" not in place:
+    if not place:
+        # As a path, nothing would be the current directory: what a script's unset variable leaves must not delete there.
+        raise ConfigError(
+            "PLACE", place, "it must be a directory, or the URL of a shared store; . is the current directory"
+        )
+    if "://" not in place and not place.startswith(_STARTS_OF_URLS):
         return DiskInventory(Path(place).expanduser().absolute())
     try:
         return _shared_inventory(SharedTierConfig(url=place))
