@@ -6,7 +6,16 @@ from collections import Counter
 
 from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.namespaces import namespace_of, served_model
-from cargohold.offload.tier import DiskTierConfig, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
+from cargohold.offload.tier import (
+    AnyTierConfig,
+    DiskTierConfig,
+    QueueConfig,
+    TierQueue,
+    check_tier,
+    has_index,
+    kind_of,
+    open_tier,
+)
 from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import KVCacheLayout, WorkerEnvironment
 
@@ -28,7 +37,7 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
     seen: Counter[str] = Counter()
     options = []
     for tier in config.tiers:
-        kind = "disk" if isinstance(tier, DiskTierConfig) else "shared"
+        kind = kind_of(tier)
         seen[kind] += 1
         options.append(_options(tier, kind if seen[kind] == 1 else f"{kind}{seen[kind]}", chunk_bytes))
     return options
@@ -59,7 +68,7 @@ def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
     return layout.block_bytes * config.blocks_per_chunk
 
 
-def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
+def _options(tier: AnyTierConfig, name: str, chunk_bytes: int) -> TierOptions:
     limits = QueueConfig()  # those of the workers' queues: what they refuse looks like a failure of the medium
     daily_bytes = tier.num_daily_bytes if isinstance(tier, DiskTierConfig) else None
     return TierOptions(
@@ -67,7 +76,7 @@ def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
         admission=Admission(tier.admission),
         write_mode=WriteMode(tier.write),
         max_daily_chunks=None if daily_bytes is None else daily_bytes // chunk_bytes,
-        has_index=isinstance(tier, DiskTierConfig),
+        has_index=has_index(tier),
         max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // chunk_bytes)),
         max_asked_chunks=limits.max_urgent_chunks,
     )

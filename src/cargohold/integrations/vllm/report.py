@@ -9,7 +9,7 @@ from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.integrations.vllm.stages import Parts
-from cargohold.offload.tier import DiskTierConfig, TierConfig
+from cargohold.offload.tier import AnyTierConfig, CustomTierConfig, DiskTierConfig
 from cargohold.protocol import KVCacheLayout
 from cargohold.units import format_bytes
 
@@ -59,7 +59,9 @@ def _tier(layout: KVCacheLayout, config: OffloadConfig, parts: Parts) -> str:
     )
 
 
-def _lower_tier(tier: TierConfig) -> str:
+def _lower_tier(tier: AnyTierConfig) -> str:
+    if isinstance(tier, CustomTierConfig):
+        return f"below it: {tier.describe()}"
     if isinstance(tier, DiskTierConfig):
         return f"below it: {tier.directory}, {format_bytes(tier.num_max_bytes)} at most, evicted by {tier.policy}"
     limit = "" if tier.num_max_bytes is None else f", {format_bytes(tier.num_max_bytes)} at most"

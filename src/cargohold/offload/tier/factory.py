@@ -1,18 +1,103 @@
-"""Opens the tiers that options describe."""
+"""Opens the tiers that options describe: ours, and those of others."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Self, TypeAlias
 
+from cargohold.errors import ConfigError
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.codec import ChunkCodec
-from cargohold.offload.tier.config import REDIS_SCHEMES, DiskTierConfig, TierConfig, needs_extra
+from cargohold.offload.tier.config import (
+    REDIS_SCHEMES,
+    Admission,
+    DiskTierConfig,
+    SharedTierConfig,
+    TierConfig,
+    WriteMode,
+    needs_extra,
+)
 from cargohold.offload.tier.encryption import read_key
 from cargohold.offload.tier.namespace import Namespace
+from cargohold.units import is_positive_int
 
 
-def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomTierConfig(ABC):
+    """Options of a tier of one's own: derive a frozen dataclass with further fields. It must pickle, as workers open the tier.
+
+    Attributes:
+        kind: what users call such a tier: in counters, reports and messages.
+        has_index: that of its ``Tier``.
+        admission: which chunks are written: ``all``, or only ``reused`` ones.
+        write: when: ``through``, at once, or ``back``, when host memory fills up.
+        encryption_key: ``file:PATH`` or ``env:NAME``, for the codec that ``open`` gets; ``None`` to leave chunks readable.
+        num_threads: requests at the same time, per worker.
+    """
+
+    kind: ClassVar[str]
+    has_index: ClassVar[bool] = False
+
+    admission: str = "all"
+    write: str = "through"
+    encryption_key: str | None = None
+    num_threads: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be. Call it first when you override it; as classes have slots, by the class's name."""
+        for name, value, members in (("admission", self.admission, Admission), ("write", self.write, WriteMode)):
+            values = [member.value for member in members]
+            if value not in values:
+                raise ConfigError(name, value, f"it must be one of {', '.join(values)}")
+        if not is_positive_int(self.num_threads):
+            raise ConfigError("num_threads", self.num_threads, "it must be a whole number from 1")
+
+    @abstractmethod
+    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
+        """One worker's shard. Raises ``ConfigError`` if it cannot be; a medium that does not answer may come later.
+
+        Args:
+            codec: makes and checks headers; its ``namespace.id`` keeps what belongs to other models and workers apart.
+            chunk_bytes: bytes of the largest chunk of this worker.
+            num_shards: workers that share the limits in these options.
+        """
+
+    def check(self, chunk_bytes: int, num_shards: int) -> None:  # noqa: B027  # most have nothing to check
+        """Refuse, before anything is loaded, what ``open`` would, with the same arguments."""
+
+    def of_replica(self, replica: int) -> Self:
+        """The same for one of several engine replicas with the same options, by its number from 0; shared unless it says so."""
+        del replica
+        return self
+
+    def describe(self) -> str:
+        """Where chunks go, for people; without secrets."""
+        return self.kind
+
+
+AnyTierConfig: TypeAlias = TierConfig | CustomTierConfig
+
+
+def kind_of(config: AnyTierConfig) -> str:
+    """What users call a tier with these options."""
+    match config:
+        case CustomTierConfig():
+            return config.kind
+        case DiskTierConfig():
+            return "disk"
+        case SharedTierConfig():
+            return "shared"
+
+
+def has_index(config: AnyTierConfig) -> bool:
+    """Whether a tier with these options knows by itself what it holds."""
+    return config.has_index if isinstance(config, CustomTierConfig) else isinstance(config, DiskTierConfig)
+
+
+def check_tier(config: AnyTierConfig, chunk_bytes: int, num_shards: int) -> None:
     """Refuse, on the machine where it will be opened, a tier that ``open_tier`` would; what is asked of a server is left to it.
 
     Args:
@@ -25,6 +110,8 @@ def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
     """
     if config.encryption_key is not None:
         read_key(config.encryption_key)
+    if isinstance(config, CustomTierConfig):
+        config.check(chunk_bytes, num_shards)
     if isinstance(config, DiskTierConfig):
         from cargohold.offload.tier.disk.shard import check_place  # noqa: PLC0415  # only what is used is imported
 
@@ -32,7 +119,7 @@ def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
 
 
 def open_tier(
-    config: TierConfig,
+    config: AnyTierConfig,
     namespace: Namespace,
     chunk_bytes: int,
     num_shards: int = 1,
@@ -54,6 +141,8 @@ def open_tier(
     """
     key = None if config.encryption_key is None else read_key(config.encryption_key)
     codec = ChunkCodec(namespace, key, time_ns)
+    if isinstance(config, CustomTierConfig):
+        return config.open(codec, chunk_bytes, num_shards)
     if isinstance(config, DiskTierConfig):
         from cargohold.offload.tier.disk import DiskTier  # noqa: PLC0415  # only what is used is imported
 

@@ -1,0 +1,61 @@
+"""The examples of docs/conformance.md pass their suites, and are what the document shows."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from cargohold.conformance import PolicyConformance, TierConformance
+from cargohold.offload.policy.base import ReplacementPolicy
+from cargohold.offload.tier import Namespace, Tier
+from cargohold.offload.tier.codec import ChunkCodec
+from tests.conformance.folder import Folder
+from tests.conformance.oldest_ends import OldestEnds
+
+HERE = Path(__file__).parent
+DOCUMENT = (HERE.parents[1] / "docs" / "conformance.md").read_text(encoding="utf-8")
+
+
+class TestOldestEnds(PolicyConformance):
+    def policy(self, capacity: int) -> ReplacementPolicy:
+        return OldestEnds(capacity)
+
+
+NAMESPACE = Namespace(label="any", weights="w", config="c", dtype="bfloat16", layout="l", split="rank 0 of 1")
+
+
+class TestFolder(TierConformance):
+    is_shared = True
+
+    def open(self, place: Path) -> Tier:
+        return Folder(place / "chunks", ChunkCodec(NAMESPACE, None, time.time_ns), self.chunk_bytes)
+
+    def damage(self, place: Path, chunk: bytes) -> None:
+        file = place / "chunks" / chunk.hex()
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+    def break_medium(self, place: Path) -> None:
+        shutil.rmtree(place / "chunks")
+        (place / "chunks").touch()  # a file where a folder is wanted
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+
+
+@pytest.mark.parametrize("example", ["shelf", "oldest_ends", "folder"])
+def test_the_document_shows_the_examples_as_they_are(example: str) -> None:
+    assert (HERE / f"{example}.py").read_text(encoding="utf-8") in python_blocks()
+
+
+@pytest.mark.parametrize("suite", ["TestShelf", "TestOldestEnds", "TestFolder"])
+def test_the_document_shows_their_suites_as_they_are(suite: str) -> None:
+    (shown,) = (block for block in python_blocks() if f"class {suite}(" in block)
+    file = "test_connectors.py" if suite == "TestShelf" else "test_examples.py"
+    assert shown in (HERE / file).read_text(encoding="utf-8")

@@ -1,0 +1,60 @@
+"""A tier of somebody else below host memory: opened, named and counted by what its own options say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cargohold import LLM, ConfigError, OffloadConfig
+from cargohold.connector.offloading.make_tiers import tier_options
+from cargohold.offload.tier import CustomTierConfig, kind_of
+from tests.conformance.folder import FolderConfig
+from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
+
+
+def with_tiers(*tiers: CustomTierConfig) -> OffloadConfig:
+    """``OffloadConfig`` names our own tiers alone."""
+    config = offload()
+    object.__setattr__(config, "tiers", tiers)
+    return config
+
+
+def test_chunks_come_back_from_a_tier_of_ones_own(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    config = with_tiers(FolderConfig(path=str(tmp_path)))
+    with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
+        expected = tokens(ask(first, prompts()))
+    second = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
+    again = ask(second, prompts())
+    assert tokens(again) == expected
+    assert restored(again) == [{"folder": 100}] * 3
+    assert any("folder" in name for name in second.stats()) and not any("shared" in name for name in second.stats())
+    layout = second.plan.layout
+    several = with_tiers(FolderConfig(path="a"), FolderConfig(path="b"))
+    assert [options.name for options in tier_options(several, layout)] == ["folder", "folder2"]
+
+
+def test_ours_have_the_names_they_had(tmp_path: Path) -> None:
+    assert kind_of(disk(tmp_path)) == "disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked(FolderConfig):
+    def check(self, chunk_bytes: int, num_shards: int) -> None:
+        raise ConfigError("path", self.path, "it must be somewhere else")
+
+
+def test_it_is_checked_before_anything_is_loaded(tiny_model: Callable[[str], str]) -> None:
+    with pytest.raises(ConfigError, match="somewhere else"):
+        LLM(tiny_model("llama"), offload=with_tiers(Checked(path="x")), **OPTIONS)
+
+
+@pytest.mark.parametrize("option", [{"admission": "some"}, {"write": "never"}, {"num_threads": 0}])
+def test_options_that_all_tiers_have_are_checked(option: dict[str, object]) -> None:
+    (name,) = option
+    with pytest.raises(ConfigError, match=name):
+        FolderConfig(path="x", **option)  # type: ignore[arg-type]  # that is what is tested
