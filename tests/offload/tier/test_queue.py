@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier import (
     BreakerConfig,
     FaultyTier,
@@ -288,6 +289,46 @@ def test_a_failing_medium_is_left_alone_and_found_again() -> None:
         assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
         assert setup.state() is TierState.ON
         assert setup.queue.health().last_failure == "cable unplugged"
+
+
+class BadSpots(MemoryTier):
+    """Some chunks cannot be written."""
+
+    bad: frozenset[bytes] = frozenset()
+
+    def store(self, key: bytes, payload: Any, parent: bytes | None = None) -> StoreOutcome:
+        if key in self.bad:
+            raise TierError(self.name, "bad spot")
+        return super().store(key, payload, parent)
+
+
+@pytest.mark.parametrize("bad", [[0], [5], [7], [0, 7]])
+def test_a_chunk_that_cannot_be_written_costs_the_others_of_its_job_nothing(bad: list[int]) -> None:
+    """Found by a review: a job is of several prefixes, and ended with its first bad chunk."""
+    keys = [bytes([at]) for at in range(8)]
+    tier = BadSpots(CHUNK)
+    tier.bad = frozenset(keys[at] for at in bad)
+    with queue_on(tier, QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=3))) as setup:
+        for _ in range(3):
+            result = setup.run(JobKind.STORE, keys, [chunk(at) for at in range(8)])
+            assert result.status is JobStatus.DONE
+            assert result.succeeded == [at not in bad for at in range(8)]
+            assert all(result.answers[at] is StoreOutcome.FAILED for at in bad)
+        assert setup.state() is TierState.ON
+        health = setup.queue.health()
+        assert (health.num_failed, health.last_failure) == (3 * len(bad), "bad spot")
+
+
+def test_a_job_none_of_whose_chunks_can_be_written_has_failed_and_so_has_one_with_many() -> None:
+    keys = [bytes([at]) for at in range(8)]
+    tier = BadSpots(CHUNK)
+    with queue_on(tier, QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=3))) as setup:
+        tier.bad = frozenset(keys[:2])
+        result = setup.run(JobKind.STORE, keys[:2], [chunk(at) for at in range(2)])
+        assert (result.status, result.reason) == (JobStatus.FAILED, "bad spot")
+        tier.bad = frozenset(keys[2:6])
+        result = setup.run(JobKind.STORE, keys, [chunk(at) for at in range(8)])
+        assert (result.status, result.succeeded) == (JobStatus.FAILED, [True] * 2 + [False] * 6), "three are too many"
 
 
 def test_a_touch_is_no_trial_and_proves_nothing() -> None:

@@ -26,6 +26,8 @@ class StoreOutcome(Enum):
     """It was there already."""
     REFUSED = "refused"
     """It is not there: no room that may be taken for it, or another thread is writing it. No fault of the medium."""
+    FAILED = "failed"
+    """It is not there: the medium failed, and others of the same job fared better. Said by the queue; a tier raises."""
 
 
 class LoadOutcome(Enum):

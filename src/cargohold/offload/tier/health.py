@@ -59,14 +59,14 @@ class TierHealth:
         state: whether it takes jobs.
         num_jobs: jobs that have not ended.
         num_refused: jobs not taken.
-        num_failed: jobs that failed or were late.
+        num_failed: jobs that failed or were late, and chunks that failed to be stored in jobs that went on.
         num_corrupt: chunks that failed their check.
         num_thread_deaths: threads that died.
         loaded_bytes: bytes that loads brought.
         load_s: seconds that threads spent on them; ``loaded_bytes / load_s`` is the bandwidth of one thread.
         stored_bytes: bytes that stores wrote.
         store_s: seconds that threads spent on them.
-        last_failure: why the last job failed, in one line.
+        last_failure: why the last of them failed, in one line.
     """
 
     state: TierState
@@ -107,7 +107,7 @@ class Totals:
             self.store_s += duration_s
 
     def note_failure(self, reason: str) -> None:
-        """A job failed, or was late."""
+        """A job failed, or was late; or a chunk of one that goes on."""
         self.num_failed += 1
         self.last_failure = reason
 

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 
-from cargohold.offload.tier.base import Tier
+from cargohold.offload.tier.base import StoreOutcome, Tier
 from cargohold.offload.tier.breaker import BreakerState, CircuitBreaker
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
 from cargohold.offload.tier.io_thread import IoThread
@@ -177,17 +177,34 @@ class TierQueue:
         """A piece was carried out."""
         with self._changed:
             self._totals.count(piece, answers, duration_s)
-            if self._ledger.answer(piece, answers):
-                if self._reaches_medium(piece.kind):
-                    self._breaker.note_success()
-                self._changed.notify_all()
+            self._note_answers(piece, answers)
 
     def fail(self, piece: Piece, reason: str) -> None:
-        """A piece could not be carried out."""
+        """A piece could not be carried out. A store goes on with its other chunks, which may be of other requests."""
         with self._changed:
-            self._fail(piece.live, JobStatus.FAILED, reason)
+            if self._may_go_on(piece):
+                self._totals.note_failure(reason)
+                self._note_answers(piece, [StoreOutcome.FAILED])
+            else:
+                self._fail(piece.live, JobStatus.FAILED, reason)
 
     # --- under the lock -----------------------------------------------------------------------------------------------
+
+    def _note_answers(self, piece: Piece, answers: list[Answer]) -> None:
+        if self._ledger.answer(piece, answers):
+            if self._reaches_medium(piece.kind):
+                self._breaker.note_success()
+            self._changed.notify_all()
+
+    def _may_go_on(self, piece: Piece) -> bool:
+        """Whether a job is worth going on with though a chunk failed: not when all do, or so many that the medium seems to."""
+        answers = piece.live.answers
+        num_failed = answers.count(StoreOutcome.FAILED) + 1
+        return (
+            piece.kind is JobKind.STORE
+            and self._breaker.state is BreakerState.CLOSED
+            and num_failed < min(len(answers), self.config.breaker.failures_to_open)
+        )
 
     def _may_pass(self, job: TierJob) -> bool:
         """Whether the breaker lets a job through."""
