@@ -26,8 +26,8 @@ class TestBacklog:
         for at in (0, 1, 2):
             backlog.add(KEYS[at], KEYS[at - 1] if at else None)
         backlog.add(KEYS[9], KEYS[8])
-        assert backlog.take(2, everything) == Batch(KEYS[:2], [None, KEYS[0]])
-        assert backlog.take(9, everything) == Batch([KEYS[2], KEYS[9]], [KEYS[1], KEYS[8]])
+        assert backlog.take(2, everything) == Batch((KEYS[0], KEYS[1]), (None, KEYS[0]))
+        assert backlog.take(9, everything) == Batch((KEYS[2], KEYS[9]), (KEYS[1], KEYS[8]))
         assert backlog.take(9, everything) is None
 
     def test_what_has_left_host_memory_is_passed_over(self) -> None:
@@ -35,8 +35,8 @@ class TestBacklog:
         for at in range(5):
             backlog.add(KEYS[at], KEYS[at - 1] if at else None)
         gone = {KEYS[0], KEYS[3]}
-        assert backlog.take(2, lambda key: key not in gone) == Batch(KEYS[1:3], [*KEYS[:2]])
-        assert backlog.take(9, lambda key: key not in gone) == Batch([KEYS[4]], [KEYS[3]])
+        assert backlog.take(2, lambda key: key not in gone) == Batch((KEYS[1], KEYS[2]), (KEYS[0], KEYS[1]))
+        assert backlog.take(9, lambda key: key not in gone) == Batch((KEYS[4],), (KEYS[3],))
         assert len(backlog) == 0
 
     def test_the_oldest_are_given_up_when_there_are_too_many(self) -> None:
@@ -44,7 +44,7 @@ class TestBacklog:
         for key in KEYS[:5]:
             backlog.add(key, None)
         assert [backlog.take(1, everything) for _ in range(4)] == [
-            *(Batch([key], [None]) for key in KEYS[2:5]),
+            *(Batch((key,), (None,)) for key in KEYS[2:5]),
             None,
         ]
 

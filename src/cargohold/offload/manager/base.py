@@ -30,7 +30,7 @@ class ChunksStored:
     """Chunks became ready.
 
     Attributes:
-        keys: which, in prefix order.
+        keys: which; those of one prefix in order.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -66,10 +66,10 @@ class StoreHandle(Protocol):
     """Slots reserved for chunks on their way into the tier.
 
     Attributes:
-        keys: the chunks to store, in prefix order: those offered that were absent and are worth a slot.
+        keys: the chunks to store, those of one prefix in order: those offered that were absent and are worth a slot.
         slots: where each goes, parallel to ``keys``.
-        deferred: chunks behind them that found no slot, only because slots are being written or read. Offer them again
-            later. Chunks in neither are there already, or not worth a slot.
+        deferred: chunks that found no slot, only because slots are being written or read. Offer them again later. Chunks in
+            neither are there already, or not worth a slot.
     """
 
     @property

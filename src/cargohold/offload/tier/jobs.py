@@ -56,7 +56,7 @@ class TierJob:
     Attributes:
         job_id: unique among the jobs of a queue, never used again.
         kind: what to do.
-        keys: which chunks; those of one prefix in order.
+        keys: which chunks in any order.
         deadline: when it must have ended, in the queue's clock.
         buffers: loads and stores: where each chunk's bytes go or come from, parallel to ``keys``. Nobody else may write to
             them until the job's result was polled; the queue does not touch them any more after that.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -19,12 +19,12 @@ class Batch:
     """Chunks to write in one job.
 
     Attributes:
-        keys: which; those of one prefix in order.
+        keys: which, in the order in which their turn came.
         parents: the chunk before each in its prefix, if there is one, parallel to ``keys``.
     """
 
-    keys: list[OffloadKey] = field(default_factory=list)
-    parents: list[OffloadKey | None] = field(default_factory=list)
+    keys: tuple[OffloadKey, ...]
+    parents: tuple[OffloadKey | None, ...]
 
 
 class Backlog:
@@ -75,15 +75,16 @@ class Backlog:
         Returns:
             ``None`` also if none of the first ``MAX_LOOKS`` is in host memory; those are taken out all the same.
         """
-        batch = Batch()
+        keys: list[OffloadKey] = []
+        parents: list[OffloadKey | None] = []
         for _ in range(min(len(self._parents), MAX_LOOKS)):
-            if len(batch.keys) == limit:
+            if len(keys) == limit:
                 break
             key, parent = self._parents.popitem(last=False)
             if is_ready(key):
-                batch.keys.append(key)
-                batch.parents.append(parent)
-        return batch if batch.keys else None
+                keys.append(key)
+                parents.append(parent)
+        return Batch(tuple(keys), tuple(parents)) if keys else None
 
     def clear(self) -> None:
         """Nothing is to be written any more."""

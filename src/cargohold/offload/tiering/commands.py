@@ -58,7 +58,7 @@ class TierCommand:
         job_id: the job.
         tier: which tier, from 0, the fastest.
         kind: what to do.
-        keys: which chunks; those of one prefix in order.
+        keys: which chunks in any order.
         slots: loads and stores: where they are in host memory, parallel to ``keys``.
         parents: stores: the chunk before each in its prefix, if there is one, parallel to ``keys``.
         timeout_s: give up after this time.

@@ -17,7 +17,7 @@ class TierTask:
     Attributes:
         kind: what to do.
         tier: which tier.
-        keys: which chunks; those of one prefix in order.
+        keys: which chunks in any order.
         slots: where they are in host memory; probes have none.
         parents: stores and loads: the chunk before each in its prefix, if there is one, parallel to ``keys``.
         rewrites: probes that look after chunks in use: which of them to write again if they are gone, with their parents.
