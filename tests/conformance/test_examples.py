@@ -6,10 +6,13 @@ import re
 import shutil
 import time
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
 from cargohold.conformance import PolicyConformance, TierConformance
+from cargohold.conformance.chunks import Tree, key
 from cargohold.offload.policy.base import ReplacementPolicy
 from cargohold.offload.tier import Namespace, Tier
 from cargohold.offload.tier.codec import ChunkCodec
@@ -17,7 +20,8 @@ from tests.conformance.folder import Folder
 from tests.conformance.oldest_ends import OldestEnds
 
 HERE = Path(__file__).parent
-DOCUMENT = (HERE.parents[1] / "docs" / "conformance.md").read_text(encoding="utf-8")
+DOCS = HERE.parents[1] / "docs"
+DOCUMENT = (DOCS / "conformance.md").read_text(encoding="utf-8")
 
 
 class TestOldestEnds(PolicyConformance):
@@ -45,8 +49,20 @@ class TestFolder(TierConformance):
         (place / "chunks").touch()  # a file where a folder is wanted
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+def python_blocks(document: str = DOCUMENT) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+
+
+def test_the_examples_for_authors_of_policies_run() -> None:
+    names: dict[str, Any] = {}
+    for block in python_blocks((DOCS / "policies.md").read_text(encoding="utf-8")):
+        exec(block, names)  # our own document
+    path = Tree(Random(1)).paths[0]
+    counting = names["counting"]
+    counting.prepare_store(path).commit()
+    counting.prepare_load(path).release()
+    assert counting.num_loaded == len(path)
+    assert names["codec"].encode(key("a"), memoryview(b"abc"), None)[1] == b"abc"
 
 
 @pytest.mark.parametrize("example", ["shelf", "oldest_ends", "folder"])

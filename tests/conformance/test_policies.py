@@ -89,6 +89,16 @@ class Stubborn(LRUPolicy):
         return Room(super().make_room_for(offer, num_slots, busy).victims[:0], refused=False)
 
 
+class Boastful(FIFOPolicy):
+    evicts_ends_alone: ClassVar[bool] = True
+
+
+class Listing(LRUPolicy):
+    def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
+        room = super().make_room_for(offer, num_slots, busy)
+        return room._replace(victims=room.victims.astype(np.float64))
+
+
 class MostRecent(LRUPolicy):
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
         super().touch(slots[::-1], is_whole=is_whole)
@@ -102,6 +112,8 @@ class MostRecent(LRUPolicy):
         (RuthlessToOthers, "test_any_traffic_keeps_every_rule"),
         (Speechless, "test_any_traffic_keeps_every_rule"),
         (Unforgetting, "test_any_traffic_keeps_every_rule"),
+        (Boastful, "test_any_traffic_keeps_every_rule"),
+        (Listing, "test_any_traffic_keeps_every_rule"),
         (Moody, "test_the_same_traffic_has_the_same_victims"),
         (Guessing, "test_the_same_traffic_has_the_same_victims"),
         (Stubborn, "test_idle_chunks_make_room_or_are_worth_more"),

@@ -116,6 +116,7 @@ class StrictPolicy(ReplacementPolicy):
 
     def __init__(self, inner: ReplacementPolicy) -> None:
         self._inner = inner
+        self.evicts_ends_alone = inner.evicts_ends_alone  # type: ignore[misc]  # of whatever class is inside
         self._known: set[int] = set()
         # By slot, the chunk before it, for those that were stored when that was there, while it is.
         self._parents: dict[int, int] = {}
@@ -133,6 +134,9 @@ class StrictPolicy(ReplacementPolicy):
         assert (busy == before).all(), "make_room left busy counts changed"
         assert len(rooms) == len(offers), f"{len(rooms)} answers for {len(offers)} offers"
         for room, num_missing in zip(rooms, num_slots, strict=True):
+            victims: object = room.victims  # whatever an untyped policy hands over
+            is_array = isinstance(victims, np.ndarray) and np.issubdtype(victims.dtype, np.integer)
+            assert is_array, f"victims are an array of whole numbers, not {victims!r}"
             assert len(room.victims) <= num_missing, f"{len(room.victims)} chunks given up for {num_missing} slots"
         asks_again = any(
             len(room.victims) < num_missing and not room.refused
@@ -174,6 +178,10 @@ class StrictPolicy(ReplacementPolicy):
         assert len(set(victims)) == len(victims), "a chunk is given up twice"
         assert self._known.issuperset(victims), "a slot is given up that holds nothing"
         assert not busy[list(victims)].any(), "a chunk is given up that is in use"
+        if self.evicts_ends_alone:
+            given_up = set(victims)
+            behind = {slot for slot, parent in self._parents.items() if parent in given_up}
+            assert behind <= given_up, "a chunk is given up that another was stored behind: see evicts_ends_alone"
         if asks_again:
             rest = sorted(self._known.difference(victims))
             # Idle ones may have to stay as well: those before a chunk in use.

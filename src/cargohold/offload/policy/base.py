@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 Slots: TypeAlias = npt.NDArray[np.intp]
-"""Slots of a tier, in an order that the context says."""
+"""Slots of a tier, as an array of whole numbers (``intp``), in an order that the context says."""
 
 BusyCounts: TypeAlias = npt.NDArray[np.int32]
-"""Per slot, how many reasons there are not to evict it now: it is being written, read, or among the chunks on offer."""
+"""Per slot, how many reasons there are not to evict it now: it is being written, read, or in front of chunks on offer."""
 
 NO_SLOT: Final = -1
 
@@ -49,7 +49,8 @@ class Room(NamedTuple):
     """What a policy gives up for an offer.
 
     Attributes:
-        victims: slots that are free from now on, in the order of eviction.
+        victims: slots that are free from now on, in the order of eviction. An array as of ``Slots``, never a list; ``NO_SLOTS``
+            if there are none.
         refused: there are no more victims because the rest is worth more than what is on offer. If false, there are none
             because everything else is busy, and asking again later may give more.
     """
@@ -116,8 +117,8 @@ class ReplacementPolicy(ABC):
 
         Args:
             offers: what wants slots; each continues another prefix, or the same one elsewhere.
-            num_slots: parallel to ``offers``: how many slots are missing, at most as many as are to be given up; for its last
-                chunks, if for fewer than all.
+            num_slots: parallel to ``offers``: how many of each one's chunks have no slot yet: its last ones, as the first ones
+                get what is free. At most so many chunks are given up for it; with 0, none.
             busy: which slots must stay; may be changed during the call, and is as it was afterwards.
 
         Returns:
@@ -146,7 +147,11 @@ class OneByOnePolicy(ReplacementPolicy):
 
     @abstractmethod
     def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
-        """``make_room`` for one offer, of which at least one slot is missing."""
+        """``make_room`` for one offer, of which at least one slot is missing.
+
+        Where several offers come together, what is in front of any of them is busy; where one comes alone, the policy itself
+        sees to it that nothing in front of it is given up.
+        """
 
     @abstractmethod
     def add_one(self, offer: Offer, slots: Slots) -> None:
