@@ -92,3 +92,14 @@ def test_what_cannot_work_is_told_before_the_first_visit(
     assert result.status == 2
     assert "{" not in result.out
     assert re.search(f"^cargohold.*{expected}", result.err.splitlines()[-1])
+
+
+@pytest.mark.parametrize("size", ["5", "99"])
+def test_the_built_in_model_is_not_split_where_its_heads_cannot_be(
+    size: str, cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cargohold.cli.demo.SMOLLM2", chat_model)  # a small one in its place, of width 32
+    result = demo(cargohold, chat_model, "--tensor-parallel-size", size)
+    assert result.status == 2
+    told = f"cargohold: --tensor-parallel-size={size} is not possible: it must be one of 1, 2, 4, 8, 16: "
+    assert result.err.startswith(told) and len(result.err.splitlines()) == 1

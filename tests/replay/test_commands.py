@@ -121,6 +121,9 @@ class TestReplay:
             (["SMALL", "--session", "s1", "--until", "0.5"], "no request is of it in that time"),
             (["SMALL", "--from", "5", "--until", "3"], "window"),
             (["SMALL", "--from", "nan"], "--from=nan"),
+            (["SMALL", "--until", "-1"], "--until=-1.0 is not possible: it must be a number of seconds above 0"),
+            (["SMALL", "--from", "-1"], "--from=-1.0 is not possible: it must be a number of seconds from 0"),
+            (["SMALL", "--block-tokens", "9" * 20], "it must be an integer from 1 to 2147483647"),
             (["SMALL", "--from", "99"], "the trace ends 3.0 s after its first request"),
             (["SMALL", "--blocks-per-chunk", "9"], "no request has so many blocks"),
             (["SMALL", "--blocks-per-chunk", "0"], "--blocks-per-chunk="),
@@ -174,6 +177,35 @@ class TestReplay:
         assert "…" not in result.out and "prefill" in result.out
         assert max(map(len, result.out.splitlines()[1:])) <= 80
 
+    def test_requests_shorter_than_a_block_are_told_of_the_option(self, cargohold: Command, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        log.write_text('{"token_ids": [1, 2, 3]}\n{"token_ids": [1, 2], "output_token_ids": [3, 4, 5]}\n')
+        result = cargohold("replay", str(log))
+        told = "--block-tokens=16 is not possible: there is nothing to replay: the longest request has 5 tokens"
+        assert result.status == 2 and told in result.err
+        assert cargohold("replay", str(log), "--block-tokens", "3", "-s", "1").status == 0
+
+    @pytest.mark.parametrize(
+        ("options", "missing"),
+        [
+            ((), "how many bytes a token has: --model or --bytes-per-token\n"),
+            (
+                ("--bytes-per-token", "8"),
+                "how many tokens a block has, which the trace does not tell: --block-tokens\n",
+            ),
+        ],
+    )
+    def test_why_no_times_are_shown_is_told(
+        self, cargohold: Command, tmp_path: Path, options: tuple[str, ...], missing: str
+    ) -> None:
+        trace = tmp_path / "trace"
+        told = '"block_tokens": 16, ' if not options else ""
+        trace.write_text(f'{{{told}"hash_ids": [1, 2]}}\n' * 2)
+        result = cargohold("replay", str(trace), "-s", "2", "-p", "lru", "--prefill-tokens-per-s", "100", *options)
+        assert result.status == 0
+        assert result.err == f"note: prefill saved is not shown: it is not known {missing}"
+        assert "prefill" not in result.out
+
     def test_an_empty_trace(self, cargohold: Command, tmp_path: Path) -> None:
         (tmp_path / "empty").touch()
         result = cargohold("replay", str(tmp_path / "empty"))
@@ -221,9 +253,18 @@ class TestPlan:
         [
             ([], "trace"),
             (["--trace", "SMALL"], "--model"),
-            (["--trace", "SMALL", "--bytes-per-token", "8", "--disk-bytes", "1GiB"], "host memory above"),
-            (["--trace", "SMALL", "--bytes-per-token", "8", "--host-bytes", "1B"], "at least one chunk"),
-            (["--trace", "SMALL", "--bytes-per-token", "8", "--policy", "optimum"], "policy"),
+            (
+                ["--trace", "SMALL", "--bytes-per-token", "8", "--disk-bytes", "1GiB"],
+                "--disk-bytes='1GiB' is not possible: a disk needs host memory above it: give --host-bytes too",
+            ),
+            (
+                ["--trace", "SMALL", "--bytes-per-token", "8", "--host-bytes", "1B"],
+                "--host-bytes='1B' is not possible: it must hold at least one chunk",
+            ),
+            (
+                ["--trace", "SMALL", "--bytes-per-token", "8", "--policy", "optimum"],
+                "--policy='optimum' is not possible: it must",
+            ),
             (["--trace", "SMALL", "--bytes-per-token", "8", "--disk-dir", "/no/such/dir"], "--disk-dir="),
             (["--trace", "SMALL", "--bytes-per-token", "8", "--model", "smollm2"], "one of the two"),
         ],

@@ -81,3 +81,8 @@ def test_what_is_no_request_is_named(request_: Any) -> None:
 def test_block_traces_are_left_as_they_are() -> None:
     assert decode({"hash_ids": [1, 2], "session_id": 4}) == TraceRequest(hash_ids=[1, 2], session_id=4)
     assert decode({"session_id": "token_ids", "hash_ids": [5]}) == TraceRequest(hash_ids=[5], session_id="token_ids")
+
+
+def test_numbers_of_a_log_are_checked_like_those_of_a_trace() -> None:
+    with pytest.raises(TraceError, match=r"log, line 3: output_length is -1; it must be an integer from 0"):
+        decode({"token_ids": [1] * 8, "output_length": -1})

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 
 from cargohold.errors import TraceError
+from cargohold.replay.loading import load_workload
 from cargohold.replay.traces import TraceRequest, read_trace
 
 REQUESTS = [{"timestamp_ms": 10 * at, "hash_ids": list(range(at)), "session_id": at % 3} for at in range(1, 400)]
@@ -100,7 +102,13 @@ def test_blank_lines_and_a_missing_last_newline_do_not_matter(write: Callable[[b
         b'{"hash_ids": ["a"]}',
         b'{"hash_ids": [1.5]}',
         b'{"hash_ids": [1], "input_length": -1}',
+        b'{"hash_ids": [1], "input_length": 99999999999999999999}',
+        b'{"hash_ids": [1], "reused_blocks": 2147483648}',
+        b'{"hash_ids": [1], "block_tokens": 0}',
+        b'{"hash_ids": [1], "block_tokens": 4611686018427387904}',
+        b'{"hash_ids": [1], "step_tokens": 0}',
         b'{"hash_ids": [1], "timestamp_ms": "noon"}',
+        b'{"hash_ids": [1], "timestamp": ' + b"9" * 400 + b"}",
         b'{"hash_ids": [1',
         b'\xff{"hash_ids": [1]}',
     ],
@@ -115,6 +123,23 @@ def test_a_broken_line_is_named_and_may_be_skipped(line: bytes, write: Callable[
     skipped: list[TraceError] = []
     assert ids(list(read_trace([path], on_bad_line=skipped.append))) == [[1], [2]]
     assert [error.line for error in skipped] == [3]
+
+
+def test_a_number_that_cannot_be_is_told_with_what_can(write: Callable[[bytes], Path]) -> None:
+    path = write(b'{"hash_ids": [1], "step_tokens": 0}')
+    with pytest.raises(TraceError, match=r"line 1: step_tokens is 0; it must be an integer from 1 to 2147483647$"):
+        list(read_trace([path]))
+
+
+def test_the_largest_numbers_that_can_be_do_not_overflow(write: Callable[[bytes], Path]) -> None:
+    most = 2**31 - 1
+    request = {
+        "hash_ids": [1, 2],
+        **dict.fromkeys(("input_length", "block_tokens", "step_tokens", "reused_blocks"), most),
+    }
+    workload = load_workload(read_trace([write(f"{json.dumps(request)}\n".encode() * 3)]))
+    assert workload.num_prompt_tokens == workload.num_reused_blocks == 3 * most
+    assert workload.tokens_in(np.array([0, 2, 2])) == 2 * most
 
 
 def test_a_file_without_lines_is_not_read_for_ever(

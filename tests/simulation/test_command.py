@@ -19,6 +19,15 @@ def test_it_counts_what_was_played(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().out.startswith("3 seed(s), ")
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_more_seeds_than_could_ever_be_played_are_played_while_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: str
+) -> None:
+    options = ("--seeds", "9" * 20, "--minutes", "0.001", "--jobs", jobs, "--workload", "small", "--connector", "eager")
+    assert simulate(monkeypatch, *options) == 0
+    assert " seed(s), " in capsys.readouterr().out
+
+
 def test_seeds_are_played_by_several_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

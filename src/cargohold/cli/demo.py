@@ -19,6 +19,7 @@ from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_al
 from cargohold.connector.factory import check_places
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.engine.model.info import describe_model
+from cargohold.engine.model.kv_layout import KVGeometry
 from cargohold.engine.model.silent_heads import write_with_silent_heads
 from cargohold.engine.model.source import SMOLLM2
 from cargohold.engine.sampling_params import SamplingParams
@@ -87,6 +88,12 @@ def _splittable(model: str, num_shards: int, out: Console) -> Iterator[str]:
     if info.geometry.splits_over(num_shards):
         yield model
         return
+    possible = _possible_shards(info.geometry)
+    if num_shards not in possible:
+        expected = (
+            f"it must be one of {', '.join(map(str, possible))}: over so many workers this model's heads can be split"
+        )
+        raise ConfigError("tensor_parallel_size", num_shards, expected)
     out.print(
         f"SmolLM2 has {info.geometry.num_query_heads} query heads and {info.geometry.num_kv_heads} KV heads, which do not "
         f"split over {num_shards} workers. For this demo it gets more heads, which stay silent: its answers are the same.\n"
@@ -96,6 +103,21 @@ def _splittable(model: str, num_shards: int, out: Console) -> Iterator[str]:
             quiet_transformers()
             write_with_silent_heads(info, num_shards, Path(directory))
         yield directory
+
+
+def _possible_shards(geometry: KVGeometry) -> list[int]:
+    """Over how many workers the built-in model can be split, with silent heads where it takes them.
+
+    Its kind of model wants a width that is a multiple of the heads, although with silent ones nothing depends on it.
+    """
+    width = geometry.num_query_heads * geometry.head_dim
+    heads_per_kv_head = geometry.num_query_heads // geometry.num_kv_heads
+
+    def num_heads(num_shards: int) -> int:
+        return heads_per_kv_head * -(-geometry.num_kv_heads // num_shards) * num_shards
+
+    shards = range(1, width + 1)
+    return [count for count in shards if geometry.splits_over(count) or width % num_heads(count) == 0]
 
 
 def _visit_all(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -53,11 +55,24 @@ class PlanOptions:
     def budget(self) -> Budget:
         """Checked. Raises ``ConfigError``."""
         if self.policy not in POLICIES:
-            raise ConfigError("policy", self.policy, f"one of {', '.join(sorted(POLICIES))}")
+            raise ConfigError("policy", self.policy, f"it must be one of {', '.join(sorted(POLICIES))}")
+        if self.disk_bytes is not None and self.host_bytes is None:
+            raise ConfigError("disk_bytes", self.disk_bytes, "a disk needs host memory above it: give --host-bytes too")
         return Budget(
             host_bytes=None if self.host_bytes is None else parse_bytes("host_bytes", self.host_bytes),
             disk_bytes=None if self.disk_bytes is None else parse_bytes("disk_bytes", self.disk_bytes),
         )
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Around what is told sizes as numbers: where it refuses one, the error shows what the user has written."""
+        try:
+            yield
+        except ConfigError as error:
+            written = {"host_bytes": self.host_bytes, "disk_bytes": self.disk_bytes}.get(error.key)
+            if written is None:
+                raise
+            raise ConfigError(error.key, written, error.expected) from error
 
     def machine(self) -> Machine:
         """This one. Raises ``ConfigError`` if ``disk_dir`` is not there."""
@@ -92,7 +107,8 @@ def plan(
     if costs.bytes_per_token is None:
         raise ConfigError("model", None, "a plan needs --model or --bytes-per-token")
     trace = load_trace(what.trace, trace_options)
-    planner = Planner(trace.workload, costs, what.policy, budget)
+    with what.as_written():
+        planner = Planner(trace.workload, costs, what.policy, budget)
     results = _replay(planner, trace, what, disk_policy)
     found = planner.plan(results)
     words = [*advise(planner, found, trace.workload, costs, budget), *fits(budget, found, machine)]

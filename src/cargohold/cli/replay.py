@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -90,6 +90,10 @@ def replay(
     capacities = _capacities(workload, sizes, disk, costs)
     results = replay_all(workload, trace.replayable(policies), capacities, disk_policy, grid.jobs)
     report = Report(tuple(traces), workload, costs, tuple(results), trace.remarks)
+    why = report.why_no_times()
+    if why is not None:
+        remark(f"note: {why}", style="yellow")
+        report = replace(report, remarks=(*report.remarks, why))
     if output.html is not None:
         write_page(output.html, report)
         remark(f"wrote {output.html}")
@@ -137,7 +141,7 @@ def _details(report: Report) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("policy", "size"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    has_time = report.costs.prefill_tokens_per_s is not None
+    has_time = report.costs.prefill_tokens_per_s is not None and report.chunk_bytes is not None
     for name in ("block hits, %", "loaded", "written", "evicted", *(["prefill saved"] if has_time else [])):
         table.add_column(name, justify="right")
     for policy in report.policies:

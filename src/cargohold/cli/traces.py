@@ -167,7 +167,15 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
             on_progress=lambda num_bytes: bar.advance(task, num_bytes),
             decode=decode,
         )
-        workload = load_workload(_counted(requests, files, skipped), selection)
+        try:
+            workload = load_workload(_counted(requests, files, skipped), selection)
+        except ConfigError as error:
+            if error.key == "trace" and 0 < decode.longest < decode.block_tokens:
+                expected = (
+                    f"there is nothing to replay: the longest request has {decode.longest} tokens, less than a block"
+                )
+                raise ConfigError("block_tokens", decode.block_tokens, expected) from error
+            raise
     num_misplaced = workload.count_misplaced()
     remarks = remarks_on(workload, num_misplaced, len(skipped))
     if skipped:

@@ -26,7 +26,7 @@ def describe_costs(report: Report) -> str:
     if costs.bytes_per_token is None:
         return "Amounts are numbers of blocks: how many bytes a token takes was not given."
     weight = f"A token's KV takes {costs.bytes_per_token:,} bytes"
-    if costs.prefill_tokens_per_s is None:
+    if costs.prefill_tokens_per_s is None or report.chunk_bytes is None:
         return f"{weight}."
     tiers = ", ".join(f"{tier} at {bandwidth / 1e9:g} GB/s" for tier, bandwidth in costs.bytes_per_s.items())
     return (

@@ -155,7 +155,7 @@ def _chart(report: Report, measure: Measure) -> str:
 
 
 def _table(report: Report) -> str:
-    has_time = report.costs.prefill_tokens_per_s is not None
+    has_time = report.costs.prefill_tokens_per_s is not None and report.chunk_bytes is not None
     tiers = max((result.tiers for result in report.results), key=len, default=())
     heads = ["policy", "size", "prefix hits", "block hits"]
     heads += [f"{what}, {tier.name}" for tier in tiers for what in ("loaded", "written", "evicted")]

@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 
 from cargohold.errors import ConfigError
-from cargohold.replay.traces import TraceRequest
+from cargohold.replay.traces import MAX_TOKENS, TraceRequest
 from cargohold.replay.workload import UNKNOWN, Ints, Workload
-from cargohold.units import is_number, is_positive_int
+from cargohold.units import is_number, is_positive_int, is_positive_number
 
 _LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
 _BELIEVED_FROM: Final = 0.95
@@ -38,11 +38,13 @@ class Selection:
     def __post_init__(self) -> None:
         if not is_positive_int(self.blocks_per_chunk):
             raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "it must be an integer from 1")
-        if self.block_tokens is not None and not is_positive_int(self.block_tokens):
-            raise ConfigError("block_tokens", self.block_tokens, "it must be an integer from 1")
-        for key, value in (("from", self.from_s), ("until", self.until_s)):
-            if value is not None and not is_number(value):
-                raise ConfigError(key, value, "it must be a number of seconds")
+        size = self.block_tokens
+        if size is not None and not (is_positive_int(size) and size <= MAX_TOKENS):
+            raise ConfigError("block_tokens", size, f"it must be an integer from 1 to {MAX_TOKENS}")
+        if self.from_s is not None and not (is_number(self.from_s) and self.from_s >= 0):
+            raise ConfigError("from", self.from_s, "it must be a number of seconds from 0")
+        if self.until_s is not None and not is_positive_number(self.until_s):
+            raise ConfigError("until", self.until_s, "it must be a number of seconds above 0")
         if self.from_s is not None and self.until_s is not None and self.from_s >= self.until_s:
             raise ConfigError(
                 "until", self.until_s, f"the window must end after it starts, which is at {self.from_s} s"

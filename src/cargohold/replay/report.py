@@ -113,6 +113,17 @@ class Report:
     def _bytes(self, num_chunks: int) -> int | None:
         return None if self.chunk_bytes is None else num_chunks * self.chunk_bytes
 
+    def why_no_times(self) -> str | None:
+        """Why prefill saved is not told although the prefill rate is known; ``None`` if it is told, or not asked for."""
+        if self.costs.prefill_tokens_per_s is None or self.chunk_bytes is not None:
+            return None
+        missing = []
+        if self.costs.bytes_per_token is None:
+            missing.append("how many bytes a token has: --model or --bytes-per-token")
+        if self.workload.chunk_tokens is None:
+            missing.append("how many tokens a block has, which the trace does not tell: --block-tokens")
+        return f"prefill saved is not shown: it is not known {', and '.join(missing)}"
+
 
 def remarks_on(workload: Workload, num_misplaced: int, num_skipped: int) -> list[str]:
     """What is odd about a trace, and what its own engine counted."""
@@ -127,7 +138,7 @@ def remarks_on(workload: Workload, num_misplaced: int, num_skipped: int) -> list
     if not workload.is_sorted:
         remarks.append("requests were not in the order of their times; they are replayed in it")
     reused = workload.num_reused_blocks
-    if reused is not None:
-        num_blocks = workload.num_lookups * workload.blocks_per_chunk
+    num_blocks = workload.num_lookups * workload.blocks_per_chunk
+    if reused is not None and num_blocks:
         remarks.append(f"the engine that recorded it reused {reused:,} blocks itself: {reused / num_blocks:.2%}")
     return remarks

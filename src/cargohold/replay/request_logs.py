@@ -18,7 +18,7 @@ import msgspec
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.errors import CargoholdError, ConfigError, TraceError, one_line
 from cargohold.replay.lines import Line
-from cargohold.replay.traces import TraceRequest, decode_request
+from cargohold.replay.traces import TraceRequest, check_numbers, decode_request
 
 _ID_BYTES = 8
 
@@ -63,10 +63,15 @@ class RequestLogDecoder:
     Args:
         block_tokens: tokens per block, as the engine would have it.
         tokenizer: for texts; without it, only tokens are understood.
+
+    Attributes:
+        block_tokens: the same.
+        longest: tokens of the longest request that was made so, with its answer; 0 if there was none.
     """
 
     def __init__(self, block_tokens: int, tokenizer: TextTokenizer | None = None) -> None:
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
+        self.longest = 0
         self._tokenizer = tokenizer
         self._decoder = msgspec.json.Decoder(LoggedRequest)
 
@@ -89,9 +94,9 @@ class RequestLogDecoder:
             token_ids = self._token_ids(logged)
             hashes: list[bytes] = []
             root = root_hash(salt=logged.salt)
-            extend_hashes(hashes, token_ids, self._block_tokens, root)
+            extend_hashes(hashes, token_ids, self.block_tokens, root)
             num_prompt_blocks = len(hashes)
-            extend_hashes(hashes, token_ids + logged.output_token_ids, self._block_tokens, root)
+            extend_hashes(hashes, token_ids + logged.output_token_ids, self.block_tokens, root)
         except OverflowError as error:
             raise TraceError(line.file, line.number, "a token id is negative or too large") from error
         except ConfigError:
@@ -99,7 +104,8 @@ class RequestLogDecoder:
         except CargoholdError as error:
             raise TraceError(line.file, line.number, one_line(error)) from error
         ids = [int.from_bytes(block_hash[:_ID_BYTES], "little") for block_hash in hashes]
-        return TraceRequest(
+        self.longest = max(self.longest, len(token_ids) + len(logged.output_token_ids))
+        request = TraceRequest(
             hash_ids=ids[:num_prompt_blocks],
             output_hash_ids=ids[num_prompt_blocks:],
             timestamp_ms=logged.timestamp_ms,
@@ -107,8 +113,10 @@ class RequestLogDecoder:
             input_length=len(token_ids),
             output_length=len(logged.output_token_ids) or logged.output_length,
             session_id=logged.session_id,
-            block_tokens=self._block_tokens,
+            block_tokens=self.block_tokens,
         )
+        check_numbers(request, line)
+        return request
 
     def _token_ids(self, logged: LoggedRequest) -> list[int]:
         given = [part for part in (logged.prompt, logged.messages, logged.token_ids) if part is not None]

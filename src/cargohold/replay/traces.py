@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -53,6 +53,13 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     def arrival_ms(self) -> float | None:
         """When it arrived, whichever name the trace has for it."""
         return self.timestamp if self.timestamp_ms is None else self.timestamp_ms
+
+
+MAX_TOKENS: Final = 2**31 - 1
+"""So that sums and products of a whole trace fit into 64 bits."""
+_MAX_MS: Final = 2.0**63
+_SHOWN_DIGITS: Final = 24
+_LEAST: Final = {"input_length": 0, "output_length": 0, "block_tokens": 1, "step_tokens": 1, "reused_blocks": 0}
 
 
 OnBadLine: TypeAlias = Callable[[TraceError], None]
@@ -101,8 +108,24 @@ def decode_request(line: Line) -> TraceRequest:
         request = _DECODER.decode(line.text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(line.file, line.number, one_line(error)) from error
-    for name in ("input_length", "output_length", "block_tokens", "step_tokens", "reused_blocks"):
-        value = getattr(request, name)
-        if value is not None and value < 0:
-            raise TraceError(line.file, line.number, f"{name} is {value}, and cannot be negative")
+    check_numbers(request, line)
     return request
+
+
+def check_numbers(request: TraceRequest, line: Line) -> None:
+    """Raise ``TraceError``, naming the line, for a number that cannot be, or is so large that sums of it would not fit."""
+    for name, least in _LEAST.items():
+        value = getattr(request, name)
+        if value is not None and not least <= value <= MAX_TOKENS:
+            reason = f"{name} is {_short(value)}; it must be an integer from {least} to {MAX_TOKENS}"
+            raise TraceError(line.file, line.number, reason)
+    arrival_ms = request.arrival_ms
+    if arrival_ms is not None and not -_MAX_MS <= arrival_ms <= _MAX_MS:
+        raise TraceError(
+            line.file, line.number, f"its time is {_short(arrival_ms)}; it must be a number of milliseconds"
+        )
+
+
+def _short(number: float) -> str:
+    text = str(number)
+    return text if len(text) <= _SHOWN_DIGITS else f"{text[:_SHOWN_DIGITS]}..."

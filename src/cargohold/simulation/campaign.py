@@ -120,7 +120,8 @@ def play_seeds(
         num_processes: how many at a time; with 1 they are played in this process.
         max_seconds: begin no more seeds after this time.
     """
-    seeds: Iterator[int] = islice(count(first_seed), num_seeds)
+    # A range may be longer than islice allows.
+    seeds: Iterator[int] = count(first_seed) if num_seeds is None else iter(range(first_seed, first_seed + num_seeds))
     deadline = float("inf") if max_seconds is None else monotonic() + max_seconds
     if num_processes == 1:
         for seed in seeds:
