@@ -3,8 +3,8 @@
 Every chunk has a *stamp*, and a use is one write of new stamps. The order is looked at only to evict: then the oldest few
 per cent are picked out in one pass over the stamps and sorted, and serve many evictions. A stamp that has changed since tells
 that its entry is void. So a use costs a few nanoseconds per chunk, memory is the stamp alone, nothing is ever compacted, and
-the longest pause is one pass: a few milliseconds for a million chunks. Where the order has few members, those that were
-stamped since the last pass are listed, and no pass is needed at all.
+the longest pause is one pass: a few milliseconds for a million chunks; where nearly all is in use, one more over what is. Where
+the order has few members, those that were stamped since the last pass are listed, and no pass is needed at all.
 
 ::
 
