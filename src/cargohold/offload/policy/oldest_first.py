@@ -152,10 +152,14 @@ class OldestFirst:
             self._queue, self._queue_stamps, self._at = slots[order], stamps[order], 0
 
     def _put_aside(self, slots: Slots, stamps: Stamps) -> None:
+        # Those passed over in the queue come in order, behind those before them.
+        is_in_order = not (np.diff(stamps) <= 0).any() and not (self._aside_stamps[-1:] >= stamps[:1]).any()
         slots = np.concatenate((self._aside, slots))
         stamps = np.concatenate((self._aside_stamps, stamps))
-        order = np.lexsort((slots, stamps))
-        self._aside, self._aside_stamps = slots[order], stamps[order]
+        if not is_in_order:
+            order = np.lexsort((slots, stamps))
+            slots, stamps = slots[order], stamps[order]
+        self._aside, self._aside_stamps = slots, stamps
 
     def _pick(self) -> bool:
         """Pick out the next oldest slots. ``False`` if there are none. Mutates the queue and the cutoff."""
