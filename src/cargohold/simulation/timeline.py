@@ -26,7 +26,7 @@ NO_TIMELINE = Timeline()
 
 
 class RecentTimeline(Timeline):
-    """Remembers the last lines.
+    """Remembers the last lines. Steps without tokens in which all is as in the one before have one line together.
 
     Args:
         num_lines: how many.
@@ -34,6 +34,8 @@ class RecentTimeline(Timeline):
 
     def __init__(self, num_lines: int = 60) -> None:
         self._lines: deque[str] = deque(maxlen=num_lines)
+        self._last = ""
+        self._num_alike = 0
 
     def lines(self) -> list[str]:
         """Oldest first."""
@@ -41,6 +43,7 @@ class RecentTimeline(Timeline):
 
     def note(self, now: float, what: str) -> None:
         """Something happened between steps."""
+        self._last = ""
         self._lines.append(f"{now:8.3f} s            {what}")
 
     def step(self, now: float, engine: Replica, step: SchedulerStep, output: StepOutput) -> None:
@@ -52,7 +55,18 @@ class RecentTimeline(Timeline):
             parts.append(f"error: {output.connector_error}")
         pool = engine.scheduler.kv.pool
         parts.append(f"{pool.num_free_blocks} of {pool.num_usable_blocks} free")
-        self._lines.append(f"{now:8.3f} s step {engine.num_steps:4d}  {'; '.join(parts)}")
+        self._add(f"{now:8.3f} s step {engine.num_steps:4d}  ", "; ".join(parts), is_idle=not step.scheduled)
+
+    def _add(self, when: str, what: str, *, is_idle: bool) -> None:
+        """A line for a step, or in the place of that of the steps before, if they were the same."""
+        self._num_alike = self._num_alike + 1 if is_idle and what == self._last else 0
+        self._last = what
+        if self._num_alike == 0:
+            self._lines.append(f"{when}{what}")
+            return
+        if self._num_alike > 1:
+            self._lines.pop()
+        self._lines.append(f"{when}and {self._num_alike} step(s) more like that")
 
 
 def _batch(step: SchedulerStep) -> Iterator[str]:
