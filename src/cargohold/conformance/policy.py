@@ -89,6 +89,15 @@ class PolicyConformance(ABC):
                 assert not handle.deferred, "nothing is in use, and yet chunks are deferred"
                 handle.commit()
 
+    @pytest.mark.parametrize("capacity", [4, 8, 16])
+    def test_offers_that_come_together_spare_each_others_prefixes(self, capacity: int) -> None:
+        """In a full tier where nothing is in use, none of several requests gets the slots in front of another's chunks."""
+        for seed in range(self.num_seeds):
+            traffic = _Traffic(StrictPolicy(self.policy(capacity)), capacity, seed, all_goes_well=True)
+            for _ in range(NUM_OPERATIONS // 2):
+                traffic.store_several()
+                traffic.manager.check()
+
     def test_clearing_forgets_all_slots(self) -> None:
         """After a reset the tier can be filled anew."""
         traffic = _Traffic(self.policy(10), 10, seed=1)
@@ -243,7 +252,7 @@ class _Traffic:
             case 5 if self._loads:
                 self._end_load(self._loads.pop(self.random.randrange(len(self._loads))))
             case 6:
-                self._store_several()
+                self.store_several()
             case _:
                 pass
 
@@ -262,7 +271,7 @@ class _Traffic:
         if self._all_goes_well:
             self._end_store(self._stores.pop())
 
-    def _store_several(self) -> None:
+    def store_several(self) -> None:
         """What several requests do in a step: each continues its own prefix, by a chunk where it generates."""
         offers = []
         for _ in range(self.random.randint(2, 4)):
