@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -10,7 +12,7 @@ import pytest
 
 from cargohold import LLM, EngineDeadError, OffloadConfig, SamplingParams
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.interrupts import deferred_interrupt
+from cargohold.interrupts import deferred_interrupt, held_back_in_processes
 from tests.models import VOCAB_SIZE
 
 
@@ -79,6 +81,26 @@ def test_outside_the_main_thread_nothing_is_changed() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.default_int_handler]
+
+
+def test_processes_begin_with_it_held_back_and_here_it_waits_for_them() -> None:
+    asked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    seen: list[str] = []
+
+    def start(num_interrupts: int) -> None:
+        with held_back_in_processes():
+            for _ in range(num_interrupts):
+                ctrl_c()
+            seen.append(
+                subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+            )
+
+    with pytest.raises(KeyboardInterrupt):
+        start(1)
+    start(0)
+    assert seen == ["True\n", "True\n"]
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
 
 
 PROMPTS = [[token] * 30 for token in range(VOCAB_SIZE - 3, VOCAB_SIZE)]

@@ -34,3 +34,17 @@ def deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if interrupted:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def held_back_in_processes() -> Iterator[None]:
+    """Around the start of processes: in them Ctrl-C waits until they let it through or ignore it, and here until they run.
+
+    Before a Python process has come so far that it could say what is to be done about Ctrl-C, it prints a traceback.
+    """
+    with deferred_interrupt():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what is started inherits this
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -6,12 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import IO
 
+import psutil
 import pytest
 
+from tests.data.make_trace import TRACE
+
+WAIT_S = 30.0
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -23,6 +28,7 @@ def start() -> Iterator[Start]:
         def run(*args: str) -> subprocess.Popen[str]:
             process = subprocess.Popen(
                 [sys.executable, "-m", "cargohold", *args],
+                start_new_session=True,  # so that its processes can be sent what a terminal would send to all of them
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -87,3 +93,58 @@ def test_a_reader_that_goes_away_is_no_error(start: Start, chat_model: str) -> N
     err = process.stderr.read()
     assert process.wait() == 0
     assert err == ""
+
+
+IN_PROCESSES = {
+    "simulate": ("simulate", "--minutes", "5", "--jobs", "2"),
+    "replay": ("replay", str(TRACE), "--jobs", "2"),
+    "plan": ("plan", "--trace", str(TRACE), "--bytes-per-token", "1024", "--jobs", "2"),
+}
+
+
+def wait_for_processes(process: subprocess.Popen[str]) -> None:
+    """Until the first worker has just been started; beside it, there is the one that keeps track of semaphores."""
+    deadline = time.monotonic() + WAIT_S
+    while len(psutil.Process(process.pid).children()) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("command", IN_PROCESSES)
+def test_ctrl_c_while_its_processes_start_prints_nothing_of_theirs(command: str, start: Start) -> None:
+    process = start(*IN_PROCESSES[command])
+    wait_for_processes(process)
+    time.sleep(0.2)  # in the midst of their imports
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_its_processes_end_with_it_however_it_ends(number: signal.Signals, start: Start) -> None:
+    process = start(*IN_PROCESSES["simulate"])
+    wait_for_processes(process)
+    workers = psutil.Process(process.pid).children()
+    process.send_signal(number)
+    assert process.wait(WAIT_S) == -number
+    _, alive = psutil.wait_procs(workers, WAIT_S)
+    for worker in alive:
+        worker.kill()
+    assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ctrl_c_while_it_imports_ends_cleanly() -> None:
+    script = """
+import sys
+import cargohold.cli
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+sys.exit(cargohold.cli.main())
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (130, "interrupted\n")

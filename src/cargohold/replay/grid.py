@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
-import signal
 import tempfile
-import threading
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +18,7 @@ from cargohold.replay.replaying import Capacities, check_policies, replay
 from cargohold.replay.results import INFINITE, OPTIMUM, ReplayResult
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY
 from cargohold.replay.workload import Workload
+from cargohold.worker_pool import WorkerPool
 
 _ARRAYS: Final = ("chunks", "prompt_ends", "ends", "prompt_tokens", "reused_blocks")
 
@@ -77,23 +73,12 @@ def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1)
         return
     with tempfile.TemporaryDirectory(prefix="cargohold-replay-") as directory:
         shared = _share(workload, Path(directory))
-        context = multiprocessing.get_context("spawn")  # libraries with threads may have been imported here
-        their_end, lifeline = context.Pipe(duplex=False)
-        pool = ProcessPoolExecutor(
-            max_workers=min(num_processes, len(tasks)),
-            mp_context=context,
-            initializer=_start_process,
-            initargs=(directory, shared, their_end),
-        )
         try:
-            for future in as_completed([pool.submit(_run_task, task) for task in tasks]):
-                yield future.result()
+            with WorkerPool(min(num_processes, len(tasks)), _start_process, directory, shared) as pool:
+                for future in as_completed([pool.submit(_run_task, task) for task in tasks]):
+                    yield future.result()
         except BrokenProcessPool as error:
             raise CargoholdError("a replay process died; was it out of memory? Use fewer with --jobs") from error
-        finally:
-            lifeline.close()  # whoever still replays does so for nobody, and may take minutes
-            pool.shutdown(cancel_futures=True)
-            their_end.close()
 
 
 def _share(workload: Workload, directory: Path) -> Workload:
@@ -108,18 +93,10 @@ _workload: Workload | None = None
 """In a process of the pool: what all its tasks replay."""
 
 
-def _start_process(directory: str, workload: Workload, lifeline: Connection) -> None:
+def _start_process(directory: str, workload: Workload) -> None:
     global _workload  # noqa: PLW0603  # how a pool gives its processes something once
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback of its own
     arrays: Mapping[str, Any] = {name: np.load(Path(directory) / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     _workload = dataclasses.replace(workload, **arrays)
-
-
-def _end_with(lifeline: Connection) -> None:
-    """End this process when the other end of the pipe is closed, or its process has ended, however it did."""
-    wait([lifeline])
-    os._exit(1)
 
 
 def _run_task(task: Task) -> list[ReplayResult]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, islice
-from multiprocessing import get_context
 from time import monotonic
 
 from cargohold.errors import ConfigError
@@ -18,6 +16,7 @@ from cargohold.simulation.faults import Fault
 from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import ANY, Scenario, check_names, draw_scenario
 from cargohold.simulation.timeline import NO_TIMELINE, Timeline
+from cargohold.worker_pool import WorkerPool
 
 HUNG_S = 300.0
 """If no seed ends for so long, one of them hangs: simulated time ends by itself, real time does not."""
@@ -129,15 +128,12 @@ def play_seeds(
                 return
             yield play_seed(recipe, seed)
     else:
-        with ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=_leave_interrupts) as pool:
-            try:
-                yield from _in_pool(pool, recipe, seeds, deadline, 4 * num_processes)
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        with WorkerPool(num_processes) as pool:
+            yield from _in_pool(pool, recipe, seeds, deadline, 4 * num_processes)
 
 
 def _in_pool(
-    pool: ProcessPoolExecutor, recipe: Recipe, seeds: Iterator[int], deadline: float, num_ahead: int
+    pool: WorkerPool, recipe: Recipe, seeds: Iterator[int], deadline: float, num_ahead: int
 ) -> Iterator[SeedReport]:
     running: dict[Future[SeedReport], int] = {}
     while True:
@@ -166,8 +162,3 @@ def garbage_in_one_go() -> Iterator[None]:
         if was_enabled:
             gc.enable()
             gc.collect(0)  # what was made meanwhile: nothing older is looked at
-
-
-def _leave_interrupts() -> None:
-    """The parent stops its processes; Ctrl-C in the terminal reaches all of them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
