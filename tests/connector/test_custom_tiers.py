@@ -8,24 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from cargohold import LLM, ConfigError, OffloadConfig
+from cargohold import LLM, ConfigError
 from cargohold.connector.offloading.make_tiers import tier_options
-from cargohold.offload.tier import CustomTierConfig, kind_of
+from cargohold.offload.tier import kind_of
 from tests.conformance.folder import FolderConfig
 from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
-
-
-def with_tiers(*tiers: CustomTierConfig) -> OffloadConfig:
-    """``OffloadConfig`` names our own tiers alone."""
-    config = offload()
-    object.__setattr__(config, "tiers", tiers)
-    return config
 
 
 def test_chunks_come_back_from_a_tier_of_ones_own(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
-    config = with_tiers(FolderConfig(path=str(tmp_path)))
+    config = offload(FolderConfig(path=str(tmp_path)))
     with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
         expected = tokens(ask(first, prompts()))
     second = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
@@ -34,7 +27,7 @@ def test_chunks_come_back_from_a_tier_of_ones_own(
     assert restored(again) == [{"folder": 100}] * 3
     assert any("folder" in name for name in second.stats()) and not any("shared" in name for name in second.stats())
     layout = second.plan.layout
-    several = with_tiers(FolderConfig(path="a"), FolderConfig(path="b"))
+    several = offload(FolderConfig(path="a"), FolderConfig(path="b"))
     assert [options.name for options in tier_options(several, layout)] == ["folder", "folder2"]
 
 
@@ -50,7 +43,7 @@ class Checked(FolderConfig):
 
 def test_it_is_checked_before_anything_is_loaded(tiny_model: Callable[[str], str]) -> None:
     with pytest.raises(ConfigError, match="somewhere else"):
-        LLM(tiny_model("llama"), offload=with_tiers(Checked(path="x")), **OPTIONS)
+        LLM(tiny_model("llama"), offload=offload(Checked(path="x")), **OPTIONS)
 
 
 @pytest.mark.parametrize("option", [{"admission": "some"}, {"write": "never"}, {"num_threads": 0}])
