@@ -10,18 +10,14 @@ from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Final, Self, TypeAlias
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from cargohold.errors import ConfigError
 from cargohold.offload.policy import POLICIES
+from cargohold.offload.tier import store_url
+from cargohold.offload.tier.store_url import REDIS_SCHEMES
 from cargohold.units import MAX_TIMEOUT_S, is_number, is_positive_int, is_timeout, parse_bytes
 
-OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
-REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
-_MAX_PORT: Final = 65535
 KEY_SOURCE: Final = re.compile(r"(file|env):.+")
-_SECRET_OPTION: Final = re.compile(r"([?&](?:username|password)=)[^&#]*")
-"""Where clients of Redis take them, too."""
 REPLICA_DIRECTORY: Final = "replica-{}"
 """Below the directory that was named: where the engine replicas behind the first keep their chunks."""
 MAX_THREADS: Final = 256
@@ -147,12 +143,7 @@ class SharedTierConfig:
     num_threads: int = 8
 
     def __post_init__(self) -> None:
-        schemes = OBJECT_SCHEMES + REDIS_SCHEMES
-        if not isinstance(self.url, str):
-            raise ConfigError("url", self.url, "it must be the URL of a store, such as s3://bucket/prefix")
-        if self.scheme not in schemes:
-            raise ConfigError("url", self.shown_url, f"the scheme must be one of {', '.join(schemes)}")
-        _require_place(self)
+        store_url.require_place(self.url)
         if not is_timeout(self.request_timeout_s):
             expected = f"it must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
             raise ConfigError("request_timeout_s", self.request_timeout_s, expected)
@@ -183,14 +174,12 @@ class SharedTierConfig:
     @property
     def scheme(self) -> str:
         """What kind of store it is."""
-        return self.url.partition(":")[0].lower()  # a URL that cannot be split further has one, too
+        return store_url.scheme_of(self.url)
 
     @property
     def shown_url(self) -> str:
         """The URL without user and password, for messages."""
-        url = _SECRET_OPTION.sub(r"\1***", self.url)
-        scheme, colon, rest = url.partition("://" if "://" in url else ":")
-        return f"{scheme}{colon}{rest.rpartition('@')[2]}"
+        return store_url.without_secrets(self.url)
 
 
 TierConfig: TypeAlias = DiskTierConfig | SharedTierConfig
@@ -206,60 +195,6 @@ def needs_extra(config: SharedTierConfig) -> Iterator[None]:
         raise ConfigError(
             "url", config.shown_url, f"{config.scheme} needs an extra: pip install 'cargohold[{extra}]'"
         ) from error
-
-
-def _require_place(config: SharedTierConfig) -> None:
-    """Raise ``ConfigError`` unless the URL says where: what is missing or misplaced would mean some other place, silently."""
-    scheme, shown = config.scheme, config.shown_url
-    try:
-        parts = urlsplit(config.url)
-    except ValueError as error:
-        # What the error says may quote the password.
-        raise ConfigError("url", shown, f"it must be a URL, such as {_example(scheme)}") from error
-    is_whole = config.url[len(scheme) :].startswith("://")
-    if scheme == "file":
-        is_place = parts.netloc in ("", "localhost") and parts.path.startswith("/") and not parts.query + parts.fragment
-        expected = "it must be file:///absolute/path, with ? and # written as %3F and %23"
-    elif scheme in OBJECT_SCHEMES:
-        is_place = bool(parts.netloc)
-        expected = f"it must name a bucket, such as {_example(scheme)}"
-    elif scheme == "unix":
-        is_place = parts.hostname is None and len(parts.path) > 1 and _has_database(parts)
-        expected = f"it must be the absolute path of a socket, such as {_example(scheme)}, and a database a number"
-    else:
-        if not _has_port(parts):
-            # Where there is no host, a password may stand in the place of the port.
-            if not parts.netloc.rpartition(":")[2].isdecimal():
-                shown = f"{scheme}://..."
-            expected = (
-                f"the port must be a number from 1 to {_MAX_PORT}, and in a password : / ? # @ be written as %3A ..."
-            )
-            raise ConfigError("url", shown, expected)
-        is_place = not parts.fragment and _has_database(parts)
-        expected = f"it must be {_example(scheme)} or without the database, which is a number"
-    if not (is_whole and is_place):
-        raise ConfigError("url", shown, expected)
-
-
-def _example(scheme: str) -> str:
-    if scheme in REDIS_SCHEMES:
-        return "unix:///path/of/socket?db=0" if scheme == "unix" else f"{scheme}://host:6379/0"
-    return {"file": "file:///absolute/path", "az": "az://container/prefix"}.get(scheme, f"{scheme}://bucket/prefix")
-
-
-def _has_port(parts: SplitResult) -> bool:
-    """Whether there is a port that can be, or none."""
-    try:
-        return parts.port != 0
-    except ValueError:
-        return False
-
-
-def _has_database(parts: SplitResult) -> bool:
-    """Whether the database is a number, or left out; the client would take another one instead of what is none."""
-    path = "" if parts.scheme == "unix" else unquote(parts.path).strip("/")
-    names = [*parse_qs(parts.query, keep_blank_values=True).get("db", []), *([path] if path else [])]
-    return all(name.isascii() and name.isdecimal() for name in names)
 
 
 def _require_usage(admission: object, write: object) -> None:

@@ -12,7 +12,6 @@ from cargohold.errors import ConfigError
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import (
-    REDIS_SCHEMES,
     Admission,
     DiskTierConfig,
     SharedTierConfig,
@@ -22,6 +21,7 @@ from cargohold.offload.tier.config import (
 )
 from cargohold.offload.tier.encryption import read_key
 from cargohold.offload.tier.namespace import Namespace
+from cargohold.offload.tier.store_url import REDIS_SCHEMES
 from cargohold.units import is_positive_int
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier.config import OBJECT_SCHEMES, REDIS_SCHEMES, SharedTierConfig, needs_extra
+from cargohold.offload.tier.config import SharedTierConfig, needs_extra
 from cargohold.offload.tier.inventory.base import Inventory
 from cargohold.offload.tier.inventory.disk import DiskInventory
+from cargohold.offload.tier.store_url import REDIS_SCHEMES, SCHEMES
 
-_STARTS_OF_URLS = tuple(f"{scheme}:" for scheme in OBJECT_SCHEMES + REDIS_SCHEMES)
+_STARTS_OF_URLS = tuple(f"{scheme}:" for scheme in SCHEMES)
 """What begins so is a URL whose slashes were forgotten, and no path."""
 
 

@@ -1,0 +1,87 @@
+"""URLs of shared stores: what they may be, and how they are shown."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+from cargohold.errors import ConfigError
+
+OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
+REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
+SCHEMES: Final = OBJECT_SCHEMES + REDIS_SCHEMES
+
+_MAX_PORT: Final = 65535
+_SECRET_OPTION: Final = re.compile(r"([?&](?:username|password)=)[^&#]*")
+"""Where clients of Redis take them, too."""
+
+
+def scheme_of(url: str) -> str:
+    """What kind of store it is; a URL that cannot be split further has a scheme, too."""
+    return url.partition(":")[0].lower()
+
+
+def without_secrets(url: str) -> str:
+    """The URL without user and password, for messages."""
+    shown = _SECRET_OPTION.sub(r"\1***", url)
+    scheme, colon, rest = shown.partition("://" if "://" in shown else ":")
+    return f"{scheme}{colon}{rest.rpartition('@')[2]}"
+
+
+def require_place(url: object) -> None:
+    """Raise ``ConfigError`` unless the URL says where: what is missing or misplaced would mean some other place, silently."""
+    if not isinstance(url, str):
+        raise ConfigError("url", url, "it must be the URL of a store, such as s3://bucket/prefix")
+    scheme, shown = scheme_of(url), without_secrets(url)
+    if scheme not in SCHEMES:
+        raise ConfigError("url", shown, f"the scheme must be one of {', '.join(SCHEMES)}")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        # What the error says may quote the password.
+        raise ConfigError("url", shown, f"it must be a URL, such as {_example(scheme)}") from error
+    is_whole = url[len(scheme) :].startswith("://")
+    if scheme == "file":
+        is_place = parts.netloc in ("", "localhost") and parts.path.startswith("/") and not parts.query + parts.fragment
+        expected = "it must be file:///absolute/path, with ? and # written as %3F and %23"
+    elif scheme in OBJECT_SCHEMES:
+        is_place = bool(parts.netloc)
+        expected = f"it must name a bucket, such as {_example(scheme)}"
+    elif scheme == "unix":
+        is_place = parts.hostname is None and len(parts.path) > 1 and _has_database(parts)
+        expected = f"it must be the absolute path of a socket, such as {_example(scheme)}, and a database a number"
+    else:
+        if not _has_port(parts):
+            # Where there is no host, a password may stand in the place of the port.
+            if not parts.netloc.rpartition(":")[2].isdecimal():
+                shown = f"{scheme}://..."
+            expected = (
+                f"the port must be a number from 1 to {_MAX_PORT}, and in a password : / ? # @ be written as %3A ..."
+            )
+            raise ConfigError("url", shown, expected)
+        is_place = not parts.fragment and _has_database(parts)
+        expected = f"it must be {_example(scheme)} or without the database, which is a number"
+    if not (is_whole and is_place):
+        raise ConfigError("url", shown, expected)
+
+
+def _example(scheme: str) -> str:
+    if scheme in REDIS_SCHEMES:
+        return "unix:///path/of/socket?db=0" if scheme == "unix" else f"{scheme}://host:6379/0"
+    return {"file": "file:///absolute/path", "az": "az://container/prefix"}.get(scheme, f"{scheme}://bucket/prefix")
+
+
+def _has_port(parts: SplitResult) -> bool:
+    """Whether there is a port that can be, or none."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
+
+
+def _has_database(parts: SplitResult) -> bool:
+    """Whether the database is a number, or left out; the client would take another one instead of what is none."""
+    path = "" if parts.scheme == "unix" else unquote(parts.path).strip("/")
+    names = [*parse_qs(parts.query, keep_blank_values=True).get("db", []), *([path] if path else [])]
+    return all(name.isascii() and name.isdecimal() for name in names)
