@@ -46,7 +46,10 @@ def test_it_is_checked_before_anything_is_loaded(tiny_model: Callable[[str], str
         LLM(tiny_model("llama"), offload=offload(Checked(path="x")), **OPTIONS)
 
 
-@pytest.mark.parametrize("option", [{"admission": "some"}, {"write": "never"}, {"num_threads": 0}])
+@pytest.mark.parametrize(
+    "option",
+    [{"admission": "some"}, {"write": "never"}, {"num_threads": 0}, {"num_threads": 257}, {"encryption_key": "secret"}],
+)
 def test_options_that_all_tiers_have_are_checked(option: dict[str, object]) -> None:
     (name,) = option
     with pytest.raises(ConfigError, match=name):

@@ -77,13 +77,11 @@ class DiskTierConfig:
         if not _is_path(self.directory):
             raise ConfigError("directory", self.directory, "it must be the path of a directory")
         _require_one_of("policy", self.policy, sorted(POLICIES))
-        _require_usage(self.admission, self.write)
+        require_common_options(self.admission, self.write, self.encryption_key, self.num_threads)
         if not isinstance(self.direct_io, bool):
             raise ConfigError("direct_io", self.direct_io, "it must be True or False")
-        _require_key_source(self.encryption_key)
         if self.max_daily_bytes is not None:
             parse_bytes("max_daily_bytes", self.max_daily_bytes)
-        _require_threads(self.num_threads)
         if not is_number(self.lock_wait_s) or self.lock_wait_s < 0:
             raise ConfigError("lock_wait_s", self.lock_wait_s, "it must be a number of seconds from 0")
         parse_bytes("max_bytes", self.max_bytes)
@@ -157,9 +155,7 @@ class SharedTierConfig:
             parse_bytes("max_bytes", self.max_bytes)
             if self.scheme in REDIS_SCHEMES:
                 raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
-        _require_usage(self.admission, self.write)
-        _require_key_source(self.encryption_key)
-        _require_threads(self.num_threads)
+        require_common_options(self.admission, self.write, self.encryption_key, self.num_threads)
 
     def of_replica(self, replica: int) -> Self:
         """The same: all engines use the same chunks."""
@@ -197,9 +193,12 @@ def needs_extra(config: SharedTierConfig) -> Iterator[None]:
         ) from error
 
 
-def _require_usage(admission: object, write: object) -> None:
+def require_common_options(admission: object, write: object, encryption_key: object, num_threads: object) -> None:
+    """Raise ``ConfigError`` for what cannot be of the options that all tiers have."""
     for key, value, kind in (("admission", admission, Admission), ("write", write, WriteMode)):
         _require_one_of(key, value, [member.value for member in kind])
+    _require_key_source(encryption_key)
+    _require_threads(num_threads)
 
 
 def _require_one_of(key: str, value: object, values: list[str]) -> None:

@@ -8,21 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self, TypeAlias
 
-from cargohold.errors import ConfigError
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import (
-    Admission,
     DiskTierConfig,
     SharedTierConfig,
     TierConfig,
-    WriteMode,
     needs_extra,
+    require_common_options,
 )
 from cargohold.offload.tier.encryption import read_key
 from cargohold.offload.tier.namespace import Namespace
 from cargohold.offload.tier.store_url import REDIS_SCHEMES
-from cargohold.units import is_positive_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +45,7 @@ class CustomTierConfig(ABC):
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be. Call it first when you override it; as classes have slots, by the class's name."""
-        for name, value, members in (("admission", self.admission, Admission), ("write", self.write, WriteMode)):
-            values = [member.value for member in members]
-            if value not in values:
-                raise ConfigError(name, value, f"it must be one of {', '.join(values)}")
-        if not is_positive_int(self.num_threads):
-            raise ConfigError("num_threads", self.num_threads, "it must be a whole number from 1")
+        require_common_options(self.admission, self.write, self.encryption_key, self.num_threads)
 
     @abstractmethod
     def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
