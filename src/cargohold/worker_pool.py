@@ -48,9 +48,8 @@ class WorkerPool(ProcessPoolExecutor):
 
 
 def _begin(lifeline: Connection, start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to all of us, and the parent decides what it means
+    # A terminal sends it to all of us, and the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     if start is not None:
         start(*arguments)

@@ -21,13 +21,12 @@ from cargohold.protocol.messages import (
 )
 
 
-def checked_transfers(answer: object) -> FinishedTransfers:
+def checked_transfers(finished: object) -> FinishedTransfers:
     """What ``get_finished`` answered."""
-    if answer is NOTHING_ENDED:
+    if finished is NOTHING_ENDED:
         return NOTHING_ENDED
-    if not isinstance(answer, FinishedTransfers):
-        raise TypeError(f"{answer!r} is no FinishedTransfers")
-    finished = answer
+    if not isinstance(finished, FinishedTransfers):
+        raise TypeError(f"{finished!r} is no FinishedTransfers")
     for name in ("finished_sending", "finished_recving", "failed_recving"):
         ids = getattr(finished, name)
         if not isinstance(ids, AbstractSet) or not _are_all(ids, str):
@@ -56,11 +55,11 @@ def checked_stats(stats: Any) -> Stats:
     return stats
 
 
-def checked_num_tokens(num_tokens: Any) -> int | None:
-    """The first half of what ``get_num_new_matched_tokens`` answered."""
-    if num_tokens is None or isinstance(num_tokens, int):
-        return num_tokens
-    raise TypeError(f"{num_tokens!r} is no number of tokens")
+def checked_number(number: Any, of: str) -> int | None:
+    """What ``get_finished_count`` and the first half of what ``get_num_new_matched_tokens`` answered."""
+    if number is None or isinstance(number, int):
+        return number
+    raise TypeError(f"{number!r} is no number of {of}")
 
 
 def checked_params(params: Any) -> Mapping[str, Any] | None:
@@ -96,13 +95,6 @@ def checked_events(events: Iterable[Any]) -> tuple[KVEvent, ...]:
     if not _are_all(checked, BlockStored | BlockRemoved | AllBlocksCleared):
         raise TypeError(f"{events!r} are no KV events")
     return checked
-
-
-def checked_count(count: Any) -> int | None:
-    """What ``get_finished_count`` answered."""
-    if count is None or isinstance(count, int):
-        return count
-    raise TypeError(f"{count!r} is no number of reports")
 
 
 def _are_all(items: Iterable[object], kind: Any) -> bool:

@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError, RequestError
 from cargohold.protocol.announced import AnnouncedBlocks
 from cargohold.protocol.checks import (
-    checked_count,
     checked_events,
     checked_locks,
-    checked_num_tokens,
+    checked_number,
     checked_params,
     checked_report,
     checked_stats,
@@ -235,7 +234,7 @@ class ConnectorGuard(KVConnectorScheduler):
 
     def _matched(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         promised, is_async = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
-        num_tokens = checked_num_tokens(promised)
+        num_tokens = checked_number(promised, "tokens")
         num_left = request.num_tokens - num_computed_tokens
         if num_tokens is not None and not 0 <= num_tokens <= num_left:
             raise ContractError(
@@ -251,7 +250,7 @@ class ConnectorGuard(KVConnectorScheduler):
         return checked_report(self._inner.explain(request_id))
 
     def _finished_count(self) -> int | None:
-        return checked_count(self._inner.get_finished_count())
+        return checked_number(self._inner.get_finished_count(), "reports")
 
     def _report(self) -> KVConnectorSchedulerOutput | None:
         report = self._inner.report_to_scheduler()
