@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cargohold.errors import TierError
-from cargohold.offload.tier import CustomTierConfig, Tier
+from cargohold.offload.tier import Tier, TierConfig
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.shared import SharedTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FolderConfig(CustomTierConfig):
+class FolderConfig(TierConfig):
     """What users give: where."""
 
     kind = "folder"

@@ -10,9 +10,17 @@ import pytest
 
 from cargohold import LLM, ConfigError
 from cargohold.connector.offloading.make_tiers import tier_options
-from cargohold.offload.tier import kind_of
 from tests.conformance.folder import FolderConfig
-from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
+from tests.connector.test_tiers_with_models import OPTIONS, ask, offload, prompts, restored, tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparing(FolderConfig):
+    bytes_per_day: int
+
+    @property
+    def num_daily_bytes(self) -> int:
+        return self.bytes_per_day
 
 
 def test_chunks_come_back_from_a_tier_of_ones_own(
@@ -27,12 +35,11 @@ def test_chunks_come_back_from_a_tier_of_ones_own(
     assert restored(again) == [{"folder": 100}] * 3
     assert any("folder" in name for name in second.stats()) and not any("shared" in name for name in second.stats())
     layout = second.plan.layout
-    several = offload(FolderConfig(path="a"), FolderConfig(path="b"))
-    assert [options.name for options in tier_options(several, layout)] == ["folder", "folder2"]
-
-
-def test_ours_have_the_names_they_had(tmp_path: Path) -> None:
-    assert kind_of(disk(tmp_path)) == "disk"
+    several = tier_options(
+        offload(FolderConfig(path="a"), Sparing(path="b", bytes_per_day=3 * layout.block_bytes // 2)), layout
+    )
+    assert [options.name for options in several] == ["folder", "folder2"]
+    assert [options.max_daily_chunks for options in several] == [None, 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

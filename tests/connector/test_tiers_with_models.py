@@ -15,7 +15,6 @@ import pytest
 
 from cargohold import LLM, ConfigError, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.offload.tier import (
-    AnyTierConfig,
     DiskTierConfig,
     FaultyTier,
     MemoryTier,
@@ -41,7 +40,7 @@ def disk(directory: Path, **options: Any) -> DiskTierConfig:
     return DiskTierConfig(**{"directory": str(directory), "max_bytes": "64MiB", "reserve_bytes": 0, **options})
 
 
-def offload(*tiers: AnyTierConfig, **options: Any) -> OffloadConfig:
+def offload(*tiers: TierConfig, **options: Any) -> OffloadConfig:
     return OffloadConfig(
         **{"host_bytes": "16MiB", "tiers": tiers, "restore": "always", "restore_timeout_s": 60.0, **options}
     )

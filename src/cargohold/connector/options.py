@@ -28,7 +28,7 @@ from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
 
 MODES: Mapping[str, type[OffloadConfig | LazyOffloadConfig]] = {"eager": OffloadConfig, "lazy": LazyOffloadConfig}
 MULTI = "multi"
-TIERS: Mapping[str, type[TierConfig]] = {"disk": DiskTierConfig, "shared": SharedTierConfig}
+TIERS: Mapping[str, type[TierConfig]] = {tier.kind: tier for tier in (DiskTierConfig, SharedTierConfig)}
 
 T = TypeVar("T")
 

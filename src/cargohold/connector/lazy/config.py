@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import AnyTierConfig
+from cargohold.offload.tier import TierConfig
 from cargohold.protocol import SchedulerEnvironment
 from cargohold.units import is_positive_int
 
@@ -37,7 +37,7 @@ class LazyOffloadConfig:
     max_inflight_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
     job_timeout_s: float = 120.0
-    tiers: Sequence[AnyTierConfig] = ()
+    tiers: Sequence[TierConfig] = ()
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
     shutdown_timeout_s: float = 3.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
-from cargohold.offload.tier import AnyTierConfig, CustomTierConfig, DiskTierConfig, SharedTierConfig
+from cargohold.offload.tier import TierConfig
 from cargohold.units import format_bytes, is_number, is_positive_int, is_positive_number, parse_bytes
 
 RESTORE_IF_FASTER = "if_faster"
@@ -46,7 +46,7 @@ class OffloadConfig:
     max_inflight_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
     job_timeout_s: float = 120.0
-    tiers: Sequence[AnyTierConfig] = ()
+    tiers: Sequence[TierConfig] = ()
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
     shutdown_timeout_s: float = 3.0
@@ -75,9 +75,8 @@ class OffloadConfig:
         is_list = isinstance(self.tiers, list | tuple)
         self._require(
             "tiers",
-            is_list
-            and all(isinstance(tier, DiskTierConfig | SharedTierConfig | CustomTierConfig) for tier in self.tiers),
-            "a list of DiskTierConfig, SharedTierConfig, or what derives from CustomTierConfig",
+            is_list and all(isinstance(tier, TierConfig) for tier in self.tiers),
+            "a list of DiskTierConfig, SharedTierConfig, or what else derives from TierConfig",
         )
         choices = (RESTORE_IF_FASTER, RESTORE_ALWAYS)
         self._require("restore", self.restore in choices, f"one of {', '.join(choices)}")

@@ -6,16 +6,7 @@ from collections import Counter
 
 from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.namespaces import namespace_of, served_model
-from cargohold.offload.tier import (
-    AnyTierConfig,
-    DiskTierConfig,
-    QueueConfig,
-    TierQueue,
-    check_tier,
-    has_index,
-    kind_of,
-    open_tier,
-)
+from cargohold.offload.tier import QueueConfig, TierConfig, TierQueue, check_tier, open_tier
 from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import KVCacheLayout, WorkerEnvironment
 
@@ -37,9 +28,10 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
     seen: Counter[str] = Counter()
     options = []
     for tier in config.tiers:
-        kind = kind_of(tier)
-        seen[kind] += 1
-        options.append(_options(tier, kind if seen[kind] == 1 else f"{kind}{seen[kind]}", chunk_bytes))
+        seen[tier.kind] += 1
+        options.append(
+            _options(tier, tier.kind if seen[tier.kind] == 1 else f"{tier.kind}{seen[tier.kind]}", chunk_bytes)
+        )
     return options
 
 
@@ -68,15 +60,14 @@ def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
     return layout.block_bytes * config.blocks_per_chunk
 
 
-def _options(tier: AnyTierConfig, name: str, chunk_bytes: int) -> TierOptions:
+def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
     limits = QueueConfig()  # those of the workers' queues: what they refuse looks like a failure of the medium
-    daily_bytes = tier.num_daily_bytes if isinstance(tier, DiskTierConfig) else None
     return TierOptions(
         name=name,
         admission=Admission(tier.admission),
         write_mode=WriteMode(tier.write),
-        max_daily_chunks=None if daily_bytes is None else daily_bytes // chunk_bytes,
-        has_index=has_index(tier),
+        max_daily_chunks=None if tier.num_daily_bytes is None else tier.num_daily_bytes // chunk_bytes,
+        has_index=tier.has_index,
         max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // chunk_bytes)),
         max_asked_chunks=limits.max_urgent_chunks,
     )

@@ -9,7 +9,6 @@ from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.integrations.vllm.stages import Parts
-from cargohold.offload.tier import AnyTierConfig, CustomTierConfig, DiskTierConfig
 from cargohold.protocol import KVCacheLayout
 from cargohold.units import format_bytes
 
@@ -41,11 +40,11 @@ def _connector_lines(layout: KVCacheLayout, offloads: Sequence[Offload], parts: 
     for offload in offloads:
         if isinstance(offload, LazyOffloadConfig):
             yield f"lazy: {_tier(layout, offload.common(), parts)}; filled with what the device is about to evict"
-            yield from map(_lower_tier, offload.tiers)
+            yield from (f"below it: {tier.describe()}" for tier in offload.tiers)
         elif isinstance(offload, OffloadConfig):
             generated = "prompts and answers" if offload.store_generated else "prompts"
             yield f"eager: {_tier(layout, offload, parts)}; {generated}, evicted by {offload.policy}"
-            yield from map(_lower_tier, offload.tiers)
+            yield from (f"below it: {tier.describe()}" for tier in offload.tiers)
         else:
             yield f"{type(offload).__name__}: a connector of its own"
 
@@ -57,12 +56,3 @@ def _tier(layout: KVCacheLayout, config: OffloadConfig, parts: Parts) -> str:
         f"{format_bytes(config.num_host_bytes)} of host memory{shared} for {num_slots} chunks of "
         f"{config.blocks_per_chunk} block(s), {format_bytes(parts.all_block_bytes * config.blocks_per_chunk)} each"
     )
-
-
-def _lower_tier(tier: AnyTierConfig) -> str:
-    if isinstance(tier, CustomTierConfig):
-        return f"below it: {tier.describe()}"
-    if isinstance(tier, DiskTierConfig):
-        return f"below it: {tier.directory}, {format_bytes(tier.num_max_bytes)} at most, evicted by {tier.policy}"
-    limit = "" if tier.num_max_bytes is None else f", {format_bytes(tier.num_max_bytes)} at most"
-    return f"below it: {tier.shown_url}{limit}"

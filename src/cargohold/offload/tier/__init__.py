@@ -4,7 +4,7 @@ from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsa
 from cargohold.offload.tier.breaker import BreakerConfig, BreakerState
 from cargohold.offload.tier.config import DiskTierConfig, SharedTierConfig, TierConfig
 from cargohold.offload.tier.encryption import EncryptionKey
-from cargohold.offload.tier.factory import AnyTierConfig, CustomTierConfig, check_tier, has_index, kind_of, open_tier
+from cargohold.offload.tier.factory import check_tier, open_tier
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState
 from cargohold.offload.tier.host import ByteRows, HostMemory
 from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult
@@ -15,12 +15,10 @@ from cargohold.offload.tier.wrappers import CountingTier, FaultyTier, SlowTier
 
 __all__ = [
     "Answer",
-    "AnyTierConfig",
     "BreakerConfig",
     "BreakerState",
     "ByteRows",
     "CountingTier",
-    "CustomTierConfig",
     "DiskTierConfig",
     "EncryptionKey",
     "FaultyTier",
@@ -45,7 +43,5 @@ __all__ = [
     "TierUsage",
     "check_tier",
     "digest_weights",
-    "has_index",
-    "kind_of",
     "open_tier",
 ]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Final, Self, TypeAlias
+from typing import ClassVar, Final, Self
 
 from cargohold.errors import ConfigError
 from cargohold.offload.policy import POLICIES
 from cargohold.offload.tier import store_url
+from cargohold.offload.tier.base import Tier
+from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.store_url import REDIS_SCHEMES
-from cargohold.units import MAX_TIMEOUT_S, is_number, is_positive_int, is_timeout, parse_bytes
+from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
 
 KEY_SOURCE: Final = re.compile(r"(file|env):.+")
 REPLICA_DIRECTORY: Final = "replica-{}"
@@ -43,8 +46,66 @@ class WriteMode(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskTierConfig:
-    """Keep chunks in files of a local directory, which outlive the process.
+class TierConfig(ABC):
+    """Options that all tiers have, and what they say of a tier.
+
+    A tier of one's own derives a frozen dataclass with further fields. It must pickle, as workers open the tier.
+
+    Attributes:
+        kind: what users call such a tier: in counters, reports and messages.
+        has_index: that of its ``Tier``.
+        admission: which chunks are written: ``all``, or only ``reused`` ones, so that one-shot prompts do not wear a disk.
+        write: when: ``through``, at once, or ``back``, when host memory fills up.
+        encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
+        num_threads: requests at the same time, per worker.
+    """
+
+    kind: ClassVar[str]
+    has_index: ClassVar[bool] = False
+
+    admission: str = "all"
+    write: str = "through"
+    encryption_key: str | None = None
+    num_threads: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be. Call it first when you override it; as classes have slots, by the class's name."""
+        for key, value, kind in (("admission", self.admission, Admission), ("write", self.write, WriteMode)):
+            _require_one_of(key, value, [member.value for member in kind])
+        _require_key_source(self.encryption_key)
+        _require_threads(self.num_threads)
+
+    @abstractmethod
+    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
+        """One worker's shard. Raises ``ConfigError`` if it cannot be; a medium that does not answer may come later.
+
+        Args:
+            codec: makes and checks headers; its ``namespace.id`` keeps what belongs to other models and workers apart.
+            chunk_bytes: bytes of the largest chunk of this worker.
+            num_shards: workers that share the limits in these options.
+        """
+
+    def check(self, chunk_bytes: int, num_shards: int) -> None:  # noqa: B027  # most have nothing to check
+        """Refuse, before anything is loaded, what ``open`` would, with the same arguments."""
+
+    def of_replica(self, replica: int) -> Self:
+        """The same for one of several engine replicas with the same options, by its number from 0; shared unless it says so."""
+        del replica
+        return self
+
+    def describe(self) -> str:
+        """Where chunks go, for people; without secrets."""
+        return self.kind
+
+    @property
+    def num_daily_bytes(self) -> int | None:
+        """What may be written in a day, over all workers; ``None`` for no limit."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskTierConfig(TierConfig):
+    """Keep chunks in files of a local directory, which outlive the process. What all tiers have is in ``TierConfig``.
 
     Attributes:
         directory: where; made if it is not there. Several models and workers may share it, each in a part of its own.
@@ -52,32 +113,27 @@ class DiskTierConfig:
             limit; what other models left is deleted before something of the running one is.
         reserve_bytes: free space of the file system that is never taken.
         policy: what is evicted; one of ``cargohold.offload.policy.POLICIES``.
-        admission: which chunks are written: ``all``, or only ``reused`` ones, so that one-shot prompts do not wear the disk.
-        write: when: ``through``, at once, or ``back``, when host memory fills up.
         max_daily_bytes: what is written in a day at most, over all workers; ``None`` for no limit.
         direct_io: go around the page cache where the file system allows: it would cost memory that host memory could use.
-        encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
-        num_threads: requests to the disk at the same time, per worker.
         lock_wait_s: how long to wait at the start for a process that still uses the same part: one that is just ending.
     """
+
+    kind = "disk"
+    has_index = True
 
     directory: str | PathLike[str]
     max_bytes: int | str
     reserve_bytes: int | str = "1GiB"
     policy: str = "lru"
-    admission: str = "all"
-    write: str = "through"
     max_daily_bytes: int | str | None = None
     direct_io: bool = True
-    encryption_key: str | None = None
-    num_threads: int = 8
     lock_wait_s: float = 3.0
 
     def __post_init__(self) -> None:
+        TierConfig.__post_init__(self)
         if not _is_path(self.directory):
             raise ConfigError("directory", self.directory, "it must be the path of a directory")
         _require_one_of("policy", self.policy, sorted(POLICIES))
-        require_common_options(self.admission, self.write, self.encryption_key, self.num_threads)
         if not isinstance(self.direct_io, bool):
             raise ConfigError("direct_io", self.direct_io, "it must be True or False")
         if self.max_daily_bytes is not None:
@@ -88,14 +144,27 @@ class DiskTierConfig:
         if not _is_zero(self.reserve_bytes):
             parse_bytes("reserve_bytes", self.reserve_bytes)
 
-    def of_replica(self, replica: int) -> Self:
-        """The same for one of several engine replicas that are started with the same options, by its number from 0.
+    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
+        """See ``TierConfig``: an unwritable directory, one in use, a budget above the disk or below one chunk are refused."""
+        from cargohold.offload.tier.disk import DiskTier  # noqa: PLC0415  # only what is used is imported
 
-        A directory is one engine's: the first has it for itself, and each other one has one below it.
-        """
+        return DiskTier(self, codec, chunk_bytes, num_shards)
+
+    def check(self, chunk_bytes: int, num_shards: int) -> None:
+        """Refuse a directory or a budget that cannot be."""
+        from cargohold.offload.tier.disk.shard import check_place  # noqa: PLC0415  # only what is used is imported
+
+        check_place(self, chunk_bytes, num_shards)
+
+    def of_replica(self, replica: int) -> Self:
+        """See ``TierConfig``. A directory is one engine's: the first has it for itself, and each other one has one below it."""
         if replica == 0:
             return self
         return replace(self, directory=Path(self.directory) / REPLICA_DIRECTORY.format(replica))
+
+    def describe(self) -> str:
+        """The directory, its limit and what is evicted."""
+        return f"{self.directory}, {format_bytes(self.num_max_bytes)} at most, evicted by {self.policy}"
 
     @property
     def num_max_bytes(self) -> int:
@@ -114,8 +183,8 @@ class DiskTierConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedTierConfig:
-    """Keep chunks in a store that several engines share.
+class SharedTierConfig(TierConfig):
+    """Keep chunks in a store that several engines share. What all tiers have is in ``TierConfig``.
 
     Attributes:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///absolute/directory``
@@ -123,24 +192,19 @@ class SharedTierConfig:
             environment, as the store's own tools read them.
         max_bytes: object stores and directories: what our chunks may take there together, of all models and workers; the
             oldest go first. ``None`` leaves that to the store. One engine alone keeps it exactly; see ``StoreBudget``.
-        admission: which chunks are written: ``all``, or only ``reused`` ones.
-        write: when: ``through``, at once, or ``back``, when host memory fills up.
         request_timeout_s: how long one request to the store may take.
         ttl_s: redis only: chunks go when they are that old, or never.
-        encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
-        num_threads: requests at the same time, per worker.
     """
+
+    kind = "shared"
 
     url: str
     max_bytes: int | str | None = None
-    admission: str = "all"
-    write: str = "through"
     request_timeout_s: float = 10.0
     ttl_s: int | None = None
-    encryption_key: str | None = None
-    num_threads: int = 8
 
     def __post_init__(self) -> None:
+        TierConfig.__post_init__(self)
         store_url.require_place(self.url)
         if not is_timeout(self.request_timeout_s):
             expected = f"it must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
@@ -155,12 +219,24 @@ class SharedTierConfig:
             parse_bytes("max_bytes", self.max_bytes)
             if self.scheme in REDIS_SCHEMES:
                 raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
-        require_common_options(self.admission, self.write, self.encryption_key, self.num_threads)
 
-    def of_replica(self, replica: int) -> Self:
-        """The same: all engines use the same chunks."""
-        del replica
-        return self
+    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
+        """See ``TierConfig``: a package that is not installed, missing or wrong credentials are refused."""
+        del num_shards
+        if self.scheme in REDIS_SCHEMES:
+            with needs_extra(self):
+                from cargohold.offload.tier.redis_tier import RedisTier  # noqa: PLC0415  # an optional package
+
+            return RedisTier(self, codec, chunk_bytes)
+        with needs_extra(self):
+            from cargohold.offload.tier.object_tier import ObjectTier  # noqa: PLC0415  # an optional package
+
+        return ObjectTier(self, codec, chunk_bytes)
+
+    def describe(self) -> str:
+        """The URL and the limit."""
+        limit = "" if self.num_max_bytes is None else f", {format_bytes(self.num_max_bytes)} at most"
+        return f"{self.shown_url}{limit}"
 
     @property
     def num_max_bytes(self) -> int | None:
@@ -178,9 +254,6 @@ class SharedTierConfig:
         return store_url.without_secrets(self.url)
 
 
-TierConfig: TypeAlias = DiskTierConfig | SharedTierConfig
-
-
 @contextmanager
 def needs_extra(config: SharedTierConfig) -> Iterator[None]:
     """Around imports for a shared store: where the package for it is not installed, ``ConfigError`` says how to get it."""
@@ -191,14 +264,6 @@ def needs_extra(config: SharedTierConfig) -> Iterator[None]:
         raise ConfigError(
             "url", config.shown_url, f"{config.scheme} needs an extra: pip install 'cargohold[{extra}]'"
         ) from error
-
-
-def require_common_options(admission: object, write: object, encryption_key: object, num_threads: object) -> None:
-    """Raise ``ConfigError`` for what cannot be of the options that all tiers have."""
-    for key, value, kind in (("admission", admission, Admission), ("write", write, WriteMode)):
-        _require_one_of(key, value, [member.value for member in kind])
-    _require_key_source(encryption_key)
-    _require_threads(num_threads)
 
 
 def _require_one_of(key: str, value: object, values: list[str]) -> None:
