@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from cargohold.integrations.vllm import probe
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.models import VOCAB_SIZE
@@ -35,12 +37,20 @@ def ask_twice(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int 
 
 def forget(engine: Engine) -> None:
     """Ask so much else that nothing of before is left on the device."""
-    manager = engine.scheduler.kv_cache_manager
-    num_groups, block_tokens = len(manager.kv_cache_config.kv_cache_groups), manager.block_pool.hash_block_size
-    # Each leaves two blocks per group behind, or more; of a window, no more than that.
-    count = 2 + len(manager.block_pool.blocks) // (2 * num_groups)
-    engine.ask(make_prompts(count, min(3 * block_tokens, block_tokens + 60), seed=99), 1)
     engine.settle()
+    manager = engine.scheduler.kv_cache_manager
+    pool, num_groups = manager.block_pool, len(manager.kv_cache_config.kv_cache_groups)
+    cached = {block.block_hash for block in pool.blocks} - {None}
+    # Each prompt leaves two blocks per group behind, or more; of a window, no more than that.
+    count = 2 + len(pool.blocks) // (2 * num_groups)
+    num_tokens = min(3 * pool.hash_block_size, pool.hash_block_size + 60)
+    # A block that a store held meanwhile is among the youngest when it comes back, and outlives what is asked first.
+    for seed in range(99, 104):
+        engine.ask(make_prompts(count, num_tokens, seed), 1)
+        engine.settle()
+        if cached.isdisjoint(block.block_hash for block in pool.blocks):
+            return
+    pytest.fail("the device does not forget what it has cached")
 
 
 def tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
