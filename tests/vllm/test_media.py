@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cargohold.errors import ConfigError
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -79,3 +80,14 @@ def test_pictures_are_found_again_on_disk(
     again = look(start(vllm_model("blip2"), extra, **OPTIONS))
     assert tokens(again) == expected
     assert restored(again) == 960
+
+
+def test_pictures_that_are_numbered_are_not_kept_on_disk(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Found by reading: the first picture after a restart was given the KV of the first one before it."""
+    tier = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}
+    unhashed = {**OPTIONS, "mm_processor_cache_gb": 0, "enable_prefix_caching": False}
+    with pytest.raises(ConfigError, match="vLLM numbers pictures and sounds"):
+        start(vllm_model("blip2"), {**EAGER, "tiers": [tier]}, **unhashed)
+    assert restored(look(start(vllm_model("blip2"), EAGER, **unhashed))) == 0, "without a disk nothing is in the way"

@@ -57,7 +57,10 @@ def served(
     }
     config = SimpleNamespace(
         model_config=SimpleNamespace(**defaults | options),
-        cache_config=SimpleNamespace(**{"cache_dtype": "auto", "prefix_caching_hash_algo": "sha256"} | (cache or {})),
+        cache_config=SimpleNamespace(
+            **{"cache_dtype": "auto", "enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256"}
+            | (cache or {})
+        ),
         parallel_config=SimpleNamespace(world_size=1),
         load_config=SimpleNamespace(load_format=load_format),
         lora_config=lora,
@@ -102,6 +105,29 @@ def test_where_the_longest_sequence_decides_on_all_angles_it_makes_another_model
     assert served(max_model_len=4096) == served(max_model_len=8192)
 
 
+def test_where_the_longest_sequence_or_the_generation_config_decides_on_attention_it_makes_another_model() -> None:
+    """Found by reading: Llama 4 scales its queries where sequences may be longer than 32,768, unless it is told otherwise."""
+
+    def llama4(max_model_len: int = 32768, override: dict[str, Any] | None = None, **generation: Any) -> ServedModel:
+        return served(
+            hf_text_config=SimpleNamespace(attn_temperature_tuning=True),
+            max_model_len=max_model_len,
+            override_generation_config=override or {},
+            try_get_generation_config=lambda: generation,
+        )
+
+    models = [
+        llama4(),
+        llama4(32769),
+        llama4(attn_temperature_tuning=True),
+        llama4(attn_temperature_tuning=False),
+        llama4(32769, attn_temperature_tuning=False),
+    ]
+    assert len(set(models)) == len(models)
+    assert llama4(override={"attn_temperature_tuning": True}) == llama4(attn_temperature_tuning=True)
+    assert llama4(temperature=0.5) == llama4(), "that is for sampling alone"
+
+
 def test_what_is_seen_of_a_picture_and_which_code_runs_make_another_model() -> None:
     """Found by reading: vLLM's hash of a picture knows of the request's own options of its processor alone."""
 
@@ -128,9 +154,14 @@ def test_what_is_seen_of_a_picture_and_which_code_runs_make_another_model() -> N
     assert by_itself == served() == media(mm_processor_kwargs=None, video_pruning_method="evs")
 
 
+NO_PREFIXES = {"enable_prefix_caching": False}
+NO_PROCESSOR_CACHE = SimpleNamespace(mm_processor_cache_gb=0)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        ({"multimodal_config": NO_PROCESSOR_CACHE, "cache": NO_PREFIXES}, "vLLM numbers pictures and sounds"),
         ({"lora": object()}, "LoRA adapters"),
         ({"load_format": "tensorizer"}, "load_format=tensorizer may bring weights from elsewhere"),
         ({"load_format": "my_loader"}, "from elsewhere"),
@@ -142,4 +173,10 @@ def test_what_is_seen_of_a_picture_and_which_code_runs_make_another_model() -> N
 def test_what_cannot_be_known_again_is_said(options: dict[str, Any], reason: str) -> None:
     """Found by reading: weights that a loader brought from elsewhere counted as those in the model's directory."""
     assert reason in served(**options).obstacle
-    assert not served(trust_remote_code=True).obstacle
+    known = [
+        served(trust_remote_code=True),
+        served(cache=NO_PREFIXES),
+        served(multimodal_config=NO_PROCESSOR_CACHE),
+        served(cache=NO_PREFIXES, multimodal_config=SimpleNamespace(mm_processor_cache_gb=4)),
+    ]
+    assert not any(model.obstacle for model in known)

@@ -22,6 +22,7 @@ _MEDIA: Final = (
     "video_pruning_method",
     "video_pruning_rate",
 )
+_TEMPERATURE: Final = "attn_temperature_tuning"
 _NO_CHANGE: Final = ("auto", "evs", "float32")
 """Defaults of these options, and a type of states that tells itself from others by its size."""
 
@@ -52,7 +53,7 @@ def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
     changes = {name: getattr(model, name, None) for name in _CHANGES_OF_MODEL}
     if vllm_config.load_config.load_format == "dummy":
         changes["load_format"] = "dummy"  # the files are not read
-    if _turns_by_length(model):
+    if _turns_by_length(model) or _tempers_by_length(model):
         changes["max_model_len"] = model.max_model_len
     changes["kv_cache_layout"] = getattr(kv_cache_config, "kv_cache_layout", None)
     changes["backends"] = _attention_backends(vllm_config)
@@ -85,6 +86,9 @@ def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
         # Its KV lies in the same blocks, and decides on how fast answers come.
         said = [getattr(speculation, name, None) for name in ("method", "model", "revision", "quantization")]
         yield "drafts by", " ".join(map(str, said))
+    if _tempers_by_length(model):
+        generation = model.try_get_generation_config() | model.override_generation_config
+        yield _TEMPERATURE, str(generation.get(_TEMPERATURE))
     uses_transformers = getattr(model, "using_transformers_backend", None)
     if uses_transformers is not None and uses_transformers():
         yield "transformers", version("transformers")
@@ -96,6 +100,10 @@ def _obstacles(vllm_config: Any) -> Iterator[str]:
     if getattr(vllm_config, "lora_config", None) is not None:
         # vLLM hashes an adapter's name and path: after a restart other weights may be there, and nobody would notice.
         yield "vLLM knows LoRA adapters by name and path, which may be given to others"
+    media = getattr(model, "multimodal_config", None)
+    if getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
+        # And begins at 1 at every start.
+        yield "with mm_processor_cache_gb=0 and without prefix caching vLLM numbers pictures and sounds, and hashes none"
     if str(getattr(load_format, "value", load_format)) not in _LOCAL_FORMATS:
         yield f"load_format={load_format} may bring weights from elsewhere than {model.model}"
     overrides = getattr(model, "hf_overrides", None)
@@ -115,6 +123,11 @@ def _turns_by_length(model_config: Any) -> bool:
     """Whether a model's rotary embedding turns all keys by other angles where longer sequences are allowed."""
     text = getattr(model_config, "hf_text_config", None)
     return any("longrope" in str(getattr(text, name, None)) for name in ("rope_parameters", "rope_scaling"))
+
+
+def _tempers_by_length(model_config: Any) -> bool:
+    """Whether a model scales its queries as the generation config says, or else where longer sequences are allowed: Llama 4."""
+    return hasattr(getattr(model_config, "hf_text_config", None), _TEMPERATURE)
 
 
 def _attention_backends(vllm_config: Any) -> str:
