@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from cargohold.integrations.vllm.metrics import metric_of
+from cargohold.integrations.vllm.metrics import PromMetrics, metric_of
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 
 
@@ -86,6 +87,29 @@ def test_levels_of_a_connector_of_ones_own_can_go_down() -> None:
         ("cargohold_connector", (("counter", "held"),), False),
         ("cargohold_connector_level", (("counter", "num_held"),), True),
     ]
+
+
+def test_levels_are_shown_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: of Ray's gauges vLLM knows ``set`` alone, and with the first chunk stored all requests ended."""
+    ray_metrics = pytest.importorskip("ray.util.metrics")
+    from vllm.v1.metrics import ray_wrappers  # noqa: PLC0415  # imports Ray
+
+    shown: dict[str, list[float]] = {}
+
+    def note(metric: Any, value: float, **_: Any) -> None:
+        shown.setdefault(metric.info["name"], []).append(value)
+
+    monkeypatch.setattr(ray_wrappers, "ray_metrics", ray_metrics)  # nothing, where Ray Serve is not
+    monkeypatch.setattr(ray_metrics.Gauge, "set", note)
+    monkeypatch.setattr(ray_metrics.Counter, "inc", note)
+    types = {Gauge: ray_wrappers.RayGaugeWrapper, Counter: ray_wrappers.RayCounterWrapper, Histogram: None}
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = PromMetrics(config, types, ["model_name", "engine"], {0: ["tiny", "0"]})
+    for stored, removed in ((5, 0), (3, 4)):
+        change = {"stored_chunks": stored, "removed_chunks": removed, "num_ready_chunks": stored - removed}
+        metrics.observe({counter: value for counter, value in change.items() if value})
+    assert shown["cargohold_stored_chunks"] == [5, 3]
+    assert shown["cargohold_tier_chunks"] == [5, 4]
 
 
 def test_an_index_built_from_events_is_what_the_tier_holds(

@@ -150,6 +150,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         self._types = metric_types
         self._families: dict[str, Any] = {}
         self._series: dict[tuple[int, str], Any] = {}
+        self._levels: Counter[tuple[int, str]] = Counter()
         for engine in per_engine_labelvalues:
             for counter in METRICS:
                 self._find(engine, counter)  # so that what has not happened yet is shown as 0
@@ -157,7 +158,13 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an interval's counters."""
         for counter, value in transfer_stats_data.items():
-            self._find(engine_idx, counter).inc(value)
+            series = self._find(engine_idx, counter)
+            if metric_of(counter).is_level:
+                # Counted here: vLLM's gauges in Ray can be set and nothing else.
+                self._levels[engine_idx, counter] += value
+                series.set(self._levels[engine_idx, counter])
+            else:
+                series.inc(value)
 
     def _find(self, engine: int, counter: str) -> Any:
         """The time series of a counter, made when first asked for."""
@@ -170,9 +177,12 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
 
     def _family(self, metric: Metric) -> Any:
         if metric.name not in self._families:
-            kind = self._types[PromGauge if metric.is_level else PromCounter]
+            kind, options = self._types[PromCounter], {}
+            if metric.is_level:
+                # Each API server is told its part of what comes and goes.
+                kind, options = self._types[PromGauge], {"multiprocess_mode": "sum"}
             labelnames = [*self._labelnames, *(name for name, _ in metric.labels)]
-            family = kind(name=metric.name, documentation=metric.help, labelnames=labelnames)
+            family = kind(name=metric.name, documentation=metric.help, labelnames=labelnames, **options)
             self._families[metric.name] = family
             _registered.append(family)
         return self._families[metric.name]
