@@ -1,4 +1,4 @@
-"""What a run that never comes to rest says."""
+"""What a run says of connectors of others that never come to rest, or break a rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.protocol import BlockIds, ClassFactory, RequestView, SchedulerContext
 from cargohold.simulation.connectors import ConnectorPlan
-from cargohold.simulation.run import Run
+from cargohold.simulation.run import Run, RunResult
 from cargohold.simulation.scenario import draw_scenario
 from cargohold.simulation.timeline import RecentTimeline
 from tests.conformance.shelf import FACTORY, ShelfScheduler, ShelfWorker
@@ -34,6 +34,13 @@ class Restless(ShelfScheduler):
         return True
 
 
+class Breaking(ShelfScheduler):
+    name = "breaking"
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, None]:
+        raise LookupError("it has lost its books")
+
+
 @pytest.mark.parametrize("is_composed", [False, True])
 @pytest.mark.parametrize(
     ("broken", "complaint"),
@@ -45,14 +52,25 @@ class Restless(ShelfScheduler):
 def test_a_run_that_never_rests_names_who_keeps_it(
     broken: type[ShelfScheduler], complaint: str, is_composed: bool
 ) -> None:
-    factory = ClassFactory(broken, ShelfWorker)
-    custom = MultiConnectorFactory((FACTORY, factory)) if is_composed else factory
-    scenario = draw_scenario(0, "small", "none", ())
-    scenario = replace(scenario, connector=ConnectorPlan("mine", (), custom=(custom,)), actions=scenario.actions[:1])
     timeline = RecentTimeline()
-    result = Run(scenario, timeline=timeline).play()
+    result = play_with(broken, is_composed=is_composed, timeline=timeline)
     assert complaint in str(result.error)
     lines = timeline.lines()
     assert "step(s) more like that" in lines[-1]
     assert len(lines) < 20, "steps in which nothing happens have a line each"
     assert any("computes" in line for line in lines)
+
+
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_a_run_names_who_was_turned_off(is_composed: bool) -> None:
+    result = play_with(Breaking, is_composed=is_composed, timeline=RecentTimeline())
+    assert "connector breaking was turned off: request_finished raised LookupError" in str(result.error)
+
+
+def play_with(broken: type[ShelfScheduler], *, is_composed: bool, timeline: RecentTimeline) -> RunResult:
+    """One request beside this connector, or beside one that is composed of it and another."""
+    factory = ClassFactory(broken, ShelfWorker)
+    custom = MultiConnectorFactory((FACTORY, factory)) if is_composed else factory
+    scenario = draw_scenario(0, "small", "none", ())
+    scenario = replace(scenario, connector=ConnectorPlan("mine", (), custom=(custom,)), actions=scenario.actions[:1])
+    return Run(scenario, timeline=timeline).play()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from cargohold.connector.lazy.stores import LazyStores
-from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
@@ -17,8 +16,7 @@ from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.offload.manager import OffloadManager, make_manager
 from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.transfer import TransferWorker
-from cargohold.protocol import ConnectorGuard, KVConnectorScheduler, SchedulerEnvironment, WorkerEnvironment
-from cargohold.simulation.faulty_connector import FaultyScheduler
+from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 from cargohold.simulation.transfers import ByteRows, HeldTransfers, as_array
 
 MakeTransfers: TypeAlias = Callable[[ByteRows, ByteRows, WorkerEnvironment], Any]
@@ -102,43 +100,3 @@ class SimulatedOffloading:
 def held_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> HeldTransfers:
     """Copies that happen when a test says so."""
     return HeldTransfers(region, rows, environment.clock)
-
-
-def offloading_sides(connector: KVConnectorScheduler) -> Iterator[tuple[OffloadingScheduler, list[ConnectorGuard]]]:
-    """Every offloading connector inside ``connector``, with the guards around it, outermost first."""
-    yield from _sides(connector, [])
-
-
-def live_sides(connector: KVConnectorScheduler) -> list[OffloadingScheduler]:
-    """Every offloading connector inside ``connector`` that is not turned off, itself or with one around it."""
-    return [side for side, guards in offloading_sides(connector) if all(guard.broken is None for guard in guards)]
-
-
-def guards_of(connector: ConnectorGuard) -> list[ConnectorGuard]:
-    """Every guard around or inside ``connector``."""
-    inside = [guard for _, guards in offloading_sides(connector) for guard in guards]
-    return list({id(guard): guard for guard in (connector, *inside)}.values())
-
-
-def _sides(
-    connector: KVConnectorScheduler, guards: list[ConnectorGuard]
-) -> Iterator[tuple[OffloadingScheduler, list[ConnectorGuard]]]:
-    match connector:
-        case OffloadingScheduler():
-            yield connector, guards
-        case FaultyScheduler():
-            yield from _sides(connector.inner, guards)
-        case ConnectorGuard():
-            yield from _sides(connector.inner, [*guards, connector])
-        case MultiConnectorScheduler():
-            for child in connector.children:
-                yield from _sides(child, guards)
-
-
-def forget_engine(connector: KVConnectorScheduler) -> None:
-    """The process of this connector has died: its tiers let go of whatever it was reading and writing."""
-    for side, _ in offloading_sides(connector):
-        for load in list(side.jobs.loads()):
-            load.handle.release()
-        for store in list(side.jobs.stores()):
-            store.handle.forfeit()

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.errors import RequestError
 from cargohold.offload.tiering import TieringManager
-from cargohold.protocol import ConnectorGuard, ForwardingScheduler
+from cargohold.protocol import ConnectorGuard
 from cargohold.simulation.clock import VirtualClock
 from cargohold.simulation.engine import STEP_S
 from cargohold.simulation.faults import BREAKING, Fault
-from cargohold.simulation.offloading import forget_engine, live_sides
+from cargohold.simulation.inside import forget_engine, innermost_guards, live_sides
 from cargohold.simulation.oracles import (
     ContainmentOracle,
     CopyOracle,
@@ -314,23 +313,17 @@ class Run:
         return f"after {self._clock.now:.0f} s, long after the last fault, {what}{causes}"
 
 
-def _what_keeps(connector: ConnectorGuard) -> Iterator[str]:
+def _what_keeps(engine_connector: ConnectorGuard) -> Iterator[str]:
     """Why an engine with this connector does not come to rest, as far as each connector inside can tell."""
-    inner = connector.inner
-    while isinstance(inner, ForwardingScheduler):
-        inner = inner.inner
-    if isinstance(inner, MultiConnectorScheduler):
-        for child in inner.children:
-            yield from _what_keeps(child)
-        return
-    held = connector.held_references()
-    if held:
-        blocks = ", ".join(
-            str(block_id) + (f" ({count} times)" if count > 1 else "") for block_id, count in sorted(held.items())
-        )
-        yield f"connector {connector.name} holds references on blocks {blocks}, and never gave them back"
-    elif connector.has_pending_work():
-        yield f"connector {connector.name} says that it has work pending"
+    for connector in innermost_guards(engine_connector):
+        held = connector.held_references()
+        if held:
+            blocks = ", ".join(
+                str(block_id) + (f" ({count} times)" if count > 1 else "") for block_id, count in sorted(held.items())
+            )
+            yield f"connector {connector.name} holds references on blocks {blocks}, and never gave them back"
+        elif connector.has_pending_work():
+            yield f"connector {connector.name} says that it has work pending"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from cargohold.engine.core.request import RequestStatus
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import KVConnectorOutput
-from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.inside import offloading_sides
 from cargohold.simulation.replica import Replica
 
 

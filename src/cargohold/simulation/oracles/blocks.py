@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import KVCacheBlockView
-from cargohold.simulation.offloading import guards_of, offloading_sides
+from cargohold.simulation.inside import guards_of, offloading_sides
 from cargohold.simulation.oracles.base import Oracle
 from cargohold.simulation.replica import Replica
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.simulation.offloading import guards_of
+from cargohold.simulation.inside import guards_of
 from cargohold.simulation.oracles.base import Oracle
 from cargohold.simulation.replica import Replica
 

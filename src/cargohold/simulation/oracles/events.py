@@ -9,7 +9,7 @@ from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.keys import offload_key
 from cargohold.protocol import MEDIUM_DEVICE, MEDIUM_HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from cargohold.simulation.faulty_manager import FaultyManager
-from cargohold.simulation.offloading import live_sides, offloading_sides
+from cargohold.simulation.inside import live_sides, offloading_sides
 from cargohold.simulation.oracles.base import Oracle
 from cargohold.simulation.replica import Replica
 

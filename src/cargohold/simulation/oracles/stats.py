@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cargohold.protocol import Stats, add_stats, is_level, last_name
-from cargohold.simulation.offloading import guards_of, live_sides
+from cargohold.simulation.inside import guards_of, live_sides
 from cargohold.simulation.oracles.base import Oracle
 from cargohold.simulation.replica import Replica
 

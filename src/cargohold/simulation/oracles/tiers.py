@@ -12,7 +12,7 @@ from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.manager import OffloadManager
 from cargohold.offload.tiering import TieringManager
 from cargohold.protocol import ConnectorGuard
-from cargohold.simulation.offloading import offloading_sides
+from cargohold.simulation.inside import offloading_sides
 from cargohold.simulation.oracles.base import Oracle
 from cargohold.simulation.replica import Replica
 

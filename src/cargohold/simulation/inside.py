@@ -1,0 +1,57 @@
+"""Which connectors an engine's connector is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from cargohold.connector.multi import MultiConnectorScheduler
+from cargohold.connector.offloading import OffloadingScheduler
+from cargohold.protocol import ConnectorGuard, ForwardingScheduler, KVConnectorScheduler
+
+
+def walk(
+    connector: KVConnectorScheduler, guards: Sequence[ConnectorGuard] = ()
+) -> Iterator[tuple[KVConnectorScheduler, Sequence[ConnectorGuard]]]:
+    """``connector`` and all inside it, each before those in it, with the guards around it, outermost first."""
+    yield connector, guards
+    for inner in _parts(connector):
+        yield from walk(inner, [*guards, connector] if isinstance(connector, ConnectorGuard) else guards)
+
+
+def offloading_sides(connector: KVConnectorScheduler) -> Iterator[tuple[OffloadingScheduler, Sequence[ConnectorGuard]]]:
+    """Every offloading connector inside ``connector``, with the guards around it, outermost first."""
+    return ((side, guards) for side, guards in walk(connector) if isinstance(side, OffloadingScheduler))
+
+
+def live_sides(connector: KVConnectorScheduler) -> list[OffloadingScheduler]:
+    """Every offloading connector inside ``connector`` that is not turned off, itself or with one around it."""
+    return [side for side, guards in offloading_sides(connector) if all(guard.broken is None for guard in guards)]
+
+
+def guards_of(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
+    """Every guard around or inside ``connector``."""
+    return [guard for guard, _ in walk(connector) if isinstance(guard, ConnectorGuard)]
+
+
+def innermost_guards(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
+    """Of every connector that is made of no others, the guard closest around it."""
+    return [guards[-1] for part, guards in walk(connector) if guards and not _parts(part)]
+
+
+def forget_engine(connector: KVConnectorScheduler) -> None:
+    """The process of this connector has died: its tiers let go of whatever it was reading and writing."""
+    for side, _ in offloading_sides(connector):
+        for load in list(side.jobs.loads()):
+            load.handle.release()
+        for store in list(side.jobs.stores()):
+            store.handle.forfeit()
+
+
+def _parts(connector: KVConnectorScheduler) -> Sequence[KVConnectorScheduler]:
+    match connector:
+        case ConnectorGuard() | ForwardingScheduler():
+            return [connector.inner]
+        case MultiConnectorScheduler():
+            return connector.children
+        case _:
+            return []
