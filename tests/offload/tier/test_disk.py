@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk import DiskTier
 from cargohold.offload.tier.disk import files as disk_files
 from cargohold.offload.tier.disk import shard as disk_shard
-from cargohold.offload.tier.disk.locks import brief_lock
+from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock
 from cargohold.offload.tier.disk.root import bytes_in
 from cargohold.offload.tier.factory import open_tier
 from tests.offload.tier.common import CHUNK, NAMESPACE, codec, disk_tier, key, load, payload
@@ -144,6 +145,48 @@ def test_unused_namespaces_go_when_room_is_needed_the_oldest_first(tmp_path: Pat
     assert codec(weights="newer").namespace.id in left, "no more than needed"
 
 
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_namespace_used_until_now_is_not_the_oldest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Found by reading: what counted was when an engine had begun to use it, be that a month ago."""
+    lasting = disk_tier(tmp_path, 1 * MIB, using=codec(weights="lasting"))
+    fill(lasting, 20)
+    lasting_path, brief_path = (tmp_path / codec(weights=name).namespace.id for name in ("lasting", "brief"))
+    os.utime(lasting_path / "lock", (1, 1))
+    brief = disk_tier(tmp_path, 1 * MIB, using=codec(weights="brief"))
+    fill(brief, 20)
+    brief.close()
+    os.utime(brief_path / "lock", (1000, 1000))
+    lasting.touch([key(0)])  # from time to time it says so
+    if how == "closed":
+        lasting.close()
+    else:
+        monkeypatch.setattr(DirectoryLock, "note_use", lambda _: None)
+        lasting.close()
+        monkeypatch.undo()
+    fill(disk_tier(tmp_path, 1 * MIB), 40)
+    left = {path for path in tmp_path.iterdir() if path.is_dir()}
+    assert lasting_path in left and brief_path not in left
+
+
+def test_a_namespace_that_was_moved_elsewhere_and_linked_is_left_alone(tmp_path: Path) -> None:
+    """Found by reading: it can not be deleted, so every store failed that needed room."""
+    root = tmp_path / "kv"
+    other = disk_tier(root, 1 * MIB, using=codec(weights="other"))
+    fill(other, 20)
+    other.close()
+    other_path = root / codec(weights="other").namespace.id
+    other_path.rename(tmp_path / "elsewhere")
+    other_path.symlink_to(tmp_path / "elsewhere")
+    (root / "notes.txt").write_bytes(bytes(MIB // 2))
+    tier = disk_tier(root, 1 * MIB)
+    assert set(fill(tier, 60)) == {StoreOutcome.STORED}
+    assert 0 < len(present(tier, 60)) < 60, "the budget was used up"
+    tier.close()
+    assert load(disk_tier(root, 2 * MIB, using=codec(weights="other")), 3) == payload(3)
+
+
 def test_namespaces_in_use_are_left_alone(tmp_path: Path) -> None:
     other = disk_tier(tmp_path, 1 * MIB, using=codec(weights="other"))
     fill(other, 40)
@@ -242,6 +285,49 @@ def test_a_bad_place_on_the_disk_fails_once(tmp_path: Path, monkeypatch: pytest.
     assert store(tier, 0) is StoreOutcome.STORED
 
 
+@pytest.mark.parametrize("method", ["read_headers", "read_uses"])
+def test_a_bad_place_on_the_disk_does_not_keep_an_engine_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Found by reading: the directory had to be deleted by hand, with all that could still be read."""
+    tier = disk_tier(tmp_path)
+    fill(tier, 20)
+    num_per_segment = tier._state.shard.geometry.slots_per_segment
+    tier.close()
+    really_read = getattr(disk_files.Segment, method)
+    calls: list[object] = []
+
+    def read(segment: disk_files.Segment) -> bytes:
+        calls.append(segment)
+        if len(calls) == 1:
+            broken_disk()
+        return bytes(really_read(segment))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_files.Segment, method, read)
+        tier = disk_tier(tmp_path)
+    lost = num_per_segment if method == "read_headers" else 0
+    assert present(tier, 20) == list(range(lost, 20)) and 0 <= lost < 20
+    assert fill(tier, 20) == [StoreOutcome.PRESENT if number >= lost else StoreOutcome.STORED for number in range(20)]
+    assert all(load(tier, number) == payload(number) for number in range(20))
+    tier.check()
+
+
+def test_a_header_that_cannot_be_wiped_does_not_keep_an_engine_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = disk_tier(tmp_path)
+    fill(tier, 2)
+    tier.close()
+    (headers,) = tmp_path.glob("*/segment-00000.headers")
+    headers.write_bytes(b"damage" + headers.read_bytes()[6:])
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_files.Segment, "write_header", broken_disk)
+        tier = disk_tier(tmp_path)
+    assert present(tier, 2) == [1]
+    assert store(tier, 0) is StoreOutcome.STORED and load(tier, 0) == payload(0)
+
+
 @pytest.mark.parametrize("method", ["write_header", "write_payload"])
 def test_a_failed_write_is_an_error_and_leaves_no_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -279,6 +365,41 @@ def test_a_deleted_directory_is_noticed_and_made_anew(tmp_path: Path, what: str)
     tier.check()
     tier.close()
     assert present(disk_tier(root), 20) == list(range(20)), "they are in the new directory"
+
+
+def test_a_directory_that_was_moved_away_is_left_alone(tmp_path: Path) -> None:
+    """Found by reading: the files stayed open, and when more were needed every store failed, or wrote into another's."""
+    root, moved = tmp_path / "kv", tmp_path / "moved"
+    tier = disk_tier(root)
+    fill(tier, 3)
+    root.rename(moved)
+    num_bytes = bytes_in(moved)
+    assert fill(tier, 60) == [StoreOutcome.STORED] * 60
+    assert present(tier, 60) == list(range(60))
+    assert bytes_in(moved) == num_bytes
+    assert load(disk_tier(moved), 2) == payload(2), "nobody holds it any more"
+
+
+def test_who_began_before_the_directory_was_deleted_makes_no_files_in_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: the files of both had the same names, so each wrote over the other's chunks."""
+    root = tmp_path / "kv"
+    tier = disk_tier(root)
+    really_reserve = tier._reserve
+    arrived: list[object] = []
+
+    def reserve(state: object, *chunk: object) -> object:
+        if not arrived:
+            arrived.append(state)
+            delete(root)
+            assert store(tier, 1) is StoreOutcome.STORED, "another thread, in the new directory"
+        return really_reserve(state, *chunk)  # type: ignore[arg-type]  # passed on as they came
+
+    monkeypatch.setattr(tier, "_reserve", reserve)
+    assert store(tier, 2) is StoreOutcome.REFUSED
+    assert load(tier, 1) == payload(1)
+    tier.check()
 
 
 def test_a_directory_that_cannot_be_made_anew_is_an_error_until_it_can(tmp_path: Path) -> None:
@@ -325,6 +446,45 @@ def test_two_never_share_a_directory(tmp_path: Path) -> None:
     assert other.returncode and "another process uses it" in other.stderr
     first.close()
     assert load(disk_tier(tmp_path), 1) == payload(1)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """A child process meanwhile, that has all our files open."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(reading)
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_does_not_keep_a_directory(tmp_path: Path) -> None:
+    """Found by reading: until it ended, nobody could open the tier again that its parent had closed."""
+    with ExitStack() as stack:
+        tier = disk_tier(tmp_path)
+        store(tier, 1)
+        with brief_lock(tmp_path):
+            stack.enter_context(forked())
+        tier.close()
+        assert load(disk_tier(tmp_path), 1) == payload(1)
+
+
+def test_a_forked_child_does_not_give_a_directory_away(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path)
+    child = os.fork()
+    if not child:
+        tier.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(ConfigError, match="another process uses it"):
+        disk_tier(tmp_path)
 
 
 def test_further_replicas_of_an_engine_have_directories_and_budgets_of_their_own(tmp_path: Path) -> None:

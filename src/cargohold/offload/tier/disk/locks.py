@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -32,13 +32,30 @@ class DirectoryLock:
     FILE = "lock"
 
     def __init__(self, directory: Path) -> None:
-        self._file: Descriptor | None = Descriptor(directory / self.FILE, os.O_RDWR | os.O_CREAT)
+        self._path = directory / self.FILE
+        self._owner = os.getpid()
+        self._file: Descriptor | None = Descriptor(self._path, os.O_RDWR | os.O_CREAT)
         fcntl.flock(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.utime(self._file.number)  # tells when the directory was last used
+        self.note_use()
 
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted the directory."""
-        return self._file is None or not os.fstat(self._file.number).st_nlink
+        """Whether somebody has deleted the directory, or moved it away. Raises ``OSError``."""
+        file = self._file  # another thread may release it meanwhile
+        if file is None:
+            return True
+        try:
+            return not os.path.samestat(self._path.stat(), os.fstat(file.number))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except PermissionError:
+            return False  # nobody can see it, but it may well be there
+
+    def note_use(self) -> None:
+        """Say that the directory is used now. A hint: that it cannot be written down harms nobody."""
+        file = self._file  # another thread may release it meanwhile
+        if file is not None:
+            with suppress(OSError):
+                os.utime(file.number)
 
     def set_last_used(self, seconds: float) -> None:
         """Say that the directory was last used then, in seconds since 1970."""
@@ -47,7 +64,11 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Let others use the directory."""
-        self._file = None
+        file, self._file = self._file, None
+        # A child that was forked meanwhile has the file open too. It must not keep the lock, nor take it from its parent.
+        if file is not None and os.getpid() == self._owner:
+            with suppress(OSError):
+                fcntl.flock(file.number, fcntl.LOCK_UN)
 
 
 @contextmanager
@@ -72,6 +93,7 @@ def brief_lock(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        fcntl.flock(file.number, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open too
         del file  # also where an error's traceback would keep it
 
 
@@ -85,4 +107,5 @@ def is_in_use(directory: Path) -> bool:
         fcntl.flock(file.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    fcntl.flock(file.number, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open too
     return False

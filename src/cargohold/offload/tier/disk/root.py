@@ -69,7 +69,7 @@ def replicas_in(root: Path) -> list[Path]:
 
 
 def last_used(shard: Path) -> float:
-    """When a process began to use a shard, in seconds since 1970; 0 if that is not known."""
+    """When a process used a shard, in seconds since 1970; 0 if that is not known. Of one in use, when it said so last."""
     try:
         return (shard / DirectoryLock.FILE).stat().st_mtime
     except OSError:
@@ -110,7 +110,8 @@ def make_room(root: Path, keep: Path, num_bytes: int, max_bytes: int) -> bool:
     for shard in shards_in(root):
         if excess <= 0:
             break
-        if shard != keep and not is_in_use(shard):
+        # What a link leads to takes no room here, and is not ours to delete.
+        if shard != keep and not shard.is_symlink() and not is_in_use(shard):
             excess -= bytes_in(shard)
             shutil.rmtree(shard)
     return excess <= 0

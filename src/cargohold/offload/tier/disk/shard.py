@@ -16,6 +16,7 @@ from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk.files import Geometry, Segment, segment_files, uses_file
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock
 from cargohold.offload.tier.disk.root import make_private, make_room, read_description, write_description
+from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.namespace import Namespace
 from cargohold.offload.tier.staging import padded
 from cargohold.units import format_bytes
@@ -103,9 +104,18 @@ class Shard:
         return self._segments[at], within
 
     def header_tables(self) -> Iterator[bytes]:
-        """The headers of each segment's slots. Raises ``OSError``."""
-        for segment in self._segments:
-            yield segment.read_headers()
+        """The headers of each segment's slots.
+
+        Where they cannot be read, nothing is there: one bad place on the disk must not keep an engine from starting. Who
+        writes to such a slot wipes its header first.
+        """
+        for number, segment in enumerate(self._segments):
+            try:
+                table = segment.read_headers()
+            except OSError as error:
+                logger.warning("disk tier: headers of %s are lost: %s", self._segment_path(number), error.strerror)
+                table = bytes(HEADER_BYTES * self.geometry.slots_per_segment)
+            yield table
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -113,7 +123,7 @@ class Shard:
         return self._segments
 
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted the directory, or files in it."""
+        """Whether somebody has deleted the directory or moved it away, or deleted files in it. Raises ``OSError``."""
         return self._lock.is_deleted() or any(segment.is_deleted() for segment in self._segments[-1:])
 
     def grow(self) -> bool:
@@ -133,8 +143,13 @@ class Shard:
         segment, at = self.segment_of(slot)
         segment.write_header(at)
 
+    def note_use(self) -> None:
+        """It was used until now."""
+        self._lock.note_use()
+
     def release(self) -> None:
         """Let others use it. Threads may still be reading; files are closed when nobody refers to this any more."""
+        self.note_use()
         self._lock.release()
 
     def close(self) -> None:

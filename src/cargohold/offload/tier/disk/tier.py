@@ -6,7 +6,7 @@ import errno
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -143,10 +143,10 @@ class DiskTier(Tier):
     def _open(self) -> _State:
         shard = Shard(self._config, self._codec.namespace, self.chunk_bytes, self._budget)
         index = SlotIndex(shard.capacity, make_policy(self._config.policy, shard.capacity))
-        with self._errors():
-            index.add_slots(shard.num_slots)
-            uses = LastUses(shard)
-            for slot in restore_index(index, shard.header_tables(), uses.snapshot(), self._codec):
+        index.add_slots(shard.num_slots)
+        uses = LastUses(shard)
+        for slot in restore_index(index, shard.header_tables(), uses.snapshot(), self._codec):
+            with suppress(OSError):  # it counts as free all the same, and who writes there wipes it first
                 shard.wipe_header(slot)
         logger.info("disk tier in %s: %d chunks are there", shard.path, index.num_ready)
         return _State(shard, index, uses)
@@ -155,16 +155,17 @@ class DiskTier(Tier):
         """Write down what was used last. That it fails harms nobody."""
         try:
             state.uses.save()
+            state.shard.note_use()
         except OSError as error:
             logger.warning("disk tier in %s: what was used last was not saved: %s", state.shard.path, error.strerror)
 
     def _living_state(self) -> _State:
-        """The state, or an empty new one if somebody has deleted the directory."""
+        """The state, or an empty new one if somebody has deleted the directory or moved it away."""
         state = self._state
         if state.shard.is_deleted():
             with self._growing:
                 if state is self._state:
-                    logger.warning("disk tier: %s was deleted; starting again with nothing", state.shard.path)
+                    logger.warning("disk tier: %s is gone; starting again with nothing", state.shard.path)
                     state.shard.release()
                     self._state = self._reopen()
         return self._state
@@ -196,6 +197,8 @@ class DiskTier(Tier):
         with self._growing:
             if state.index.has_free or state.shard.num_slots >= state.shard.capacity:
                 return
+            if state is not self._state:
+                return  # its directory is gone; the files that would be made are another one's by now
             if self._growth_pause:
                 self._growth_pause -= 1
                 return

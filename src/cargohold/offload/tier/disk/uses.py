@@ -27,7 +27,7 @@ class LastUses:
     """The last uses of a shard's slots. Thread-safe.
 
     Args:
-        shard: whose slots; what it says of them is read. Raises ``OSError``.
+        shard: whose slots; what it says of them is read.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -38,7 +38,10 @@ class LastUses:
         self._changed: set[int] = set()
         self._saved_ns = 0
         for at, segment in enumerate(shard.segments):
-            found = segment.read_uses()
+            try:
+                found = segment.read_uses()
+            except OSError:
+                continue  # a bad place on the disk: nothing is known of these
             count = len(found) // USE_BYTES
             self._of(at)[:count] = np.frombuffer(found, _ON_DISK, count)
 
