@@ -74,8 +74,10 @@ class Inventory(ABC):
 
         Where a medium evicts by itself, or frees space only as a whole, the namespace goes.
         """
-        holding = next(found for found in self.holdings() if found.id == namespace_id)
         del num_bytes
+        holding = next((found for found in self.holdings() if found.id == namespace_id), None)
+        if holding is None:
+            return 0  # somebody else was faster
         self.remove(namespace_id)
         return holding.num_bytes
 

@@ -94,7 +94,10 @@ class DiskInventory(Inventory):
 
 
 def _count_headers(file: Path) -> int:
-    data = file.read_bytes()
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return 0  # an engine that starts deletes what is above its budget
     return sum(data[at : at + HEADER_BYTES] != _EMPTY for at in range(0, len(data) - HEADER_BYTES + 1, HEADER_BYTES))
 
 
@@ -112,14 +115,20 @@ def _segments(shard: Path) -> Iterator[tuple[Segment, int]]:
 
 def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
     """What is in a slot; ``None`` if nothing is."""
-    data = segment.read_header(slot)
-    if data == _EMPTY:
-        return None
-    header = unpack_header(data)
-    if header is None or not header.namespace.hex().startswith(namespace_id) or header.num_bytes > segment.slot_bytes:
-        return Finding.DAMAGED
-    payload = memoryview(bytearray(header.num_bytes))
-    segment.read_payload(slot, payload)
+    try:
+        data = segment.read_header(slot)
+        if data == _EMPTY:
+            return None
+        header = unpack_header(data)
+        is_ours = header is not None and header.namespace.hex().startswith(namespace_id)
+        if header is None or not is_ours or header.num_bytes > segment.slot_bytes:
+            return Finding.DAMAGED
+        payload = memoryview(bytearray(header.num_bytes))
+        segment.read_payload(slot, payload)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return Finding.DAMAGED  # a bad place on the disk; the slots behind it may well be good
     return Finding.GOOD if is_good(header, payload) else Finding.DAMAGED
 
 

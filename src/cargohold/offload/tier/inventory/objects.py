@@ -50,10 +50,13 @@ class ObjectInventory(Inventory):
         """Fetch and check every object."""
         with _errors():
             for chunk in self._namespace(namespace_id).chunks:
-                value = memoryview(obstore.get(self._store, chunk.path).bytes())
+                try:
+                    value = memoryview(obstore.get(self._store, chunk.path).bytes())
+                except FileNotFoundError:
+                    continue  # it went meanwhile
                 finding = check_value(value, namespace_id, chunk.key)
                 if finding is Finding.DAMAGED and delete:
-                    obstore.delete(self._store, chunk.path)
+                    delete_if_there(self._store, chunk.path)
                 yield finding
 
     def remove(self, namespace_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from cargohold.offload.tier.redis_tier import PREFIX
 
 _NAME = "shared"
 _ID_CHARS = 32
+_OURS = re.compile(re.escape(PREFIX.encode()) + rb"[0-9a-f]{%d}(:.+)?" % _ID_CHARS, re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -72,8 +74,13 @@ class RedisInventory(Inventory):
                 self._client.unlink(name)
 
     def _names(self, start: str) -> Iterator[bytes]:
-        """Names of ours that start like this."""
-        return (bytes(name) for name in self._client.scan_iter(match=f"{PREFIX}{start}*", count=1000))
+        """Names of ours that start like this, each once; others may like the same prefix."""
+        found = map(bytes, self._client.scan_iter(match=f"{PREFIX}{start}*", count=1000))
+        seen: set[bytes] = set()  # while a server moves its keys it tells of some twice
+        for name in found:
+            if _OURS.fullmatch(name) and name not in seen:
+                seen.add(name)
+                yield name
 
     def _facts(self, namespace_id: str) -> dict[str, str]:
         value = self._client.get(f"{PREFIX}{namespace_id}")
