@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import obstore
 import pytest
+from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
 from cargohold.errors import ConfigError, TierError
@@ -172,6 +178,102 @@ def test_two_engines_share_a_budget(tmp_path: Path) -> None:
 
 def test_a_chunk_above_the_budget_is_refused(tmp_path: Path) -> None:
     assert store(shared(f"file://{tmp_path}", max_bytes=CHUNK), 1) is StoreOutcome.REFUSED
+
+
+def killed_while_it_writes(directory: Path) -> Path:
+    """What a process leaves that is killed in the middle of a chunk, by the signal for files that become too large."""
+    script = f"""
+import resource, signal
+from pathlib import Path
+from tests.offload.tier.test_shared import shared, store
+tier = shared("file://{directory}")
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, ({CHUNK // 2}, {CHUNK // 2}))
+store(tier, 1)
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3], check=False)
+    assert run.returncode == -signal.SIGXFSZ
+    (left,) = directory.rglob("*#*")
+    assert left.stat().st_size == CHUNK // 2
+    return left
+
+
+def test_what_a_killed_process_was_writing_is_deleted_an_hour_later(tmp_path: Path) -> None:
+    """Found by reading: such files are never listed, so they neither counted nor went, however many there were."""
+    left = killed_while_it_writes(tmp_path)
+    foreign = tmp_path / "photos" / "00" / "abcd#1"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    assert store(shared(f"file://{tmp_path}", max_bytes=10 * CHUNK), 2) is StoreOutcome.STORED
+    assert left.exists(), "another process may be writing it"
+    for path in (left, foreign):
+        os.utime(path, (time.time() - 4000, time.time() - 4000))
+    assert store(shared(f"file://{tmp_path}", max_bytes=10 * CHUNK), 3) is StoreOutcome.STORED
+    assert not left.exists() and foreign.read_text() == "mine"
+
+
+@pytest.mark.parametrize("what", ["rm", "prune"])
+def test_what_a_killed_process_was_writing_can_be_deleted_by_hand(tmp_path: Path, what: str) -> None:
+    left = killed_while_it_writes(tmp_path)
+    inventory = open_inventory(f"file://{tmp_path}")
+    if what == "rm":
+        inventory.remove(NAMESPACE.id)
+    else:
+        inventory.trim(NAMESPACE.id, 1)
+        assert left.exists(), "another process may be writing it"
+        os.utime(left, (1, 1))
+        inventory.trim(NAMESPACE.id, 1)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_directory_refuses_and_what_is_there_can_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Found by reading: stores failed, so the tier was left to rest, and nothing was loaded from it."""
+    tier = shared(f"file://{tmp_path}")
+    store(tier, 1)
+    text = f"Generic LocalFileSystem error: Unable to copy data to file: {os.strerror(number)} (os error {number})"
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "put", raising(GenericError(text)))
+        assert store(tier, 2) is StoreOutcome.REFUSED
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "put", raising(GenericError(text.replace(f"{number}", f"{errno.EIO}"))))
+        with pytest.raises(TierError, match="Unable to copy data"):
+            store(tier, 2)
+    assert load(tier, 1) == payload(1) and load(tier, 2) is LoadOutcome.ABSENT
+
+
+def test_a_file_that_may_not_become_so_large_is_refused(tmp_path: Path) -> None:
+    """What the package says of a real limit."""
+    tier = shared(f"file://{tmp_path}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK // 2, hard))
+    try:
+        outcome = store(tier, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert outcome is StoreOutcome.REFUSED
+    assert store(tier, 1) is StoreOutcome.STORED
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_shared_directory_that_was_deleted_is_made_anew_for_its_owner_only(tmp_path: Path) -> None:
+    """Found by reading: the package made it, so that everybody could read what users wrote."""
+    directory = tmp_path / "kv"
+    tier = shared(f"file://{directory}")
+    store(tier, 1)
+    shutil.rmtree(directory)
+    assert load(tier, 1) is LoadOutcome.ABSENT
+    assert store(tier, 1) is StoreOutcome.STORED and load(tier, 1) == payload(1)
+    assert directory.stat().st_mode & 0o077 == 0
 
 
 def test_a_file_is_no_shared_directory(tmp_path: Path) -> None:

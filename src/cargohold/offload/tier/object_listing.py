@@ -13,6 +13,8 @@ from typing import Final
 import obstore
 from obstore.store import ObjectStore
 
+from cargohold.offload.tier.shared_directory import delete_unfinished
+
 logger = logging.getLogger(__name__)
 
 DESCRIPTION: Final = "namespace.json"
@@ -128,6 +130,7 @@ class StoreBudget:
 
     def _look(self, num_wanted: int) -> int:
         """Count, and delete the oldest chunks if ``num_wanted`` bytes would be too many; what is left."""
+        delete_unfinished(self._store)
         objects = list(list_ours(self._store))
         total = sum(known.num_bytes for known in objects)
         num_wanted += self._new

@@ -26,6 +26,7 @@ from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there
 from cargohold.offload.tier.shared import SharedTier
+from cargohold.offload.tier.shared_directory import directory_of, is_full, make_directory
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -53,7 +54,7 @@ def open_store(config: SharedTierConfig) -> ObjectStore:
     try:
         if config.scheme == "file":
             directory = Path(unquote(urlsplit(config.url).path))
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(directory)
             return LocalStore(directory)
         limit = timedelta(seconds=config.request_timeout_s)
         # Options given here hide those of the environment, of which this one matters for stores on one's own machines.
@@ -80,6 +81,7 @@ class ObjectTier(SharedTier):
     def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int) -> None:
         super().__init__(codec, chunk_bytes)
         self._store = open_store(config)
+        self._directory = directory_of(self._store)
         self._budget = None if config.num_max_bytes is None else StoreBudget(self._store, config.num_max_bytes)
         self._prefix = codec.namespace.id
         self._introduce(config)
@@ -103,9 +105,19 @@ class ObjectTier(SharedTier):
     def _put(self, key: OffloadKey, value: bytearray) -> bool:
         room = nullcontext(True) if self._budget is None else self._budget.room_for(len(value))
         with self._errors(), room as has_room:
-            if has_room:
-                obstore.put(self._store, self._path(key), value)
-        return has_room
+            return has_room and self._write(self._path(key), value)
+
+    def _write(self, path: str, value: bytearray) -> bool:
+        """Write an object; whether there was room."""
+        if self._directory is not None:
+            make_directory(self._directory)  # if it was deleted, the store would make it for all to read
+        try:
+            obstore.put(self._store, path, value)
+        except store_errors.GenericError as error:
+            if self._directory is None or not is_full(error):
+                raise
+            return False
+        return True
 
     def _get(self, key: OffloadKey) -> memoryview | None:
         with self._errors():
