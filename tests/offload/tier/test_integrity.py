@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cargohold.errors import ConfigError
 from cargohold.offload.tier import LoadOutcome, Namespace, StoreOutcome, Tier, digest_weights
 from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.encryption import read_key
+from cargohold.offload.tier.encryption import KEY_BYTES, EncryptionKey, read_key
 from cargohold.offload.tier.header import HEADER_BYTES, Header, unpack_header
 from cargohold.offload.tier.object_tier import ObjectTier
 from tests.offload.tier.common import NAMESPACE, codec, disk_tier, key, load, payload
@@ -216,6 +216,13 @@ def test_a_key_may_be_written_as_it_is_or_in_hexadecimal(tmp_path: Path, monkeyp
     ids = {read_key(source).id for source in (f"file:{raw}", f"file:{text}", "env:KV_KEY")}
     assert len(ids) == 1
     assert SECRET.hex() not in repr(read_key(f"file:{raw}")) and SECRET.hex()[:16] not in ids
+
+
+def test_a_key_in_the_environment_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: all but text ended with a UnicodeEncodeError."""
+    secret = bytes(range(256 - KEY_BYTES, 256))
+    monkeypatch.setitem(os.environb, b"KV_KEY", secret)
+    assert read_key("env:KV_KEY").id == EncryptionKey(secret).id
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,25 @@ def test_chunks_can_be_given_an_end() -> None:
         tier.close()
 
 
+@pytest.mark.parametrize(
+    "options", ["timeout=3", "decode_responses=true", "protocol=9", "socket_timeout=soon", "ssl_cert_reqs=perhaps"]
+)
+@pytest.mark.parametrize("start", ["redis://host", "rediss://host", "valkey://host/1", "unix:///run/socket"])
+def test_options_that_the_client_of_redis_cannot_have_are_refused_at_the_start(start: str, options: str) -> None:
+    """Found by reading: the engine ended with a TypeError; with decoded answers every load failed."""
+    with pytest.raises(ConfigError, match="url="):
+        shared(f"{start}?{options}")
+
+
+def test_schemes_may_be_written_in_capitals() -> None:
+    """Found by reading: of Valkey://valkey.example the host was taken for the scheme, and of others it was unknown."""
+    with key_value_server("valkey") as server:
+        for scheme in ("Valkey", "REDIS"):
+            tier = shared(f"{scheme}://127.0.0.1:{server.port}")
+            assert store(tier, 1) in {StoreOutcome.STORED, StoreOutcome.PRESENT} and load(tier, 1) == payload(1)
+            tier.close()
+
+
 def test_a_password_is_asked_for_and_never_shown() -> None:
     with key_value_server("valkey", "--requirepass", "right") as server:
         tier = shared(f"redis://:right@127.0.0.1:{server.port}")
@@ -259,7 +278,7 @@ def test_a_file_that_may_not_become_so_large_is_refused(tmp_path: Path) -> None:
 
 
 def raising(error: Exception) -> Callable[..., None]:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     return fail
@@ -400,6 +419,29 @@ def test_no_refusal_of_a_url_shows_its_password(url: str) -> None:
         SharedTierConfig(url=url)
     assert "secret" not in str(caught.value)
     assert str(caught.value.value).startswith(f"{url.partition(':')[0]}:"), "what it is about"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://name:secret@bucket/prefix", "s3://name:sec/secret@bucket/prefix", "az://container/prefix?sig=secret"]
+)
+def test_what_is_said_of_an_object_store_shows_no_secret(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, url: str
+) -> None:
+    """Found by reading: who writes credentials where Redis takes them read them in the log."""
+    monkeypatch.setattr("cargohold.offload.tier.object_tier.from_url", lambda *_, **__: MemoryStore())
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "put", raising(OSError("no")))
+        shared(url)
+    assert "does not answer yet" in caplog.text and "secret" not in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "put", raising(PermissionError("no")))
+        with pytest.raises(ConfigError, match="refuses access") as caught:
+            shared(url)
+    assert "secret" not in str(caught.value)
+    monkeypatch.setattr("cargohold.offload.tier.object_tier.from_url", raising(ValueError("no")))
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        shared(url)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

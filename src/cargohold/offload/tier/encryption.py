@@ -103,7 +103,7 @@ def read_key(source: str) -> EncryptionKey:
     if scheme == "env" and name:
         if name not in os.environ:
             raise ConfigError(_OPTION, source, f"the environment variable {name} is not set")
-        data = os.environ[name].encode()
+        data = os.fsencode(os.environ[name])  # the bytes as they are, of which not all are text
     elif scheme == "file" and name:
         data = _read_private(source, Path(name))
     else:

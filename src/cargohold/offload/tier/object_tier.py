@@ -63,7 +63,7 @@ def open_store(config: SharedTierConfig) -> ObjectStore:
         retry = {"max_retries": 1, "retry_timeout": limit}
         return from_url(config.url, client_options=client, retry_config=retry)  # type: ignore[call-overload, no-any-return]  # its overloads are one per store, by literal options
     except (store_errors.BaseError, OSError, ValueError) as error:
-        raise ConfigError("url", config.url, f"the store cannot be used: {first_line(error)}") from error
+        raise ConfigError("url", config.shown_url, f"the store cannot be used: {first_line(error)}") from error
 
 
 class ObjectTier(SharedTier):
@@ -156,11 +156,11 @@ class ObjectTier(SharedTier):
         try:
             obstore.put(self._store, f"{self._prefix}/{DESCRIPTION}", text)
         except _ACCESS_ERRORS as error:
-            raise ConfigError("url", config.url, f"the store refuses access: {first_line(error)}") from error
+            raise ConfigError("url", config.shown_url, f"the store refuses access: {first_line(error)}") from error
         except (store_errors.BaseError, OSError, ValueError) as error:
             if lacks_credentials(error):
-                raise ConfigError("url", config.url, "no credentials were found in the environment") from error
-            logger.warning("shared tier: %s does not answer yet: %s", config.url, first_line(error))
+                raise ConfigError("url", config.shown_url, "no credentials were found in the environment") from error
+            logger.warning("shared tier: %s does not answer yet: %s", config.shown_url, first_line(error))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -30,13 +30,20 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
     Raises:
         ConfigError: the URL cannot be understood.
     """
-    url = config.url.replace("valkey", "redis", 1) if config.scheme.startswith("valkey") else config.url
+    # The package knows schemes in small letters, and its own.
+    url = config.scheme.replace("valkey", "redis") + config.url[len(config.scheme) :]
     try:
-        return redis.Redis.from_url(
+        client = redis.Redis.from_url(
             url, socket_timeout=config.request_timeout_s, socket_connect_timeout=config.request_timeout_s
         )
-    except ValueError as error:
+        pool = client.connection_pool
+        # Made for its checks alone: of an option that there is none of, the package speaks at the first connection.
+        pool.connection_class(**pool.connection_kwargs)
+    except (ValueError, TypeError, redis.exceptions.RedisError) as error:
         raise ConfigError("url", config.shown_url, one_line(error)) from error
+    if pool.connection_kwargs.get("decode_responses"):
+        raise ConfigError("url", config.shown_url, "decode_responses cannot be: chunks are no text")
+    return client
 
 
 class RedisTier(SharedTier):
