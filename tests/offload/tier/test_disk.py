@@ -112,6 +112,20 @@ def test_a_smaller_budget_holds_for_what_others_left_too(tmp_path: Path) -> None
     assert len(present(tier, 150)) > 100
 
 
+def test_a_smaller_budget_makes_all_workers_give_up_their_share(tmp_path: Path) -> None:
+    """Found by reading: the first to start deleted all that the others had, and with it the use of its own."""
+
+    def open_all(max_bytes: int) -> list[DiskTier]:
+        return [disk_tier(tmp_path, max_bytes, using=codec(split=f"rank {rank} of 2"), num_shards=2) for rank in (0, 1)]
+
+    for tier in open_all(4 * MIB):
+        fill(tier, 145)
+        tier.close()
+    tiers = open_all(3 * MIB)
+    assert bytes_in(tmp_path) <= 3 * MIB
+    assert all(len(present(tier, 145)) > 90 for tier in tiers)
+
+
 def test_a_tier_that_could_not_be_opened_holds_no_lock(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one chunk of one worker needs") as caught:
         disk_tier(tmp_path, "8KiB")

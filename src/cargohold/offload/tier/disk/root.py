@@ -103,7 +103,7 @@ def make_room(root: Path, keep: Path, num_bytes: int, max_bytes: int) -> bool:
     Args:
         root: the directory.
         keep: the shard that needs the room.
-        num_bytes: that are wanted.
+        num_bytes: that are wanted; below 0 if so many will go by themselves.
         max_bytes: that everything in ``root`` may take.
     """
     excess = bytes_in(root) + num_bytes - max_bytes

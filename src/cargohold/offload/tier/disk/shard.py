@@ -15,7 +15,14 @@ from cargohold.errors import ConfigError
 from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk.files import Geometry, Segment, segment_files, uses_file
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock
-from cargohold.offload.tier.disk.root import make_private, make_room, read_description, write_description
+from cargohold.offload.tier.disk.root import (
+    bytes_in,
+    make_private,
+    make_room,
+    read_description,
+    shards_in,
+    write_description,
+)
 from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.namespace import Namespace
 from cargohold.offload.tier.staging import padded
@@ -83,7 +90,7 @@ class Shard:
                 check_budget(self._root, config, budget)
                 self.geometry = self._find_geometry(config, namespace, padded(chunk_bytes))
                 self.capacity = self._most_segments() * self.geometry.slots_per_segment
-                self._open_segments()
+                self._open_segments(namespace)
             except BaseException:
                 self._lock.release()
                 raise
@@ -194,7 +201,7 @@ class Shard:
     def _segment_path(self, number: int) -> Path:
         return self.path / f"segment-{number:05d}"
 
-    def _open_segments(self) -> None:
+    def _open_segments(self, namespace: Namespace) -> None:
         """Open those that are whole and within the budget, and delete the others, then what others left if need be."""
         while len(self._segments) < self._most_segments():
             path = self._segment_path(len(self._segments))
@@ -206,7 +213,20 @@ class Shard:
             self._segments.append(segment)
         self._delete_segments(len(self._segments))
         with brief_lock(self._root):  # the budget may have been larger before
-            make_room(self._root, self.path, 0, self._budget.root_bytes)
+            make_room(self._root, self.path, -self._others_excess(namespace), self._budget.root_bytes)
+
+    def _others_excess(self, namespace: Namespace) -> int:
+        """Bytes above their share that this engine's other workers have, and give back when they open their shards.
+
+        Without all shards no chunk is of use, so none is deleted for that.
+        """
+        own = _without_split(namespace.describe())
+        others = (
+            path
+            for path in shards_in(self._root)
+            if path != self.path and _without_split(read_description(path).namespace) == own
+        )
+        return sum(max(0, bytes_in(path) - self._budget.shard_bytes) for path in others)
 
     def _delete_segments(self, first: int) -> None:
         for file in self.path.glob("segment-*"):
@@ -264,6 +284,11 @@ def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
     if budget.root_bytes + budget.reserve_bytes > total:
         reserve = f", of which {format_bytes(budget.reserve_bytes)} are a reserve" if budget.reserve_bytes else ""
         raise ConfigError("max_bytes", config.max_bytes, f"the file system has {format_bytes(total)}{reserve}")
+
+
+def _without_split(facts: dict[str, str]) -> dict[str, str]:
+    """What all workers of an engine have in common, of what their namespaces say."""
+    return {name: fact for name, fact in facts.items() if name not in ("label", "split", "digest")}
 
 
 def _root_of(config: DiskTierConfig) -> Path:
