@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.protocol import ConnectorGuard, NullConnectorScheduler
-from tests.vllm.common import EAGER, ask_twice, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, LAZY, ask_twice, make_prompts, restored, tokens
 
 
 class Kept(NullConnectorScheduler):
@@ -60,6 +60,31 @@ def test_a_reset_on_demand_drops_what_is_kept(vllm_model: Callable[[str], str], 
     assert engine.llm.reset_prefix_cache(reset_connector=True)
     answers = engine.ask(prompts)
     assert [answer.device for answer in answers] == [0, 0]
+
+
+@pytest.mark.parametrize(("extra", "max_tokens"), [(EAGER, 150), (LAZY, 30)])
+def test_requests_that_never_cease_do_not_put_a_reset_off(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], extra: dict[str, Any], max_tokens: int
+) -> None:
+    """Found by reading: where every step stored something, the reset waited for the last request, and nothing was found."""
+    engine = start(vllm_model("llama"), extra, num_blocks=300, max_num_seqs=32)
+    inner = engine.side.guard.inner
+    for number, prompt in enumerate(make_prompts(96, 100)):
+        engine.add(str(number), prompt[number % 70 :], max_tokens)
+    for _ in range(40):
+        engine.step()
+    while not (inner.jobs and inner.manager.num_ready):
+        engine.step()
+    in_flight = {store.job_id for store in inner.jobs.stores()}
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    while inner.manager.num_ready:
+        assert in_flight.issuperset(store.job_id for store in inner.jobs.stores()), "nothing new is stored meanwhile"
+        engine.step()
+    while engine.is_busy and not inner.manager.num_ready:
+        engine.step()
+    assert engine.is_busy, "neither the reset waited for the last request, nor what is stored again"
+    for number in range(96):
+        engine.abort(str(number))
 
 
 def test_each_reset_is_followed_once() -> None:

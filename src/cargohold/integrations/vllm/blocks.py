@@ -140,6 +140,9 @@ class PoolContext:
         groups: the KV-cache groups.
         tables: the requests' block tables.
         waiting: the requests that wait, in the order in which they will be tried.
+
+    Attributes:
+        shows_free_blocks: whether there is anything in the free queue for whoever walks it.
     """
 
     def __init__(
@@ -153,6 +156,7 @@ class PoolContext:
         self._groups = groups
         self._tables = tables
         self._waiting = waiting
+        self.shows_free_blocks = True
         # Made when they are asked for first; vLLM's blocks stay the same ones.
         self._views: list[BlockView | None] = [None] * len(pool.blocks)
 
@@ -187,6 +191,8 @@ class PoolContext:
         start = queue.fake_free_list_head if after is None else self._pool.blocks[after.block_id]
         if after is not None and not _is_free(start):
             raise StaleCursorError(after.block_id)
+        if not self.shows_free_blocks:
+            return iter(())
         return self._walk(start.next_free_block, queue.fake_free_list_tail)
 
     def get_request_blocks(self, request_id: str) -> tuple[list[BlockView], ...]:

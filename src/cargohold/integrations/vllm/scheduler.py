@@ -207,11 +207,14 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> StepMessage:
         """This step's message to the workers."""
         self._check_deadlines()
-        self._resets.is_due()
+        # What is stored before a reset is dropped by it. And if every step stored something, there would be none.
+        is_reset_due = self._resets.is_due()
+        self._context.shows_free_blocks = not is_reset_due
         if self._parked:
             for request_id in output.num_scheduled_tokens:
                 self._parked.pop(request_id, None)
-        inner = self.guard.build_connector_meta(Step(output, self._requests, self.layout, self._tables))
+        requests = {} if is_reset_due else self._requests
+        inner = self.guard.build_connector_meta(Step(output, requests, self.layout, self._tables))
         new_loads, self._new_loads = self._new_loads, {}
         new_sends, self._new_sends = tuple(self._new_sends), []
         return StepMessage(inner, new_loads, new_sends, stop=self.guard.broken is not None and not self._is_released)
