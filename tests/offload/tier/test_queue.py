@@ -389,6 +389,20 @@ def test_one_trial_at_a_time() -> None:
         assert setup.state() is TierState.ON
 
 
+def test_a_job_without_chunks_is_no_trial() -> None:
+    """Found by reading: it was taken for one that had not ended, so the tier was never tried again."""
+    trouble: list[str | None] = ["gone"]
+    config = QueueConfig(breaker=BreakerConfig(failures_to_open=1))
+    with queue_on(faulty(lambda _: trouble[0]), config) as setup:
+        setup.run(JobKind.REMOVE, [b"a"])
+        setup.clock.advance(1.0)
+        assert setup.run(JobKind.LOAD, []).status is JobStatus.DONE
+        assert setup.state() is TierState.TRYING, "it proves nothing"
+        trouble[0] = None
+        assert setup.run(JobKind.REMOVE, [b"a"]).status is JobStatus.DONE
+        assert setup.state() is TierState.ON
+
+
 def test_what_is_no_trial_does_not_end_one_when_it_is_cancelled() -> None:
     gate = Gate("probe")
 

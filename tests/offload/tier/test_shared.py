@@ -151,6 +151,21 @@ def test_options_that_the_client_of_redis_cannot_have_are_refused_at_the_start(s
         shared(f"{start}?{options}")
 
 
+def test_a_database_that_the_server_does_not_have_is_refused_at_the_start() -> None:
+    """Found by use: the server was said not to answer yet, and every request failed."""
+    with key_value_server("valkey") as server, pytest.raises(ConfigError, match="no such database"):
+        shared(f"valkey://127.0.0.1:{server.port}/99")
+
+
+def test_an_error_of_the_server_is_told_without_keys() -> None:
+    """Found by use: the bytes of a key, which are no text, stood in the log."""
+    with key_value_server("valkey", "--cluster-enabled", "yes") as server:
+        tier = shared(f"valkey://127.0.0.1:{server.port}")
+        with pytest.raises(TierError, match=r"tier shared: Hash slot not served$"):
+            tier.probe([key(1), key(2)])
+        tier.close()
+
+
 def test_schemes_may_be_written_in_capitals() -> None:
     """Found by reading: of Valkey://valkey.example the host was taken for the scheme, and of others it was unknown."""
     with key_value_server("valkey") as server:

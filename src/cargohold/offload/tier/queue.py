@@ -65,6 +65,8 @@ class TierQueue:
                 self._totals.num_refused += 1
                 return False
             self._ledger.add(job)
+            if not job.keys and self._reaches_medium(job.kind):
+                self._breaker.note_cancelled()  # it is done already, and the medium was not asked
             self._changed.notify_all()
         return True
 

@@ -22,6 +22,7 @@ from cargohold.offload.tier.shared import SharedTier
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "cargohold:"
+_NO_SUCH_DATABASE: Final = "DB index is out of range"
 
 
 def open_client(config: SharedTierConfig) -> redis.Redis:
@@ -70,7 +71,12 @@ class RedisTier(SharedTier):
         with self._errors(), self._client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.exists(self._name(key))
-            return [bool(count) for count in pipeline.execute()]
+            # Where the package raises errors by itself, it puts the key's bytes before what the server says.
+            counts = pipeline.execute(raise_on_error=False)
+            for count in counts:
+                if isinstance(count, redis.exceptions.RedisError):
+                    raise count
+            return list(map(bool, counts))
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Delete values; the server frees them in the background."""
@@ -105,6 +111,8 @@ class RedisTier(SharedTier):
         except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError) as error:
             raise ConfigError("url", config.shown_url, f"the server refuses access: {one_line(error)}") from error
         except redis.exceptions.RedisError as error:
+            if _NO_SUCH_DATABASE in str(error):
+                raise ConfigError("url", config.shown_url, "the server has no such database") from error
             logger.warning("shared tier: the server does not answer yet: %s", one_line(error))
 
     @contextmanager
