@@ -157,9 +157,9 @@ def test_a_database_that_the_server_does_not_have_is_refused_at_the_start() -> N
         shared(f"valkey://127.0.0.1:{server.port}/99")
 
 
-def test_an_error_of_the_server_is_told_without_keys() -> None:
+def test_an_error_of_the_server_is_told_without_keys(tmp_path: Path) -> None:
     """Found by use: the bytes of a key, which are no text, stood in the log."""
-    with key_value_server("valkey", "--cluster-enabled", "yes") as server:
+    with key_value_server("valkey", "--cluster-enabled", "yes", "--dir", str(tmp_path)) as server:
         tier = shared(f"valkey://127.0.0.1:{server.port}")
         with pytest.raises(TierError, match=r"tier shared: Hash slot not served$"):
             tier.probe([key(1), key(2)])
