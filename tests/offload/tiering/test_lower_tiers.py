@@ -341,6 +341,36 @@ def test_a_promotion_that_never_got_to_the_workers_is_forgotten() -> None:
     assert world.lower.is_idle and world.manager.num_free == 8
 
 
+def test_what_was_released_before_it_was_handed_out_is_not_wanted_again_when_others_are_released() -> None:
+    world = World()
+    world.learn(KEYS[:4])
+    promotions = [world.lower.promote([Chain(0, [key], None)], ()) for key in KEYS[:4]]
+    for promotion in promotions:
+        assert isinstance(promotion, Promotion)
+        promotion.release()
+    assert world.step() == []
+    assert world.lower.is_idle and world.manager.num_free == 8
+
+
+def test_workers_hear_once_of_a_job_that_is_cancelled_and_not_of_one_that_has_ended() -> None:
+    world = World(capacity=16)
+    world.keep(KEYS[:2])
+    (store,) = world.step()
+    assert world.manager.reset()
+    assert world.lower.take_cancelled() == (store.job_id,)
+    world.keep(KEYS[:2])
+    (other,) = world.step()
+    assert world.manager.reset()
+    assert world.lower.take_cancelled() == (other.job_id,), "of the first they know"
+    for job in (store, other):
+        world.end(job, [False] * 2, TransferOutcome.ABANDONED)
+    world.keep(KEYS[:2])
+    (ended,) = world.step()
+    assert world.manager.reset()
+    world.end(ended, [True] * 2)
+    assert world.lower.take_cancelled() == ()
+
+
 def test_nobody_holds_chunks_for_ever() -> None:
     world = World()
     world.learn(KEYS[:2])
@@ -386,6 +416,33 @@ def test_that_a_tier_is_left_alone_is_warned_of_once_and_not_with_every_trial(ca
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
+def test_a_tier_that_a_worker_will_not_use_any_more_is_asked_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:2])
+    world.keep(KEYS[2:8])
+    for at in range(8, 12):
+        world.lower.probe([KEYS[at]])
+    jobs = world.step()
+    assert [job.kind for job in jobs] == [JobKind.PROBE] * 4 + [JobKind.STORE]
+    known = follow(world, set())
+    assert known == set(KEYS[:2])
+    for _ in range(2):  # another worker says so as well
+        world.lower.turn_off(0)
+    assert follow(world, known) == set(), "nobody can load anything from it"
+    assert list(world.lower.lookup([KEYS[0], KEYS[11], key_of(1, 0)])) == [ABSENT] * 3
+    world.lower.probe([key_of(1, 0)])
+    world.manager.touch(KEYS[:8])
+    world.keep([key_of(1, 0)])
+    assert not world.lower.tiers[0].backlog and world.step() == []
+    for job in jobs:
+        world.end(job, [True] * len(job.keys), TransferOutcome.DONE if job is jobs[-1] else TransferOutcome.FAILED)
+    assert follow(world, set()) == set(), "what it wrote last is of no use"
+    assert world.lower.take_stats()["tier0_off"] == 1
+    assert caplog.text.count("tier tier0 is off") == 1
+    assert "left alone for a while" not in caplog.text, "for it is not tried again"
+    world.manager.check()
+
+
 def test_a_job_that_does_not_end_is_blamed_once_and_its_slots_stay_reserved_until_it_does() -> None:
     world = World()
     world.learn(KEYS[:2])
@@ -400,6 +457,25 @@ def test_a_job_that_does_not_end_is_blamed_once_and_its_slots_stay_reserved_unti
     world.end(load, [False, False], TransferOutcome.FAILED)
     assert world.lower.tiers[0].stats["failures"] == 1
     assert world.manager.num_writing == 0
+
+
+def test_who_had_no_occasion_to_report_is_not_late() -> None:
+    """Workers end a job at its deadline by themselves, and it takes some steps until that is known."""
+    world = World()
+    world.lower.probe(KEYS[:1])
+    world.lower.probe(KEYS[1:2])
+    probes = world.step()
+    world.clock.advance(2.9)
+    for _ in range(5):
+        world.step()
+    assert not world.lower.take_stats()["tier0_failures"], "less than a second after the deadline"
+    world.clock.advance(0.2)
+    for _ in range(2):
+        world.step()
+    assert not world.lower.take_stats()["tier0_failures"] and not world.lower.take_cancelled()
+    world.step()
+    assert world.lower.take_stats()["tier0_failures"] == 2
+    assert world.lower.take_cancelled() == tuple(probe.job_id for probe in probes)
 
 
 def test_a_pause_in_which_nobody_steps_makes_no_job_late() -> None:
@@ -437,10 +513,90 @@ def test_chunks_are_written_in_prefix_order_with_their_parents() -> None:
     assert list(world.lower.lookup(KEYS[:5])) == [READY] * 5
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+def test_a_host_memory_of_few_chunks_is_written_down_too(capacity: int) -> None:
+    world = World(capacity)
+    world.keep(KEYS[:capacity])
+    written = []
+    while commands := world.step():
+        (command,) = commands
+        written.append(command.keys)
+        world.end(command, [True])
+    assert written == [(key,) for key in KEYS[:capacity]], "one at a time"
+
+
+def test_what_is_written_back_waits_until_host_memory_is_nearly_full_of_it_and_the_least_used_goes_first() -> None:
+    world = World(write_mode=WriteMode.BACK)
+    for first in (0, 3):
+        world.keep(KEYS[first : first + 3])
+        assert world.step() == []
+    world.manager.touch(KEYS[:2])
+    world.keep(KEYS[6:7])
+    (store,) = world.step()
+    assert (store.kind, store.keys) == (JobKind.STORE, (KEYS[2],))
+    world.end(store, [True])
+    assert [command for command in world.step() if command.kind is JobKind.STORE] == []
+
+
+def test_use_does_not_postpone_what_is_written_at_once() -> None:
+    world = World(max_inflight_chunks=1)
+    world.keep(KEYS[:3])
+    world.manager.touch(KEYS[:1])
+    assert [command.keys for command in world.step()] == [(KEYS[0],)]
+
+
+def test_of_chunks_seen_once_the_latest_are_remembered_and_written_when_they_come_again() -> None:
+    world = World(capacity=2, admission=Admission.REUSED)
+    for key in KEYS[:9]:  # one more than are remembered
+        world.keep([key])
+        assert world.step() == []
+    world.keep(KEYS[:1])
+    assert world.step() == [], "the first was forgotten"
+    world.keep(KEYS[2:3])
+    assert [(command.keys, command.parents) for command in world.step()] == [((KEYS[2],), (None,))]
+
+
+def test_a_chunk_counts_as_seen_also_while_the_tier_has_it() -> None:
+    tier = LowerTier(TierOptions(name="tier", admission=Admission.REUSED), 8, VirtualClock(), TieringConfig())
+    for is_there in (True, False):
+        tier.note_presence(KEYS[:1], [is_there])
+        tier.note_stored(KEYS[0], None)
+        assert len(tier.backlog) == (0 if is_there else 1)
+
+
+def test_what_could_not_be_written_is_not_tried_again_with_every_use() -> None:
+    """A disk that is full, or has a bad place, would be written to all the time."""
+    world = World()
+    world.keep(KEYS[:2])
+    (store,) = world.step()
+    world.end(store, [True, False])
+    for _ in range(3):
+        world.manager.touch(KEYS[:2])
+        assert world.step() == []
+
+
+def test_what_is_used_is_written_once_each_chunk_with_its_parent() -> None:
+    world = World(capacity=16, admission=Admission.REUSED)
+    world.keep(KEYS[:4])
+    world.manager.touch(KEYS[:6])
+    assert len(world.lower.tiers[0].backlog) == 4, "what host memory has"
+    (store,) = world.step()
+    assert (store.kind, store.keys, store.parents) == (JobKind.STORE, tuple(KEYS[:4]), (None, *KEYS[:3]))
+    world.manager.touch(KEYS[:4])
+    assert world.step() == [], "it is being written"
+    world.end(store, [True] * 4)
+    world.manager.touch(KEYS[:4])
+    assert len(world.lower.tiers[0].backlog) == 0
+    assert world.step() == []
+    stats = world.lower.take_stats()
+    assert (stats["tier0_stored_chunks"], stats["tier0_not_stored_chunks"]) == (4, 0)
+
+
 def test_what_the_tier_has_is_not_written_again() -> None:
     world = World()
     world.learn(KEYS[:2])
     world.keep(KEYS[:3])
+    assert len(world.lower.tiers[0].backlog) == 1, "nor does it wait for its turn, and keep the engine stepping"
     assert [command.keys for command in world.step()] == [(KEYS[2],)]
 
 
@@ -453,6 +609,13 @@ def test_a_daily_budget_is_kept() -> None:
     assert world.step() == []
     world.clock.advance(1801)
     assert [len(command.keys) for command in world.step()] == [1]
+
+
+def test_a_large_daily_budget_lets_no_more_be_written_at_the_same_time() -> None:
+    world = World(max_daily_chunks=48_000, max_inflight_chunks=1)
+    world.keep(KEYS[:3])
+    assert [len(command.keys) for command in world.step()] == [1]
+    assert world.step() == []
 
 
 def test_after_a_reset_chunks_have_other_names() -> None:
@@ -485,6 +648,36 @@ def test_a_reset_does_not_wait_for_a_slow_medium_that_still_writes(outcome: Tran
     assert world.manager.num_free == 5
     world.manager.check()
     assert list(world.lower.lookup(KEYS[:3])) == [UNKNOWN] * 3, "it was written under names that nobody uses any more"
+
+
+def test_what_comes_again_after_a_reset_is_written_though_its_old_name_still_is() -> None:
+    """Before, it was taken for what was being written, and not in the tier when host memory had evicted it."""
+    world = World(capacity=16)
+    world.keep(KEYS[:2])
+    (old,) = world.step()
+    assert world.manager.reset()
+    world.keep(KEYS[:4])
+    (new,) = world.step()
+    assert len(new.keys) == 2 and not set(new.keys) & set(old.keys), "as many at a time, whatever their names"
+    world.manager.check()
+    world.end(old, [True] * 2)
+    world.manager.touch(KEYS[:2])
+    (rest,) = world.step()  # what is being written is neither written again nor asked for
+    for store in (new, rest):
+        world.end(store, [True] * 2)
+    world.manager.check()
+    assert list(world.lower.lookup(KEYS[:4])) == [READY] * 4
+    assert world.step() == []
+
+
+@pytest.mark.parametrize("admission", Admission)
+def test_a_reset_forgets_what_waits_to_be_written_and_what_was_seen_once(admission: Admission) -> None:
+    world = World(capacity=16, admission=admission)
+    world.keep(KEYS[:4])
+    assert world.manager.reset()
+    assert not world.lower.is_settling and world.step() == []
+    world.keep(KEYS[:4])
+    assert [command.kind for command in world.step()] == ([JobKind.STORE] if admission is Admission.ALL else [])
 
 
 def test_a_reset_is_refused_while_chunks_are_brought_up() -> None:
@@ -666,6 +859,11 @@ class Traffic:
     def touch(self) -> None:
         self.world.manager.touch(self.chain())
 
+    def reset(self) -> None:
+        if self.world.manager.reset():
+            assert all(promotion.is_released for promotion in self.promotions)
+            assert READY not in self.world.lower.lookup(self.chain()), "nothing is known any more"
+
     def pass_time(self) -> None:
         self.world.clock.advance(self.random.choice([0.1, 1.0, 10.0]))
 
@@ -706,6 +904,7 @@ def test_whatever_happens_nothing_is_lost_or_held_for_ever(
         traffic.end_job,
         traffic.end_job,
         traffic.touch,
+        traffic.reset,
         traffic.pass_time,
         traffic.step,
     ]
@@ -731,6 +930,22 @@ def test_a_handle_of_a_promotion_is_given_back_once() -> None:
     assert world.manager.num_pins == 0
 
 
+def test_how_long_a_tier_takes_is_known_for_a_while_and_measured_again_then() -> None:
+    world = World()
+    world.learn(KEYS[:4])
+    assert world.lower.estimate_s({0: 4}) is None
+    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(promotion, Promotion)
+    (load,) = world.step()
+    world.clock.advance(1.5)
+    world.end(load, [True] * 4)
+    promotion.release()
+    world.clock.advance(29)
+    assert world.lower.estimate_s({0: 4}) == pytest.approx(1.5)
+    world.clock.advance(2)
+    assert world.lower.estimate_s({0: 4}) is None
+
+
 def test_a_tier_is_asked_for_what_another_could_not_give() -> None:
     """A chunk that turns out to be gone is looked for further down the next time."""
     world = World(num_tiers=2)
@@ -751,6 +966,8 @@ def test_what_is_in_use_is_looked_after() -> None:
     world.keep(KEYS[:4])
     world.manager.touch(KEYS[:4])
     (store,) = world.step()
+    world.manager.touch(KEYS[:4])
+    assert world.step() == [], "it is on its way there"
     world.end(store, [True] * 4)
     world.manager.touch(KEYS[:4])
     assert world.step() == [], "it was there a moment ago"
@@ -758,6 +975,8 @@ def test_what_is_in_use_is_looked_after() -> None:
     world.manager.touch(KEYS[:6])
     (probe,) = world.step()
     assert (probe.kind, probe.keys) == (JobKind.PROBE, tuple(KEYS[:4])), "what host memory has, and no more"
+    world.manager.touch(KEYS[:6])
+    assert world.step() == [], "it is being asked"
     world.end(probe, [True, True, False, False])
     (store,) = world.step()
     assert (store.kind, store.keys, store.parents) == (JobKind.STORE, tuple(KEYS[2:4]), tuple(KEYS[1:3]))

@@ -77,9 +77,9 @@ class Dispatch:
                 if batch is None:
                     break
                 tier.breaker.admit()
-                tier.begin_writing(batch.keys)
                 pins = self._host.prepare_load(batch.keys)
                 task = TierTask(JobKind.STORE, at, batch.keys, pins.slots, batch.parents, pins=pins)
+                tier.begin_writing(task)
                 yield self._command(new_id(), task, self._config.store_timeout_s)
 
     def rename(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from cargohold.blocks import READY
 from cargohold.offload.manager.base import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
@@ -16,6 +16,7 @@ from cargohold.offload.tiering.backlog import Backlog
 from cargohold.offload.tiering.commands import TieringConfig, TierOptions
 from cargohold.offload.tiering.pace import Pace
 from cargohold.offload.tiering.presence import Presence
+from cargohold.offload.tiering.task import TierTask
 from cargohold.protocol import Clock
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class LowerTier:
         daily = options.max_daily_chunks
         self._allowance = None if daily is None else Allowance(daily, clock)
         self._max_dirty = host_capacity * 3 // 4
-        self._writing: set[OffloadKey] = set()
+        # Which job writes each chunk, under the name that it has now.
+        self._writing: dict[OffloadKey, TierTask] = {}
         # Chunks used once, for admission; oldest first.
         self._seen: OrderedDict[OffloadKey, None] = OrderedDict()
         self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
@@ -143,18 +145,19 @@ class LowerTier:
         events, self._events = self._events, []
         return events
 
-    def begin_writing(self, keys: Iterable[OffloadKey]) -> None:
-        """These are being written."""
-        keys = list(keys)
+    def begin_writing(self, task: TierTask) -> None:
+        """A job's chunks are being written."""
         if self._allowance is not None:
-            self._allowance.spend(len(keys))
-        self._writing.update(keys)
-        self.num_writing = len(self._writing)
+            self._allowance.spend(len(task.keys))
+        self._writing.update(dict.fromkeys(task.keys, task))
+        self.num_writing += len(task.keys)
 
-    def end_writing(self, keys: Iterable[OffloadKey], succeeded: Sequence[bool]) -> None:
+    def end_writing(self, task: TierTask, succeeded: Sequence[bool]) -> None:
         """They are not being written any more; which of them were."""
-        self._writing.difference_update(keys)
-        self.num_writing = len(self._writing)
+        for key in task.keys:
+            if self._writing.get(key) is task:
+                del self._writing[key]
+        self.num_writing -= len(task.keys)
         self.stats["stored_chunks"] += sum(succeeded)
         self.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
 
@@ -185,6 +188,8 @@ class LowerTier:
         """What the tier holds must not be found any more, and nothing waits to be written: host memory was emptied, say."""
         self.presence.clear()
         self.backlog.clear()
+        # What is being written gets a name that nobody uses any more: new chunks must not be taken for it.
+        self._writing.clear()
         self._seen.clear()
         self._withdraw()
 

@@ -305,7 +305,7 @@ class LowerTiers:
             case JobKind.STORE:
                 assert task.pins is not None
                 task.pins.release()
-                tier.end_writing(task.keys, succeeded)
+                tier.end_writing(task, succeeded)
                 if outcome is TransferOutcome.DONE and not task.is_cancelled:  # their names may be others by now
                     tier.note_presence(task.keys, succeeded)
             case JobKind.REMOVE:
