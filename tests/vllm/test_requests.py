@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,22 @@ def test_a_salt_keeps_prompts_apart(llama: str, start: Callable[..., Any]) -> No
     assert engine.ask([prompt])[0].restored == 0
     forget(engine)
     assert engine.ask([prompt], salt="mine")[0].restored == 320
+
+
+def test_wishes_that_are_no_object_cost_their_request_offloading_alone(
+    llama: str, start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by reading: a string, which clients can send by ``vllm_xargs``, turned the connector off for everybody."""
+    engine = start(llama, EAGER)
+    (prompt,) = make_prompts(1, 330)
+    ask_twice(engine, [prompt])
+    connector, request = engine.scheduler.connector, SimpleNamespace(request_id="odd", kv_transfer_params="fast")
+    connector.on_new_request(request)
+    assert "kv_transfer_params='fast' must be an object" in caplog.text
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert connector.request_finished_all_groups(request, ([],)) == (False, None)
+    forget(engine)
+    assert restored(engine.ask([prompt])) == 320
 
 
 def test_limits_of_a_request_are_kept_and_impossible_ones_cost_it_offloading_alone(

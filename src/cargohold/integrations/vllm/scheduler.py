@@ -132,6 +132,15 @@ class SchedulerSide:
                 self.guard.break_off("; ".join(missing))
         if self.guard.broken is not None or getattr(request, "resumable", False):
             return
+        wishes = request.kv_transfer_params
+        if wishes is not None and not isinstance(wishes, Mapping):
+            # vLLM passes on whatever a client has put there.
+            logger.warning(
+                "request %s: kv_transfer_params=%r must be an object; it is served without offloading",
+                request.request_id,
+                wishes,
+            )
+            return
         try:
             self.guard.on_new_request(request)
         except RequestError as error:
