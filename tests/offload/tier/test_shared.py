@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
 from tests.servers import AZURE_ACCOUNT, BUCKET, Server, free_port, key_value_server
 
 WAIT_S = 30.0
+REPOSITORY = Path(__file__).parents[3]
 
 
 def shared(url: str, timeout_s: float = 10.0, **options: object) -> Tier:
@@ -214,6 +216,49 @@ def test_a_chunk_above_the_budget_is_refused(tmp_path: Path) -> None:
     assert store(shared(f"file://{tmp_path}", max_bytes=CHUNK), 1) is StoreOutcome.REFUSED
 
 
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "a name that is no text": lambda place: os.mkdir(os.fsencode(place) + b"/\xff"),  # noqa: PTH102  # nor is the path
+    "a name of two lines": lambda place: (place / "two\nlines").write_text("mine"),
+    "a link to itself": lambda place: (place / "link").symlink_to("link"),
+    "a link to what it is in": lambda place: (place / "link").symlink_to("."),
+    "a link in our place": lambda place: (place / ("0" * 32)).symlink_to("."),
+    "a file in our place": lambda place: (place / ("0" * 32)).write_text("mine"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_others_keep_in_a_shared_directory_is_not_looked_at(tmp_path: Path, what: str) -> None:
+    """Found by use: one such name, and with ``max_bytes`` every store failed, and every look at what is there."""
+    FOREIGN[what](tmp_path)
+    tier = shared(f"file://{tmp_path}", max_bytes=10 * CHUNK)
+    for number in range(20):
+        assert store(tier, number) is StoreOutcome.STORED
+    (holding,) = open_inventory(f"file://{tmp_path}").holdings()
+    assert 5 <= holding.num_chunks <= 10
+    assert len(os.listdir(tmp_path)) == 2  # noqa: PTH208  # of any name
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can become somebody else")
+def test_a_directory_that_is_not_for_everybody_does_not_stand_in_the_way() -> None:
+    """Found by reading: the root of a file system has such a one, ``lost+found``."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)  # noqa: PTH101
+        Path(place, "lost+found").mkdir(mode=0o700)
+        script = f"""
+import os
+import cargohold.offload.tier.object_tier  # while all modules can be read
+from tests.offload.tier.test_shared import CHUNK, shared, store
+os.setgid(65534)
+os.setuid(65534)
+tier = shared("file://{place}", max_bytes=10 * CHUNK)
+print({{store(tier, number).value for number in range(20)}})
+"""
+        run = subprocess.run(
+            [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        assert run.stdout == "{'stored'}\n", run.stderr
+
+
 def killed_while_it_writes(directory: Path) -> Path:
     """What a process leaves that is killed in the middle of a chunk, by the signal for files that become too large."""
     script = f"""
@@ -226,7 +271,7 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_FSIZE, ({CHUNK // 2}, {CHUNK // 2}))
 store(tier, 1)
 """
-    run = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3], check=False)
+    run = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=False)
     assert run.returncode == -signal.SIGXFSZ
     (left,) = directory.rglob("*#*")
     assert left.stat().st_size == CHUNK // 2

@@ -13,7 +13,7 @@ from typing import Final
 import obstore
 from obstore.store import ObjectStore
 
-from cargohold.offload.tier.shared_directory import delete_unfinished
+from cargohold.offload.tier.shared_directory import delete_unfinished, directory_of, files_in
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +46,24 @@ class StoredObject:
 
 
 def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
-    """Our objects whose path starts like this; what others keep in the same place is left out. Raises the store's errors."""
-    for page in obstore.list(store, prefix or None):
-        for entry in page:
-            path = str(entry["path"])
-            match = _OURS.fullmatch(path)
-            if match is not None:
-                key = bytes.fromhex(match["key"] or "")
-                yield StoredObject(
-                    path, match["namespace"], key, int(entry["size"]), entry["last_modified"].timestamp()
-                )
+    """Our objects; what others keep in the same place is left out. Raises the store's errors.
+
+    Args:
+        store: where.
+        prefix: how their paths start: empty, or a namespace's id and a slash.
+    """
+    directory = directory_of(store)
+    if directory is None:
+        pages = obstore.list(store, prefix or None)
+        entries = (
+            (str(one["path"]), int(one["size"]), one["last_modified"].timestamp()) for page in pages for one in page
+        )
+    else:
+        entries = ((path, status.st_size, status.st_mtime) for path, status in files_in(directory, prefix))
+    for path, num_bytes, written_s in entries:
+        match = _OURS.fullmatch(path)
+        if match is not None:
+            yield StoredObject(path, match["namespace"], bytes.fromhex(match["key"] or ""), num_bytes, written_s)
 
 
 def delete_if_there(store: ObjectStore, path: str) -> None:

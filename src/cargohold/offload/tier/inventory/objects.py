@@ -65,13 +65,13 @@ class ObjectInventory(Inventory):
         with _errors():
             for known in self._namespace(namespace_id).objects:
                 delete_if_there(self._store, known.path)
-            delete_unfinished(self._store, namespace_id, older_than_s=0.0)
+            delete_unfinished(self._store, f"{namespace_id}/", older_than_s=0.0)
 
     def trim(self, namespace_id: str, num_bytes: int) -> int:
         """Delete the oldest chunks; other engines miss them and compute."""
         gone = 0
         with _errors():
-            delete_unfinished(self._store, namespace_id)
+            delete_unfinished(self._store, f"{namespace_id}/")
             for chunk in sorted(self._namespace(namespace_id).chunks, key=lambda found: found.written_s):
                 if gone >= num_bytes:
                     break
