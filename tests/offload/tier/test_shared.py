@@ -217,7 +217,7 @@ def test_a_chunk_above_the_budget_is_refused(tmp_path: Path) -> None:
 
 
 FOREIGN: dict[str, Callable[[Path], object]] = {
-    "a name that is no text": lambda place: os.mkdir(os.fsencode(place) + b"/\xff"),  # noqa: PTH102  # nor is the path
+    "a name that is no text": lambda place: os.mknod(os.fsencode(place) + b"/\xff"),
     "a name of two lines": lambda place: (place / "two\nlines").write_text("mine"),
     "a link to itself": lambda place: (place / "link").symlink_to("link"),
     "a link to what it is in": lambda place: (place / "link").symlink_to("."),
