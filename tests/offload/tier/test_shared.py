@@ -28,6 +28,7 @@ from cargohold.offload.tier.factory import open_tier
 from cargohold.offload.tier.inventory.factory import open_inventory
 from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
 from cargohold.offload.tier.object_listing import StoreBudget, StoredObject, list_ours
+from cargohold.offload.tier.object_tier import open_store
 from cargohold.simulation.clock import VirtualClock
 from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
@@ -91,6 +92,18 @@ def test_an_object_store_keeps_a_budget(
     (holding,) = open_inventory(url).holdings()
     assert 5 * CHUNK <= holding.num_bytes <= 10 * CHUNK
     assert sum(tier.probe([key(number) for number in range(30)])) == holding.num_chunks
+
+
+def test_a_large_chunk_is_written_at_once(s3: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Found by use: an engine that was killed while it wrote left parts in the bucket that no listing shows."""
+    CLOUDS["s3"].sign_in(monkeypatch, s3.port, tmp_path)
+    config = SharedTierConfig(url=CLOUDS["s3"].url(tmp_path.name))
+    tier = open_tier(config, NAMESPACE, 12 * 1024**2)
+    assert tier.store(key(1), memoryview(bytes(12 * 1024**2))) is StoreOutcome.STORED
+    stored = open_store(config)
+    (known,) = (known for known in list_ours(stored) if known.key)
+    tag = obstore.head(stored, known.path)["e_tag"]
+    assert tag and "-" not in tag, "S3 puts the number of parts there"
 
 
 def test_a_hanging_server_costs_a_miss_and_not_a_stall() -> None:

@@ -112,7 +112,8 @@ class ObjectTier(SharedTier):
         if self._directory is not None:
             make_directory(self._directory)  # if it was deleted, the store would make it for all to read
         try:
-            obstore.put(self._store, path, value)
+            # All in one: of an upload in parts that is broken off, the parts stay, are paid for, and no listing shows them.
+            obstore.put(self._store, path, value, use_multipart=False)
         except store_errors.GenericError as error:
             if self._directory is None or not is_full(error):
                 raise
