@@ -164,3 +164,28 @@ def test_a_directory_outlives_the_engine_but_not_the_weights(
     forget(engine)
     engine = start(vllm_model("llama-retrained"), extra)
     assert restored(engine.ask(prompts, 6)) == 0
+
+
+def test_states_that_are_arranged_otherwise_are_not_found_again(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: after a restart with another ``VLLM_SSM_CONV_STATE_LAYOUT`` a disk gave other tokens."""
+    model = vllm_model("lfm2")
+    extra = {
+        **EAGER,
+        "restore": "always",
+        "restore_timeout_s": 60.0,
+        "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}],
+    }
+    options = {"mamba_cache_mode": "align", "enable_prefix_caching": True}
+    prompts = make_prompts(4, 322)  # two tokens behind the last state
+    engine = start(model, extra, **options)
+    # One at a time: those of several at once do not even agree without a connector.
+    expected = tokens([engine.ask([prompt])[0] for prompt in prompts])
+    for layout, num_restored in (("SD", 4 * 320), ("DS", 0)):
+        engine.settle()
+        monkeypatch.setattr("vllm.model_executor.layers.mamba.mamba_utils.get_conv_state_layout", lambda it=layout: it)
+        engine = start(model, extra, **options)
+        answers = [engine.ask([prompt])[0] for prompt in prompts]
+        assert tokens(answers) == expected
+        assert restored(answers) == num_restored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,7 @@ def served(
     lora: object = None,
     cache: dict[str, Any] | None = None,
     draft: dict[str, Any] | None = None,
+    specs: Sequence[Any] = (SimpleNamespace(block_size=16),),
     **options: Any,
 ) -> ServedModel:
     defaults: dict[str, Any] = {
@@ -68,7 +70,8 @@ def served(
         compilation_config=SimpleNamespace(static_forward_context={"layer": Layer(backend), "experts": object()}),
     )
     tensors = [SimpleNamespace(size=16 * 10)]
-    caches = SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors, kv_cache_layout=layout)
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    caches = SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors, kv_cache_layout=layout, kv_cache_groups=groups)
     model = make_layout([KVCacheGroup(0, AttentionKind.FULL, 16, ("0",))], config, caches, 16).model
     assert model is not None
     return model
@@ -96,6 +99,22 @@ def test_options_that_change_kv_make_another_model() -> None:
     assert len(set(models)) == len(models)
     assert served(load_format="safetensors") == served(), "the same weights, read in another way"
     assert served(draft={"method": "ngram", "model": "ngram"}) == served(), "guessed without KV"
+
+
+def test_states_that_are_arranged_otherwise_make_another_model() -> None:
+    """Found by reading: blocks are padded to one size, whatever kernels' options and speculation make of states."""
+
+    def states(*shapes: tuple[int, ...]) -> Any:
+        return SimpleNamespace(block_size=16, shapes=shapes)
+
+    models = [
+        served(),
+        served(specs=[states((3, 64), (2, 8, 8))]),
+        served(specs=[states((64, 3), (2, 8, 8))]),
+        served(specs=[states((4, 64), (2, 8, 8))]),
+        served(specs=[SimpleNamespace(kv_cache_specs={"0": states((3, 64)), "1": states((2, 8, 8))})]),
+    ]
+    assert len(set(models)) == len(models)
 
 
 def test_where_the_longest_sequence_decides_on_all_angles_it_makes_another_model() -> None:

@@ -56,6 +56,7 @@ def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
     if _turns_by_length(model) or _tempers_by_length(model):
         changes["max_model_len"] = model.max_model_len
     changes["kv_cache_layout"] = getattr(kv_cache_config, "kv_cache_layout", None)
+    changes["states"] = _state_shapes(kv_cache_config)
     changes["backends"] = _attention_backends(vllm_config)
     changes |= dict(_further_changes(vllm_config))
     changed = "".join(f", {name} {value}" for name, value in changes.items() if value)
@@ -128,6 +129,13 @@ def _turns_by_length(model_config: Any) -> bool:
 def _tempers_by_length(model_config: Any) -> bool:
     """Whether a model scales its queries as the generation config says, or else where longer sequences are allowed: Llama 4."""
     return hasattr(getattr(model_config, "hf_text_config", None), _TEMPERATURE)
+
+
+def _state_shapes(kv_cache_config: Any) -> str:
+    """How recurrent states are arranged. Kernels' options and the number of tokens guessed decide on it; padding hides it."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    return " ".join(sorted({str(layer.shapes) for layer in layers if hasattr(layer, "shapes")}))
 
 
 def _attention_backends(vllm_config: Any) -> str:
