@@ -18,7 +18,7 @@ from pathlib import Path
 
 import obstore
 import pytest
-from obstore.exceptions import GenericError
+from obstore.exceptions import GenericError, PermissionDeniedError
 from obstore.store import MemoryStore
 
 from cargohold.errors import ConfigError, TierError
@@ -172,13 +172,27 @@ def test_a_database_that_the_server_does_not_have_is_refused_at_the_start() -> N
         shared(f"valkey://127.0.0.1:{server.port}/99")
 
 
-def test_an_error_of_the_server_is_told_without_keys(tmp_path: Path) -> None:
+def test_an_error_of_the_server_is_told_without_keys() -> None:
     """Found by use: the bytes of a key, which are no text, stood in the log."""
-    with key_value_server("valkey", "--cluster-enabled", "yes", "--dir", str(tmp_path)) as server:
-        tier = shared(f"valkey://127.0.0.1:{server.port}")
-        with pytest.raises(TierError, match=r"tier shared: Hash slot not served$"):
+    redis = pytest.importorskip("redis", reason="needs the extra cargohold[redis]")
+    with key_value_server("valkey") as server, redis.Redis(port=server.port) as client:
+        client.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all"])
+        tier = shared(f"valkey://limited:any@127.0.0.1:{server.port}")
+        client.acl_setuser("limited", commands=["-exists"])
+        with pytest.raises(TierError, match=r"^tier shared: User limited has no permissions") as caught:
             tier.probe([key(1), key(2)])
+        assert str(caught.value).isprintable()
         tier.close()
+
+
+@pytest.mark.parametrize("command", ["set", "get", "exists", "unlink"])
+def test_a_user_who_may_not_do_all_that_a_tier_does_is_refused_at_the_start(command: str) -> None:
+    """Found by reading: only whether it might write was asked."""
+    redis = pytest.importorskip("redis", reason="needs the extra cargohold[redis]")
+    with key_value_server("valkey") as server, redis.Redis(port=server.port) as client:
+        client.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", f"-{command}"])
+        with pytest.raises(ConfigError, match=rf"the server refuses access: .*'{command}'"):
+            shared(f"valkey://limited:any@127.0.0.1:{server.port}")
 
 
 def test_schemes_may_be_written_in_capitals() -> None:
@@ -373,6 +387,15 @@ def test_a_file_is_no_shared_directory(tmp_path: Path) -> None:
     directory.write_text("no directory")
     with pytest.raises(ConfigError, match="cannot be used"):
         shared(f"file://{directory}")
+
+
+def test_credentials_that_may_not_ask_what_is_there_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Found by reading: without the right to list, S3 answers so to a request for any chunk that is not there."""
+    monkeypatch.setattr(obstore, "head", raising(PermissionDeniedError("403 Forbidden")))
+    with pytest.raises(ConfigError, match="the store refuses access: 403 Forbidden"):
+        shared(f"file://{tmp_path}")
 
 
 def test_missing_credentials_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

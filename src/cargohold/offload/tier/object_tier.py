@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PARALLEL_PROBES: Final = 32
+_NO_KEY: Final = b"\0"
 _ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
 _NO_CREDENTIALS: Final = (
     "169.254.169.254",
@@ -152,10 +153,12 @@ class ObjectTier(SharedTier):
         return await asyncio.gather(*map(exists, keys))
 
     def _introduce(self, config: SharedTierConfig) -> None:
-        """Say what the namespace is, for ``cargohold cache``; this also finds out whether the store lets us write."""
+        """Say what the namespace is, for ``cargohold cache``; this also finds out whether the store lets us write and ask."""
         text = json.dumps(self._codec.namespace.describe(), indent=2).encode()
         try:
             obstore.put(self._store, f"{self._prefix}/{DESCRIPTION}", text)
+            # S3 denies access to what is not there, if one may not list: then no chunk could be asked for, or stored.
+            self._exists(_NO_KEY)
         except _ACCESS_ERRORS as error:
             raise ConfigError("url", config.shown_url, f"the store refuses access: {first_line(error)}") from error
         except (store_errors.BaseError, OSError, ValueError) as error:

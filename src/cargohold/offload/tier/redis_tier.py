@@ -22,6 +22,7 @@ from cargohold.offload.tier.shared import SharedTier
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "cargohold:"
+_NO_KEY: Final = b"\0"
 _NO_SUCH_DATABASE: Final = "DB index is out of range"
 
 
@@ -105,9 +106,12 @@ class RedisTier(SharedTier):
         return b"%b:%b" % (self._prefix, key)
 
     def _introduce(self, config: SharedTierConfig) -> None:
-        """Say what the namespace is, for ``cargohold cache``; this also finds out whether the server lets us write."""
+        """Say what the namespace is, for ``cargohold cache``; this also finds out whether the server lets us do all we need."""
         try:
             self._client.set(self._prefix, json.dumps(self._codec.namespace.describe()))
+            self._client.get(self._prefix)
+            self._client.exists(self._name(_NO_KEY))
+            self._client.unlink(self._name(_NO_KEY))
         except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError) as error:
             raise ConfigError("url", config.shown_url, f"the server refuses access: {one_line(error)}") from error
         except redis.exceptions.RedisError as error:
