@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.protocol import FinishedTransfers, RequestView
-from cargohold.simulation import SimulatedEngine, WrongTokenError, simulated_layout
+from cargohold.simulation import SimulatedEngine, VirtualClock, WrongTokenError, simulated_layout
 from tests.engine.scripted import Load, Script, ScriptedScheduler, ScriptedWorker, scripted_connector
 
 LAYOUTS = {
@@ -210,6 +211,88 @@ def test_a_connector_may_hesitate_for_as_long_as_a_load_may_take_and_no_longer()
     assert engine.tokens("a") == alone(prompt(0, 5), 3)
 
 
+def test_a_connector_that_keeps_a_running_request_waiting_is_turned_off() -> None:
+    script = Script()
+    engine = SimulatedEngine(simulated_layout(6), scripted_connector(script), load_timeout_s=1.0)
+    engine.add("r", prompt(0, 5), 12)
+    engine.step()
+    script.locks += [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()]
+    began = engine.clock()
+    while engine.scheduler.connector.broken is None:
+        engine.step()
+        assert engine.clock() - began < 1.5
+    assert engine.scheduler.connector.broken.rule == "kept 1 request(s) waiting for 1 s"
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.tokens("r") == alone(prompt(0, 5), 12)
+
+
+def test_that_every_step_takes_long_is_not_held_against_the_connector() -> None:
+    """The process is stopped again and again, say, but each step computes something."""
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(Script()), load_timeout_s=1.0)
+    assert isinstance(engine.clock, VirtualClock)
+    engine.add("r", prompt(0, 5), 12)
+    while engine.scheduler.has_work():
+        engine.step()
+        engine.clock.advance(10.0)
+    assert engine.scheduler.connector.broken is None
+
+
+def test_a_load_that_a_connector_reports_when_it_is_turned_off_is_not_believed() -> None:
+    script = Script()  # fills nothing
+    script.offers["r"] = (8, True)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("r", prompt(0, 12), 5)
+    engine.step()
+    script.end_load("r", failed=False)
+    script.invalid = {40}  # there is no such block
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is not None
+    assert engine.tokens("r") == alone(prompt(0, 12), 5)
+
+
+@pytest.mark.parametrize("direction", ["finished_recving", "finished_sending"])
+def test_a_connector_that_ends_what_nobody_began_is_turned_off_and_not_believed(direction: str) -> None:
+    script = Script()  # fills nothing
+    script.offers["r"] = (8, True)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("r", prompt(0, 12), 5)
+    engine.add("busy", prompt(1, 12), 5)
+    engine.step()
+    script.end_load("r", failed=False)
+    ended = getattr(script.ended, direction) | {"busy"}
+    script.ended = replace(script.ended, **{direction: ended})
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is not None
+    assert "transfers that these requests do not have: ['busy']" in engine.scheduler.connector.broken.rule
+    assert {request_id: engine.tokens(request_id) for request_id in ("r", "busy")} == {
+        "r": alone(prompt(0, 12), 5),
+        "busy": alone(prompt(1, 12), 5),
+    }
+
+
+def test_what_ended_requests_left_to_a_connector_is_given_back_when_it_is_turned_off() -> None:
+    script = Script()
+    script.keeps.add("kept")
+    script.offers["aborted"] = script.offers["waits"] = (8, True)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("kept", prompt(0, 12), 1)
+    engine.add("aborted", prompt(1, 12), 3)
+    engine.add("waits", prompt(2, 12), 3)
+    engine.step()
+    engine.abort("aborted")
+    assert script.sending == {"kept"} and script.loading.keys() == {"aborted", "waits"}
+    pool = engine.scheduler.kv.pool
+    assert pool.num_usable_blocks - pool.num_free_blocks == 3 + 2 * 2, "copies may still read and write there"
+    script.invalid = {40}  # there is no such block
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is not None
+    assert engine.tokens("waits") == alone(prompt(2, 12), 3)
+
+
 @pytest.mark.parametrize("block_id", [-1, 0, 40])
 def test_a_connector_that_reports_a_block_that_does_not_exist_as_invalid_is_turned_off(block_id: int) -> None:
     script = Script()
@@ -235,6 +318,25 @@ def test_who_read_what_a_load_within_the_step_did_not_fill_starts_over() -> None
     assert engine.tokens("r") == alone(prompt(0, 14), 5)
 
 
+def test_who_still_loads_when_a_block_of_it_turns_out_bad_keeps_its_blocks_and_starts_over_afterwards() -> None:
+    script = Script()  # fills nothing
+    script.offers["r"] = (8, True)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("r", prompt(0, 14), 5)
+    engine.step()
+    (block_ids,) = script.loading["r"].blocks
+    script.invalid = set(block_ids)
+    pool = engine.scheduler.kv.pool
+    for _ in range(2):
+        engine.step()
+        assert all(pool.get_block(block_id).ref_cnt == 1 for block_id in block_ids), "copies still write there"
+    script.end_load("r", failed=False)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is None
+    assert engine.tokens("r") == alone(prompt(0, 14), 5)
+
+
 def test_who_computed_in_a_step_whose_loads_may_be_missing_starts_over() -> None:
     def break_down(_: Load) -> None:
         raise ZeroDivisionError
@@ -248,6 +350,23 @@ def test_who_computed_in_a_step_whose_loads_may_be_missing_starts_over() -> None
     engine.scheduler.check_settled()
     assert engine.scheduler.connector.broken is not None
     assert engine.tokens("r") == engine.tokens("again") == alone(prompt(0, 14), 5)
+
+
+def test_who_ended_during_a_step_that_failed_does_not_start_over() -> None:
+    def end_and_break_down(_: Load) -> None:
+        engine.abort("r")
+        raise ZeroDivisionError
+
+    script = Script(end_and_break_down)
+    script.offers["r"] = (12, False)
+    script.keeps.add("r")
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("r", prompt(0, 14), 5)
+    engine.add("other", prompt(1, 14), 5)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.outputs["r"].request.finish_reason is FinishReason.ABORT and engine.tokens("r") == []
+    assert engine.tokens("other") == alone(prompt(1, 14), 5)
 
 
 @pytest.mark.parametrize("is_async", [True, False])

@@ -393,6 +393,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             for request_id in sorted(self.script.sending):
                 self.script.end_send(request_id)
             self.engine.step()
+        assert self.engine.scheduler.connector.broken is None, "it reported everything, so nobody waited for it in vain"
         self.engine.scheduler.check_settled()
         assert self.engine.outputs.keys() == self.prompts.keys()
         for request_id, update in self.engine.outputs.items():
