@@ -26,6 +26,8 @@ from cargohold.offload.tier import (
     TierResult,
     TierState,
 )
+from cargohold.offload.tier.io_thread import IoThread, Work
+from cargohold.protocol import Clock
 from cargohold.simulation.clock import VirtualClock
 
 CHUNK = 5000
@@ -511,6 +513,47 @@ class Closing(MemoryTier):
 
     def close(self) -> None:
         self.num_closes += 1
+
+
+class NoMoreThreads:
+    """Threads that a machine allows so many of."""
+
+    def __init__(self, num_allowed: int) -> None:
+        self.num_allowed = num_allowed
+        self.started: list[IoThread] = []
+
+    def __call__(self, work: Work, tier: Tier, clock: Clock) -> IoThread:
+        if len(self.started) == self.num_allowed:
+            raise RuntimeError("can't start new thread")
+        self.started.append(IoThread(work, tier, clock))
+        return self.started[-1]
+
+
+def test_a_queue_that_cannot_be_made_leaves_no_thread_and_no_open_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: the threads that could be started waited for ever, and a directory stayed locked."""
+    threads, tier = NoMoreThreads(2), Closing(CHUNK)
+    monkeypatch.setattr("cargohold.offload.tier.queue.IoThread", threads)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        TierQueue(tier, VirtualClock(), QueueConfig(num_threads=3))
+    assert tier.num_closes == 1
+    assert len(threads.started) == 2 and not any(thread.is_alive() for thread in threads.started)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_cannot_be_replaced_is_no_error_of_the_owner(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by reading: whoever polled got the error, and with it the engine."""
+    threads = NoMoreThreads(1)
+    monkeypatch.setattr("cargohold.offload.tier.queue.IoThread", threads)
+    with queue_on(faulty(dying), QueueConfig(num_threads=1, max_thread_deaths=3)) as setup:
+        setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
+        _await_death(setup)
+        assert [result.reason for result in setup.queue.poll()] == ["the I/O thread died"]
+        assert "could not be replaced: can't start new thread" in caplog.text
+        threads.num_allowed = 2
+        assert setup.queue.poll() == []
+        assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
 
 
 def test_shutdown_cancels_what_is_left_and_closes_the_tier() -> None:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Final
 
+from cargohold.errors import one_line
 from cargohold.offload.tier.base import StoreOutcome, Tier
 from cargohold.offload.tier.breaker import BreakerState, CircuitBreaker
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
@@ -26,6 +28,7 @@ from cargohold.protocol import Clock
 
 logger = logging.getLogger(__name__)
 
+_STOP_S: Final = 5.0
 _STATE_OF_BREAKER = {
     BreakerState.CLOSED: TierState.ON,
     BreakerState.HALF_OPEN: TierState.TRYING,
@@ -54,7 +57,13 @@ class TierQueue:
         self._breaker = CircuitBreaker(clock, self.config.breaker)
         self._totals = Totals()
         self._is_off = False
-        self._threads = [self._new_thread() for _ in range(self.config.num_threads)]
+        self._threads: list[IoThread] = []
+        try:
+            while len(self._threads) < self.config.num_threads:
+                self._threads.append(self._new_thread())
+        except BaseException:
+            self._stop(time.monotonic() + _STOP_S)  # what was started must not keep the tier open
+            raise
 
     # --- for the owner ------------------------------------------------------------------------------------------------
 
@@ -109,7 +118,7 @@ class TierQueue:
         with self._changed:
             return self._changed.wait_for(lambda: not len(self._ledger) or not self._has_living_thread(), timeout_s)
 
-    def shutdown(self, timeout_s: float = 5.0) -> None:
+    def shutdown(self, timeout_s: float = _STOP_S) -> None:
         """Let what is being written end, for ``finish_s`` at most, cancel the rest, and close the tier. ``poll`` still works.
 
         It waits no longer than ``timeout_s`` in all, or ``finish_s`` if that is longer, and not at all once it is interrupted.
@@ -253,4 +262,11 @@ class TierQueue:
                 self._end_all("the I/O threads keep dying")
                 self._changed.notify_all()
             else:
-                self._threads[at] = self._new_thread()
+                try:
+                    self._threads[at] = self._new_thread()
+                except (
+                    RuntimeError,
+                    OSError,
+                    MemoryError,
+                ) as error:  # the dead one is found again, and counts once more
+                    logger.error("tier %s: an I/O thread could not be replaced: %s", self.tier.name, one_line(error))
