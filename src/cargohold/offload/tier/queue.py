@@ -17,7 +17,6 @@ import threading
 import time
 from typing import Final
 
-from cargohold.errors import one_line
 from cargohold.offload.tier.base import StoreOutcome, Tier
 from cargohold.offload.tier.breaker import BreakerState, CircuitBreaker
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
@@ -264,9 +263,6 @@ class TierQueue:
             else:
                 try:
                     self._threads[at] = self._new_thread()
-                except (
-                    RuntimeError,
-                    OSError,
-                    MemoryError,
-                ) as error:  # the dead one is found again, and counts once more
-                    logger.error("tier %s: an I/O thread could not be replaced: %s", self.tier.name, one_line(error))
+                except (RuntimeError, OSError, MemoryError):
+                    # The dead one is found again, and counts once more.
+                    logger.exception("tier %s: an I/O thread could not be replaced", self.tier.name)
