@@ -15,7 +15,7 @@ from cargohold.offload.tier.factory import open_tier
 from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.inventory import Finding, open_inventory
 from cargohold.offload.tier.inventory.disk import DiskInventory
-from tests.offload.tier.common import CHUNK, NAMESPACE, disk_tier, key, load, payload
+from tests.offload.tier.common import CHUNK, NAMESPACE, codec, disk_tier, key, load, payload
 from tests.servers import key_value_server
 
 
@@ -62,6 +62,22 @@ def test_a_bad_place_on_the_disk_is_a_damaged_chunk(
     assert findings == [Finding.GOOD, Finding.DAMAGED, Finding.GOOD, Finding.GOOD]
     tier = disk_tier(tmp_path)
     assert [number for number in range(4) if load(tier, number) == payload(number)] == [0, 2, 3]
+
+
+def test_engines_do_not_wait_for_a_look_at_large_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: whoever needed room, or started, waited until all headers were read, and gave up after a minute."""
+    filled(disk_tier(tmp_path, using=codec(weights="other")), 3).close()
+    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MOST_BRIEF_S", 0.1)
+    engines: list[Tier] = []
+
+    def count(file: Path) -> int:
+        del file
+        engines.append(filled(disk_tier(tmp_path), 3))
+        return 3
+
+    monkeypatch.setattr("cargohold.offload.tier.inventory.disk._count_headers", count)
+    assert [holding.num_chunks for holding in DiskInventory(tmp_path).holdings()] == [3]
+    assert len(engines) == 1
 
 
 def test_a_namespace_that_goes_before_its_turn_leaves_nothing_to_trim(tmp_path: Path) -> None:

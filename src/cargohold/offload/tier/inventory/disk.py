@@ -42,10 +42,7 @@ class DiskInventory(Inventory):
         with _errors():
             # Where there are no shards it is perhaps a directory of somebody else's: leave no lock in it.
             roots = [root for root in (self._root, *replicas_in(self._root)) if any(shards_in(root))]
-        found = []
-        for root in roots:
-            with _errors(), _lock_if_writable(root):
-                found += [self._describe(shard) for shard in shards_in(root)]
+            found = [self._describe(shard) for root in roots for shard in shards_in(root)]
         return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
 
     def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
@@ -79,7 +76,7 @@ class DiskInventory(Inventory):
             num_chunks=sum(_count_headers(file) for file in shard.glob("segment-*.headers")),
             num_bytes=bytes_in(shard),
             last_used_s=last_used(shard) or None,
-            is_in_use=is_in_use(shard),
+            is_in_use=_is_in_use(shard),
         )
 
     def _lock(self, shard: Path) -> DirectoryLock:
@@ -132,16 +129,19 @@ def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
     return Finding.GOOD if is_good(header, payload) else Finding.DAMAGED
 
 
-@contextmanager
-def _lock_if_writable(root: Path) -> Iterator[None]:
-    """Hold ``brief_lock`` where we may write. A look alone needs no more: what changes meanwhile is listed as it was seen."""
+def _is_in_use(shard: Path) -> bool:
+    """Whether a process uses a shard. Where we may not write we ask all the same, without the lock.
+
+    The lock is held for that alone: engines wait for it, and to count a large shard's chunks takes long. What changes meanwhile
+    is listed as it was seen.
+    """
     with ExitStack() as stack:
         try:
-            stack.enter_context(brief_lock(root))
+            stack.enter_context(brief_lock(shard.parent))
         except OSError as error:
             if error.errno not in _NOT_WRITABLE:
                 raise
-        yield
+        return is_in_use(shard)
 
 
 @contextmanager
