@@ -27,6 +27,7 @@ from cargohold.offload.tier.factory import open_tier
 from tests.offload.tier.common import CHUNK, NAMESPACE, codec, disk_tier, key, load, payload
 
 MIB = 1024**2
+WAIT_S = 30.0  # a bound on hangs, not a measure
 
 
 def store(tier: DiskTier, number: int, parent: int | None = None) -> StoreOutcome:
@@ -529,6 +530,41 @@ def test_nobody_waits_for_ever_for_a_process_that_was_stopped_at_work(
         with pytest.raises(TierError, match="another process has held"):
             store(tier, 1)
     assert store(tier, 1) is StoreOutcome.STORED
+
+
+def test_one_store_waits_for_a_process_at_work_and_the_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: while another process deleted what was large, all threads waited for it, and loads came too late."""
+    tier = disk_tier(tmp_path)
+    store(tier, 0)
+    while tier._state.index.has_free:
+        store(tier, tier.usage().num_chunks)
+    number = tier.usage().num_chunks
+    arrived, opened = threading.Event(), threading.Event()
+
+    @contextmanager
+    def held(directory: Path) -> Iterator[None]:
+        arrived.set()
+        assert opened.wait(WAIT_S)
+        with brief_lock(directory):
+            yield
+
+    monkeypatch.setattr(disk_shard, "brief_lock", held)
+    monkeypatch.setattr("cargohold.offload.tier.disk.tier._GROWTH_WAIT_S", 0.01)
+    outcomes: list[StoreOutcome] = []
+    first = threading.Thread(target=lambda: outcomes.append(store(tier, number)), daemon=True)
+    first.start()
+    assert arrived.wait(WAIT_S)
+    other = threading.Thread(target=lambda: outcomes.append(store(tier, number + 1)), daemon=True)
+    other.start()
+    other.join(WAIT_S)
+    assert outcomes == [StoreOutcome.REFUSED], "nothing is evicted where there may be room in a moment"
+    assert load(tier, 0) == payload(0)
+    opened.set()
+    first.join(WAIT_S)
+    assert outcomes[1:] == [StoreOutcome.STORED] and store(tier, number + 1) is StoreOutcome.STORED
+    tier.check()
 
 
 def test_a_process_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from cargohold.offload.tier.disk.uses import LastUses
 logger = logging.getLogger(__name__)
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_GROWTH_WAIT_S: Final = 1.0
+"""How long a store waits for another that makes the files larger, or opens them again: that may itself wait for a process that
+deletes what other models left. If all threads did, nothing could be loaded meanwhile."""
 _GROWTH_PAUSE: Final = 64
 """Stores until a directory that could not be made larger is asked again: that costs a look at all its files."""
 
@@ -76,6 +79,8 @@ class DiskTier(Tier):
         """Write a chunk to a free slot, or to that of one which is worth less."""
         with self._errors():
             state = self._living_state()
+            if state is None:
+                return StoreOutcome.REFUSED
             slot = self._reserve(state, key, parent)
             if isinstance(slot, StoreOutcome):
                 return slot
@@ -159,11 +164,13 @@ class DiskTier(Tier):
         except OSError as error:
             logger.warning("disk tier in %s: what was used last was not saved: %s", state.shard.path, error.strerror)
 
-    def _living_state(self) -> _State:
-        """The state, or an empty new one if somebody has deleted the directory or moved it away."""
+    def _living_state(self) -> _State | None:
+        """The state, or an empty new one if somebody has deleted the directory or moved it away; ``None`` while it is made."""
         state = self._state
         if state.shard.is_deleted():
-            with self._growing:
+            with self._alone() as is_alone:
+                if not is_alone:
+                    return None
                 if state is self._state:
                     logger.warning("disk tier: %s is gone; starting again with nothing", state.shard.path)
                     state.shard.release()
@@ -181,9 +188,11 @@ class DiskTier(Tier):
     def _reserve(self, state: _State, key: OffloadKey, parent: OffloadKey | None) -> int | StoreOutcome:
         """A slot for a chunk, or why there is none."""
         with self._lock:
+            if state.index.contains(key):
+                return StoreOutcome.PRESENT
             may_grow = not state.index.has_free
-        if may_grow:
-            self._grow(state)
+        if may_grow and not self._grow(state):
+            return StoreOutcome.REFUSED
         with self._lock:
             if state.index.contains(key):
                 return StoreOutcome.PRESENT
@@ -192,21 +201,34 @@ class DiskTier(Tier):
             slot = state.index.reserve(key, parent)
         return StoreOutcome.REFUSED if slot is None else slot
 
-    def _grow(self, state: _State) -> None:
-        """Make the files larger if that is allowed."""
-        with self._growing:
+    def _grow(self, state: _State) -> bool:
+        """Make the files larger if that is allowed; false while another thread is about it."""
+        with self._alone() as is_alone:
+            if not is_alone:
+                return False
             if state.index.has_free or state.shard.num_slots >= state.shard.capacity:
-                return
+                return True
             if state is not self._state:
-                return  # its directory is gone; the files that would be made are another one's by now
+                return True  # its directory is gone; the files that would be made are another one's by now
             if self._growth_pause:
                 self._growth_pause -= 1
-                return
+                return True
             if not state.shard.grow():
                 self._growth_pause = _GROWTH_PAUSE
-                return
+                return True
             with self._lock:
                 state.index.add_slots(state.shard.geometry.slots_per_segment)
+        return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Be the only one who makes files larger or opens them, if that can be had soon; whether it could."""
+        is_alone = self._growing.acquire(timeout=_GROWTH_WAIT_S)
+        try:
+            yield is_alone
+        finally:
+            if is_alone:
+                self._growing.release()
 
     def _write(self, state: _State, slot: int, key: OffloadKey, payload: memoryview, parent: OffloadKey | None) -> None:
         segment, at = state.shard.segment_of(slot)
