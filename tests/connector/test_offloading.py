@@ -735,6 +735,28 @@ def test_blocks_loaded_for_a_request_that_was_aborted_serve_the_next() -> None:
     assert engine.requests["b"].num_first_device_tokens == 40
 
 
+def test_the_time_that_a_request_waited_for_its_load_is_told() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
+    assert engine.requests["first"].times.load_wait_s == 0
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("second", prompt(0, 30), 1)
+    began = engine.clock()
+    engine.step()
+    (load,) = transfers.pending
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(3.0)
+    transfers.complete(load)
+    engine.step()
+    assert 3.0 <= engine.requests["second"].times.load_wait_s <= engine.clock() - began
+    transfers.auto = True
+    finish(engine, offloading)
+    assert 3.0 <= engine.requests["second"].times.load_wait_s <= 3.1
+    assert engine.requests["second"].num_preemptions == 0
+
+
 def broken_rule(engine: SimulatedEngine) -> str:
     """The rule for which the connector was turned off, if it was."""
     broken = engine.scheduler.connector.broken

@@ -337,6 +337,25 @@ def test_who_still_loads_when_a_block_of_it_turns_out_bad_keeps_its_blocks_and_s
     assert engine.tokens("r") == alone(prompt(0, 14), 5)
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_blocks_of_who_is_aborted_while_it_loads_are_given_back_when_the_load_has_ended(failed: bool) -> None:
+    script = Script()
+    script.offers["r"] = (8, True)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("r", prompt(0, 14), 5)
+    engine.step()
+    (block_ids,) = script.loading["r"].blocks
+    engine.abort("r")
+    engine.step()
+    pool = engine.scheduler.kv.pool
+    assert all(pool.get_block(block_id).ref_cnt == 1 for block_id in block_ids), "a copy still writes there"
+    script.end_load("r", failed=failed)
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is None
+    assert bool(pool.get_block(block_ids[0]).block_hash) == (not failed), "what has arrived can be found"
+
+
 def test_who_computed_in_a_step_whose_loads_may_be_missing_starts_over() -> None:
     def break_down(_: Load) -> None:
         raise ZeroDivisionError

@@ -1,0 +1,110 @@
+"""Transfers in flight, against a plain list of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cargohold.connector.offloading.jobs import JobTable, Load, Origins, Store
+from cargohold.offload.manager import OffloadManager, make_manager
+from cargohold.protocol import Clock
+from cargohold.simulation import VirtualClock
+
+KEYS = [bytes([at]) * 36 for at in range(6)]
+
+
+class Jobs:
+    """A table, and a tier that has every chunk."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.table = JobTable(clock)
+        self.manager: OffloadManager = make_manager("lru", len(KEYS))
+        self.manager.prepare_store(KEYS, None).commit()
+        self.loads: dict[int, Load] = {}
+        self.stores: dict[int, Store] = {}
+
+    def load(self, keys: list[bytes]) -> int:
+        handle = self.manager.prepare_load(keys)
+        blocks = tuple(range(1, 1 + 2 * len(keys)))  # two of each chunk
+        block_keys = [key for key in keys for _ in range(2)]
+        job_id = self.table.new_id()
+        load = Load(job_id, "r", handle, 0, blocks, block_keys, range(len(blocks)), Origins((), b""))
+        self.table.add_load(load)
+        self.loads[job_id] = load
+        return job_id
+
+    def store(self, request_ids: set[str], num_blocks: int) -> int:
+        job_id = self.table.new_id()
+        store = Store(job_id, request_ids, self.manager.prepare_stores([]), tuple(range(1, 1 + num_blocks)))
+        self.table.add_store(store)
+        self.stores[job_id] = store
+        return job_id
+
+    def is_loading(self) -> list[bool]:
+        return [any(key in load.handle.keys for load in self.loads.values()) for key in KEYS]
+
+
+@given(st.data())
+def test_the_table_knows_what_is_in_flight(data: st.DataObject) -> None:
+    jobs, ids = Jobs(VirtualClock()), set[int]()
+    table = jobs.table
+    for move in data.draw(st.lists(st.sampled_from(["load", "store", "end"]), max_size=20)):
+        before, version, num_begun = jobs.is_loading(), table.version, len(ids)
+        if move == "load":
+            ids.add(jobs.load(data.draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))))
+        elif move == "store":
+            ids.add(jobs.store(data.draw(st.sets(st.sampled_from("abc"), max_size=2)), data.draw(st.integers(1, 4))))
+        else:
+            job_id = data.draw(st.sampled_from([0, *jobs.loads, *jobs.stores]))
+            ended = jobs.loads.pop(job_id, None) or jobs.stores.pop(job_id, None)
+            assert table.end(job_id) is ended
+            assert table.end(job_id) is None, "it ends once"
+        assert len(ids) == num_begun + (move != "end"), "an id is used once"
+        assert [table.is_loading_any([key]) for key in KEYS] == jobs.is_loading()
+        assert before == jobs.is_loading() or table.version != version
+        assert table.is_loading_any(KEYS) == any(jobs.is_loading()) and not table.is_loading_any([])
+        assert (len(table), bool(table)) == (len(jobs.loads) + len(jobs.stores), bool(jobs.loads or jobs.stores))
+        assert (table.num_loads, list(table.loads())) == (len(jobs.loads), list(jobs.loads.values()))
+        assert list(table.stores()) == list(jobs.stores.values())
+        assert table.num_store_blocks == sum(len(store.block_ids) for store in jobs.stores.values())
+        for request_id in "abc":
+            assert table.is_storing(request_id) == any(request_id in one.request_ids for one in jobs.stores.values())
+
+
+@pytest.mark.parametrize("lost_is_load", [True, False])
+def test_the_oldest_job_is_found_lost_while_others_begin_and_end(lost_is_load: bool) -> None:
+    clock = VirtualClock()
+    clock.advance(1000)
+    jobs = Jobs(clock)
+    assert jobs.table.find_lost(10.0) is None
+    lost = jobs.load(KEYS[:2]) if lost_is_load else jobs.store({"a"}, 2)
+    began = clock()
+    while jobs.table.find_lost(10.0) is None:
+        others = [jobs.load(KEYS[1:3]), jobs.store({"b"}, 1)]
+        clock.advance(0.1)
+        assert jobs.table.find_lost(10.0) in (None, lost)
+        for job_id in others:
+            jobs.table.end(job_id)
+        assert clock() - began < 12
+    assert clock() - began > 10 and jobs.table.find_lost(10.0) == lost
+    jobs.table.end(lost)
+    assert jobs.table.find_lost(10.0) is None
+
+
+def test_what_may_have_ended_while_nobody_looked_is_not_lost_at_once() -> None:
+    clock = VirtualClock()
+    jobs = Jobs(clock)
+    job_id = jobs.store({"a"}, 1)
+    clock.advance(3600)
+    assert jobs.table.find_lost(10.0) is None
+    jobs.table.end(job_id)
+    assert jobs.table.find_lost(10.0) is None
+
+
+def test_tokens_are_counted_by_the_tier_that_they_came_from() -> None:
+    origins = Origins(("host", "disk", "store"), bytes([0, 0, 1, 1, 1, 0]))
+    assert origins.count(6) == {"host": 3, "disk": 3}
+    assert origins.count(3) == {"host": 2, "disk": 1}
+    assert dict(origins.count(2)) == {"host": 2}, "of the others nothing is said"
+    assert dict(origins.count(0)) == {}
