@@ -562,6 +562,38 @@ def test_of_an_ended_request_chunks_are_known_that_were_never_asked_for() -> Non
     engine.run()
 
 
+def test_of_an_ended_request_chunks_count_up_to_the_first_block_that_is_not_what_it_was() -> None:
+    engine = SimulatedEngine(simulated_layout(9))
+    engine.add("r", prompt(0, 25), 8)
+    engine.step()
+    kv, request = engine.scheduler.kv, engine.requests["r"]
+    context = EngineContext(kv, WaitingQueue(QueuePolicy.FCFS))
+    table = tuple(kv.block_ids(request)[0])
+    pool = kv.pool
+
+    def leftovers() -> Leftovers:
+        those = Leftovers()
+        state = RequestState.create(request, kv.layout, blocks_per_chunk=2)
+        those.add(state, [table], 25, context)
+        return those
+
+    (leftover,) = leftovers()
+    assert [leftover.end_chunk(0, 2, context, limit) for limit in (1, 2, 3, 9)] == [1, 2, 3, 3]
+    pool.uncache_block(pool.get_block(table[3]))
+    assert leftover.end_chunk(0, 2, context, 9) == 1, "the other half of its chunk is still there"
+    (later,) = leftovers()
+    assert later.end_chunk(0, 2, context, 9) == 1, "what it holds is not known, whatever it was"
+    pool.uncache_block(pool.get_block(table[0]))
+    assert len(leftovers()) == 0
+    engine.run()
+    engine.add("other", prompt(1, 28), 4)
+    engine.run()
+    assert pool.get_block(table[2]).block_hash is not None, "its block holds something else"
+    (state, first) = (leftover.state, leftover.state.next_chunk[0])
+    state.note_offered(0, 1)
+    assert (first, leftover.end_chunk(0, 2, context, 9)) == (0, 1)
+
+
 def test_what_cannot_be_stored_yet_is_not_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by measuring: what 49 ended requests of 2000 tokens left behind cost each step 13 ms."""
     offloading = SimulatedOffloading(400, max_inflight_fraction=0.05)
