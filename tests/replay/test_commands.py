@@ -6,11 +6,14 @@ import gzip
 import io
 import json
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cargohold.cli.traces import TraceOptions, load_trace
 from cargohold.machine import memory_limit_bytes
 from tests.command import Command
 from tests.data.make_trace import TRACE
@@ -125,7 +128,7 @@ class TestReplay:
             (["SMALL", "--from", "-1"], "--from=-1.0 is not possible: it must be a number of seconds from 0"),
             (["SMALL", "--block-tokens", "9" * 20], "it must be an integer from 1 to 2147483647"),
             (["SMALL", "--from", "99"], "the trace ends 3.0 s after its first request"),
-            (["SMALL", "--blocks-per-chunk", "9"], "no request has so many blocks"),
+            (["SMALL", "--blocks-per-chunk", "9"], "no prompt has so many blocks"),
             (["SMALL", "--blocks-per-chunk", "0"], "--blocks-per-chunk="),
             (["SMALL", "--on-bad-line", "cry"], "stop or skip"),
             (["SMALL", "--tokenizer", "/no/such/model"], "/no/such/model"),
@@ -152,6 +155,18 @@ class TestReplay:
         facts = json.loads(skipped.out)
         assert facts["trace"]["requests"] == 4
         assert "1 broken line(s)" in facts["remarks"][0] and "line 3" in skipped.err
+
+    def test_lines_that_are_skipped_are_not_kept(self, small: str) -> None:
+        with Path(small).open("a") as file:
+            file.writelines(f'\n{{"what": "{"x" * 10_000}"}}' for _ in range(1000))
+        tracemalloc.start()
+        try:
+            trace = load_trace([small], TraceOptions(on_bad_line="skip"))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert trace.workload.num_requests == 4 and "1000 broken line(s)" in trace.remarks[0]
+        assert peak < 4_000_000  # of the 10 MB that were skipped
 
     def test_lines_that_are_all_broken_are_no_empty_trace(self, cargohold: Command, tmp_path: Path) -> None:
         (tmp_path / "prose").write_text("Once upon\na time\n")
@@ -181,9 +196,38 @@ class TestReplay:
         log = tmp_path / "log"
         log.write_text('{"token_ids": [1, 2, 3]}\n{"token_ids": [1, 2], "output_token_ids": [3, 4, 5]}\n')
         result = cargohold("replay", str(log))
-        told = "--block-tokens=16 is not possible: there is nothing to replay: the longest request has 5 tokens"
+        told = "--block-tokens=16 is not possible: there is nothing to replay: the longest prompt has 3 tokens"
         assert result.status == 2 and told in result.err
         assert cargohold("replay", str(log), "--block-tokens", "3", "-s", "1").status == 0
+
+    @pytest.mark.parametrize(
+        ("line", "options", "told"),
+        [
+            (
+                {"token_ids": [1, 2, 3], "output_token_ids": [4] * 40},
+                (),
+                "--block-tokens=16 is not possible: there is nothing to replay: the longest prompt has 3 tokens",
+            ),
+            (
+                {"hash_ids": [], "output_hash_ids": [1, 2]},
+                (),
+                "there is nothing to replay: their prompts have no blocks",
+            ),
+            (
+                {"hash_ids": [1], "output_hash_ids": [2]},
+                ("--blocks-per-chunk", "2"),
+                "--blocks-per-chunk=2 is not possible: there is nothing to replay: no prompt has so many blocks",
+            ),
+        ],
+    )
+    def test_answers_without_prompts_are_nothing_to_replay(
+        self, cargohold: Command, tmp_path: Path, line: dict[str, Any], options: tuple[str, ...], told: str
+    ) -> None:
+        trace = tmp_path / "trace"
+        trace.write_text(json.dumps(line))
+        for command in (("replay", str(trace)), ("plan", "--trace", str(trace), "--bytes-per-token", "8")):
+            result = cargohold(*command, *options)
+            assert result.status == 2 and told in result.err
 
     @pytest.mark.parametrize(
         ("options", "missing"),
@@ -222,6 +266,43 @@ class TestReplay:
         trace = tmp_path / "trace"
         trace.write_text('{"hash_ids": [1], "reused_blocks": 0}\n{"hash_ids": [1, 2], "reused_blocks": 1}\n')
         assert "reused 1 blocks itself: 33.33%" in cargohold("replay", str(trace), "-s", "9").err
+
+    def test_blocks_that_no_chunk_has_are_counted_where_the_engine_did(
+        self, cargohold: Command, tmp_path: Path
+    ) -> None:
+        trace = tmp_path / "trace"
+        trace.write_text('{"hash_ids": [1, 2, 3], "reused_blocks": 3}\n' * 2)
+        result = cargohold("replay", str(trace), "-s", "100%", "--blocks-per-chunk", "2")
+        assert "reused 6 blocks itself: 100.00%" in result.err
+
+    @pytest.mark.parametrize(
+        ("sizes", "options", "told"),
+        [
+            ((16, 16), (), None),
+            ((16, 512), (), "have 16 to 512 tokens, and all are counted as 16"),
+            ((16, 16), ("--block-tokens", "64"), "have 16 tokens, and all are counted as 64"),
+            ((16, 16), ("--block-tokens", "16"), None),
+        ],
+    )
+    def test_blocks_of_other_sizes_than_counted_are_told(
+        self, cargohold: Command, tmp_path: Path, sizes: tuple[int, int], options: tuple[str, ...], told: str | None
+    ) -> None:
+        trace = tmp_path / "trace"
+        trace.write_text("".join(f'{{"hash_ids": [1, 2], "block_tokens": {size}}}\n' for size in sizes))
+        result = cargohold("replay", str(trace), "-s", "2", "-p", "lru", *options)
+        assert result.status == 0
+        assert result.err == "" if told is None else told in result.err
+
+    def test_the_order_of_requests_is_told_as_it_is(self, cargohold: Command, tmp_path: Path) -> None:
+        trace = tmp_path / "trace"
+        late_first = '{"hash_ids": [1], "timestamp_ms": 9}\n{"hash_ids": [2], "timestamp_ms": 3}\n'
+        trace.write_text(late_first)
+        assert "order of their times; they are replayed in it\n" in cargohold("replay", str(trace), "-s", "2").err
+        trace.write_text(late_first + '{"hash_ids": [3]}')
+        assert (
+            "some have none, so they are replayed in that of the trace\n"
+            in cargohold("replay", str(trace), "-s", "2").err
+        )
 
 
 class TestPlan:

@@ -216,6 +216,27 @@ class TestSelection:
         assert [renamed[chunk] for chunk in workload.chunks.tolist()] == by_time.chunks.tolist()
         assert workload.ends.tolist() == by_time.ends.tolist()
 
+    def test_a_window_is_counted_from_the_first_request_wherever_it_stands(self) -> None:
+        # Recordings have a line when a request ends, so a long one that came first stands behind short ones.
+        times = [5000, 1000, 9000, 7000, 1500]
+        requests = [TraceRequest(hash_ids=[at, 100 + at], timestamp_ms=time) for at, time in enumerate(times)]
+
+        def chosen(**window: float) -> Workload:
+            return load_workload(requests, Selection(**window))  # type: ignore[arg-type]  # only times are given
+
+        assert chosen(from_s=0).num_requests == 5
+        assert chosen(until_s=2).num_requests == 2
+        middle = chosen(from_s=0.5, until_s=6.5)
+        assert (middle.num_requests, middle.num_unique, middle.duration_s) == (3, 6, 5.5)
+        assert sorted(set(middle.chunks.tolist())) == list(range(6))
+        assert middle.count_misplaced() == 0 and one(middle, "infinite", 1).tiers[0].stored == 6
+        with pytest.raises(ConfigError, match=r"the trace ends 8\.0 s after its first request"):
+            chosen(from_s=8.5)
+
+    def test_a_session_is_no_request_without_one(self) -> None:
+        requests = [TraceRequest(hash_ids=[1]), TraceRequest(hash_ids=[2], session_id="None")]
+        assert load_workload(requests, Selection(sessions=("None",))).num_requests == 1
+
     def test_block_size_is_given_recorded_or_implied(self) -> None:
         lengths = [37, 160, 161, 512, 1000]
         partial = [TraceRequest(hash_ids=list(range(-(-n // 16))), input_length=n) for n in lengths]

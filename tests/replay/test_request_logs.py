@@ -46,6 +46,11 @@ def test_answers_complete_blocks() -> None:
     assert first.hash_ids + first.output_hash_ids == second.hash_ids
 
 
+def test_an_answers_last_token_completes_no_block_because_its_kv_was_not_computed() -> None:
+    assert decode({"token_ids": [1, 2, 3], "output_token_ids": [4]}).output_hash_ids == []
+    assert len(decode({"token_ids": [1, 2, 3], "output_token_ids": [4, 5]}).output_hash_ids) == 1
+
+
 def test_texts_and_chats_are_tokenised() -> None:
     letters = Letters()
     tokens = letters.encode("<user>Good morning")

@@ -148,6 +148,18 @@ class LoadedTrace:
         return [policy for policy in policies if self.is_trie or policy != OPTIMUM]
 
 
+@dataclass(slots=True)
+class _Skipped:
+    """Broken lines. Only what the first error says is kept: each holds on to its line, and there may be millions."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, error: TraceError) -> None:
+        self.first = self.first or str(error)
+        self.count += 1
+
+
 def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
     """Read a trace behind a progress bar.
 
@@ -157,13 +169,13 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
     """
     selection = options.selection()
     decode = _decoder(options)
-    skipped: list[TraceError] = []
+    skipped = _Skipped()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("reading", total=_total_bytes(files))
         requests = read_trace(
             files,
-            on_bad_line=stop if options.on_bad_line == "stop" else skipped.append,
+            on_bad_line=stop if options.on_bad_line == "stop" else skipped.add,
             on_progress=lambda num_bytes: bar.advance(task, num_bytes),
             decode=decode,
         )
@@ -172,14 +184,14 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
         except ConfigError as error:
             if error.key == "trace" and 0 < decode.longest < decode.block_tokens:
                 expected = (
-                    f"there is nothing to replay: the longest request has {decode.longest} tokens, less than a block"
+                    f"there is nothing to replay: the longest prompt has {decode.longest} tokens, less than a block"
                 )
                 raise ConfigError("block_tokens", decode.block_tokens, expected) from error
             raise
     num_misplaced = workload.count_misplaced()
-    remarks = remarks_on(workload, num_misplaced, len(skipped))
-    if skipped:
-        remarks.append(f"the first of them: {skipped[0]}")
+    remarks = remarks_on(workload, num_misplaced, skipped.count)
+    if skipped.count:
+        remarks.append(f"the first of them: {skipped.first}")
     for text in remarks:
         remark(f"note: {text}", style="yellow")
     return LoadedTrace(workload, num_misplaced == 0, tuple(remarks))
@@ -220,13 +232,11 @@ def _num_processes(workload: Workload, num_tasks: int, jobs: int | None) -> int:
     return 1 if is_short else os.cpu_count() or 1
 
 
-def _counted(
-    requests: Iterator[TraceRequest], files: Sequence[str], skipped: Sequence[TraceError]
-) -> Iterator[TraceRequest]:
+def _counted(requests: Iterator[TraceRequest], files: Sequence[str], skipped: _Skipped) -> Iterator[TraceRequest]:
     """The same requests. Raises ``TraceError`` if there is none at all."""
     request = next(requests, None)
-    if request is None and skipped:
-        raise TraceError(" ".join(files), None, f"all {len(skipped)} line(s) are broken; the first: {skipped[0]}")
+    if request is None and skipped.count:
+        raise TraceError(" ".join(files), None, f"all {skipped.count} line(s) are broken; the first: {skipped.first}")
     if request is None:
         raise TraceError(" ".join(files), None, "the trace is empty")
     yield request

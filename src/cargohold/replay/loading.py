@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from cargohold.errors import ConfigError
 from cargohold.replay.traces import MAX_TOKENS, TraceRequest
 from cargohold.replay.workload import UNKNOWN, Ints, Workload
 from cargohold.units import is_number, is_positive_int, is_positive_number
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 _LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
 _BELIEVED_FROM: Final = 0.95
@@ -55,17 +60,18 @@ class Selection:
         """Whether requests must say when they arrived."""
         return self.from_s is not None or self.until_s is not None
 
-    def includes(self, request: TraceRequest, since_first_s: float | None) -> bool:
-        """Whether a request is replayed. Raises ``ConfigError`` if its time is needed and not there."""
-        if self.sessions and str(request.session_id) not in self.sessions:
-            return False
-        if not self.needs_times:
-            return True
-        if since_first_s is None:
-            raise ConfigError("from/until", "a time window", "the trace must say when each request arrived")
-        return (self.from_s is None or since_first_s >= self.from_s) and (
-            self.until_s is None or since_first_s < self.until_s
-        )
+    def includes_session(self, session_id: int | str | None) -> bool:
+        """Whether requests of a session are replayed."""
+        return not self.sessions or (session_id is not None and str(session_id) in self.sessions)
+
+    def includes_times(self, since_first_s: Floats) -> Bools:
+        """Which requests are replayed that arrived so long after the first one."""
+        chosen = np.ones(len(since_first_s), dtype=np.bool_)
+        if self.from_s is not None:
+            chosen &= since_first_s >= self.from_s
+        if self.until_s is not None:
+            chosen &= since_first_s < self.until_s
+        return chosen
 
 
 class WorkloadBuilder:
@@ -82,21 +88,31 @@ class WorkloadBuilder:
         self._prompt_lengths, self._lengths = array("q"), array("q")
         self._blocks, self._tokens, self._reused = array("q"), array("q"), array("q")
         self._times_ms = array("d")
-        self._first_ms: float | None = None
-        self._last_s = 0.0
+        self._first_ms = math.inf
+        self._last_ms = -math.inf
         self._block_tokens: int | None = None
+        self._told_block_tokens: tuple[int, int] | None = None
         self._step_tokens: int | None = None
 
     def add(self, request: TraceRequest) -> None:
-        """Take a request in, if it is selected."""
+        """Take a request in, if it may be selected. Raises ``ConfigError`` if its time is needed and not there."""
+        wanted = self._selection
         arrival_ms = request.arrival_ms
-        if self._first_ms is None:
-            self._first_ms = arrival_ms
-        since_first_s = None if arrival_ms is None or self._first_ms is None else (arrival_ms - self._first_ms) / 1000
-        self._last_s = max(self._last_s, since_first_s or 0.0)
-        if not self._selection.includes(request, since_first_s):
+        if arrival_ms is not None:
+            self._first_ms = min(self._first_ms, arrival_ms)
+            self._last_ms = max(self._last_ms, arrival_ms)
+        if not wanted.includes_session(request.session_id):
             return
-        step = self._selection.blocks_per_chunk
+        if wanted.needs_times and arrival_ms is None:
+            raise ConfigError("from/until", "a time window", "the trace must say when each request arrived")
+        # A later line may be of an earlier request, which only moves this one further behind the first: too late is for good.
+        if (
+            wanted.until_s is not None
+            and arrival_ms is not None
+            and arrival_ms - self._first_ms >= 1000 * wanted.until_s
+        ):
+            return
+        step = wanted.blocks_per_chunk
         ids = [*request.hash_ids, *request.output_hash_ids][step - 1 :: step]
         numbers = self._numbers
         self._chunks.extend([numbers.setdefault(chunk, len(numbers)) for chunk in ids])
@@ -105,18 +121,29 @@ class WorkloadBuilder:
         self._blocks.append(len(request.hash_ids))
         self._tokens.append(UNKNOWN if request.input_length is None else request.input_length)
         self._reused.append(UNKNOWN if request.reused_blocks is None else request.reused_blocks)
-        self._times_ms.append(float("nan") if arrival_ms is None else arrival_ms)
+        self._times_ms.append(math.nan if arrival_ms is None else arrival_ms)
         self._block_tokens = self._block_tokens or request.block_tokens
         self._step_tokens = self._step_tokens or request.step_tokens
+        if request.block_tokens is not None:
+            least, most = self._told_block_tokens or (request.block_tokens, request.block_tokens)
+            self._told_block_tokens = min(least, request.block_tokens), max(most, request.block_tokens)
 
     def build(self) -> Workload:
-        """The workload of all requests added, in the order of their times. Raises ``ConfigError`` if there are none."""
-        if not self._chunks:
-            raise self._nothing_to_replay()
+        """The workload of what is selected, in the order of its times. Raises ``ConfigError`` if no prompt has a chunk."""
+        times = np.array(self._times_ms)
+        order = np.arange(len(times))
+        if self._selection.needs_times:
+            order = order[self._selection.includes_times((times - self._first_ms) / 1000)]
+        times = times[order]
+        is_timed = bool(np.isfinite(times).all())
+        is_sorted = bool((np.diff(times[np.isfinite(times)]) >= 0).all())
+        if is_timed and not is_sorted:
+            order = order[times.argsort(kind="stable")]
+        num_prompt_chunks = int(np.array(self._prompt_lengths, dtype=np.int64)[order].sum())
+        if not num_prompt_chunks:
+            raise self._nothing_to_replay(len(order))
         ends = np.cumsum(np.array(self._lengths, dtype=np.int64))
         starts = np.concatenate(([0], ends[:-1]))
-        times = np.array(self._times_ms)
-        is_sorted = bool((np.diff(times[~np.isnan(times)]) >= 0).all())
         workload = Workload(
             chunks=np.array(self._chunks, dtype=np.int32),
             prompt_ends=starts + np.array(self._prompt_lengths, dtype=np.int64),
@@ -124,26 +151,30 @@ class WorkloadBuilder:
             prompt_tokens=np.array(self._tokens, dtype=np.int64),
             reused_blocks=np.array(self._reused, dtype=np.int64),
             num_unique=len(self._numbers),
+            num_prompt_blocks=int(np.array(self._blocks, dtype=np.int64)[order].sum()),
             blocks_per_chunk=self._selection.blocks_per_chunk,
             block_tokens=self._selection.block_tokens or self._block_tokens or self._implied_block_tokens(),
+            told_block_tokens=self._told_block_tokens,
             step_tokens=self._step_tokens,
-            duration_s=float(np.nanmax(times) - np.nanmin(times)) / 1000 if not np.isnan(times).all() else 0.0,
+            duration_s=float(np.nanmax(times) - np.nanmin(times)) / 1000 if np.isfinite(times).any() else 0.0,
+            is_timed=is_timed,
             is_sorted=is_sorted,
         )
-        return workload if is_sorted or np.isnan(times).any() else _reordered(workload, times.argsort(kind="stable"))
+        return workload if np.array_equal(order, np.arange(len(ends))) else _taken(workload, order)
 
-    def _nothing_to_replay(self) -> ConfigError:
+    def _nothing_to_replay(self, num_requests: int) -> ConfigError:
         """Why, by the option that has left nothing over."""
         wanted, nothing = self._selection, "there is nothing to replay: "
-        if self._lengths and wanted.blocks_per_chunk > 1:
-            return ConfigError("blocks_per_chunk", wanted.blocks_per_chunk, f"{nothing}no request has so many blocks")
-        if not self._lengths and wanted.sessions:
+        if num_requests and wanted.blocks_per_chunk > 1:
+            return ConfigError("blocks_per_chunk", wanted.blocks_per_chunk, f"{nothing}no prompt has so many blocks")
+        if not num_requests and wanted.sessions:
             when = " in that time" if wanted.needs_times else ""
             return ConfigError("session", ", ".join(sorted(wanted.sessions)), f"{nothing}no request is of it{when}")
-        if not self._lengths and wanted.needs_times:
+        if not num_requests and wanted.needs_times:
             key, value = ("until", wanted.until_s) if wanted.from_s is None else ("from", wanted.from_s)
-            return ConfigError(key, value, f"{nothing}the trace ends {self._last_s:.1f} s after its first request")
-        return ConfigError("trace", f"{len(self._lengths)} requests", f"{nothing}they have no blocks")
+            lasts_s = max(0.0, self._last_ms - self._first_ms) / 1000
+            return ConfigError(key, value, f"{nothing}the trace ends {lasts_s:.1f} s after its first request")
+        return ConfigError("trace", f"{num_requests} requests", f"{nothing}their prompts have no blocks")
 
     def _implied_block_tokens(self) -> int | None:
         """The block size for which prompts of so many tokens have so many blocks; ``None`` if none is convincing."""
@@ -172,18 +203,21 @@ def load_workload(requests: Iterable[TraceRequest], selection: Selection | None 
     return builder.build()
 
 
-def _reordered(workload: Workload, order: Ints) -> Workload:
-    """The same requests in another order."""
+def _taken(workload: Workload, order: Ints) -> Workload:
+    """Some of the same requests, or all, in another order."""
     starts, lengths = workload.starts[order], (workload.ends - workload.starts)[order]
     prompt_lengths = (workload.prompt_ends - workload.starts)[order]
     ends = np.cumsum(lengths)
     new_starts = ends - lengths
     gather = np.arange(int(ends[-1])) + np.repeat(starts - new_starts, lengths)
+    # Of what is left out some chunks are used by no other request.
+    numbers, chunks = np.unique(workload.chunks[gather], return_inverse=True)
     return replace(
         workload,
-        chunks=workload.chunks[gather],
+        chunks=chunks.astype(np.int32),
         prompt_ends=new_starts + prompt_lengths,
         ends=ends,
         prompt_tokens=workload.prompt_tokens[order],
         reused_blocks=workload.reused_blocks[order],
+        num_unique=len(numbers),
     )

@@ -135,10 +135,22 @@ def remarks_on(workload: Workload, num_misplaced: int, num_skipped: int) -> list
             f"{num_misplaced:,} of {len(workload.chunks):,} uses of a block come behind another block than its first use: "
             f"the ids do not stand for whole prefixes (or files with ids of their own were mixed), so prefix hits mean little"
         )
+    told = workload.told_block_tokens
+    if told is not None and told != (workload.block_tokens, workload.block_tokens):
+        sizes = f"{told[0]}" if told[0] == told[1] else f"{told[0]} to {told[1]}"
+        remarks.append(
+            f"by its own lines the blocks of the trace have {sizes} tokens, and all are counted as {workload.block_tokens}: "
+            f"tokens, bytes and times mean little"
+        )
     if not workload.is_sorted:
-        remarks.append("requests were not in the order of their times; they are replayed in it")
+        fate = (
+            "they are replayed in it"
+            if workload.is_timed
+            else "some have none, so they are replayed in that of the trace"
+        )
+        remarks.append(f"requests were not in the order of their times; {fate}")
     reused = workload.num_reused_blocks
-    num_blocks = workload.num_lookups * workload.blocks_per_chunk
-    if reused is not None and num_blocks:
-        remarks.append(f"the engine that recorded it reused {reused:,} blocks itself: {reused / num_blocks:.2%}")
+    if reused is not None:
+        share = reused / workload.num_prompt_blocks
+        remarks.append(f"the engine that recorded it reused {reused:,} blocks itself: {share:.2%}")
     return remarks

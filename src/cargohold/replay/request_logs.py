@@ -66,7 +66,7 @@ class RequestLogDecoder:
 
     Attributes:
         block_tokens: the same.
-        longest: tokens of the longest request that was made so, with its answer; 0 if there was none.
+        longest: tokens of the longest prompt of a request that was made so; 0 if there was none.
     """
 
     def __init__(self, block_tokens: int, tokenizer: TextTokenizer | None = None) -> None:
@@ -96,7 +96,8 @@ class RequestLogDecoder:
             root = root_hash(salt=logged.salt)
             extend_hashes(hashes, token_ids, self.block_tokens, root)
             num_prompt_blocks = len(hashes)
-            extend_hashes(hashes, token_ids + logged.output_token_ids, self.block_tokens, root)
+            # The last token was generated, but its KV was not computed.
+            extend_hashes(hashes, token_ids + logged.output_token_ids[:-1], self.block_tokens, root)
         except OverflowError as error:
             raise TraceError(line.file, line.number, "a token id is negative or too large") from error
         except ConfigError:
@@ -104,7 +105,7 @@ class RequestLogDecoder:
         except CargoholdError as error:
             raise TraceError(line.file, line.number, one_line(error)) from error
         ids = [int.from_bytes(block_hash[:_ID_BYTES], "little") for block_hash in hashes]
-        self.longest = max(self.longest, len(token_ids) + len(logged.output_token_ids))
+        self.longest = max(self.longest, len(token_ids))
         request = TraceRequest(
             hash_ids=ids[:num_prompt_blocks],
             output_hash_ids=ids[num_prompt_blocks:],

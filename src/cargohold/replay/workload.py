@@ -32,11 +32,14 @@ class Workload:
         prompt_tokens: per request, tokens of its prompt, or ``UNKNOWN``.
         reused_blocks: per request, the blocks that the engine which recorded it reused, or ``UNKNOWN``.
         num_unique: different chunks.
+        num_prompt_blocks: blocks of all prompts, also those left over at the ends of prompts, which no chunk has.
         blocks_per_chunk: blocks of the trace that make a chunk.
         block_tokens: tokens per block, ``None`` if the trace does not tell.
+        told_block_tokens: the least and the most tokens that a block has by what requests say; ``None`` if none says it.
         step_tokens: tokens of a prompt that the recording engine computed in a step; ``None`` if the trace does not tell.
         duration_s: from the first request to the last; 0 if the trace does not tell.
-        is_sorted: whether requests came in the order of their times.
+        is_timed: whether all requests say when they arrived.
+        is_sorted: whether those that say so came in the order of their times.
     """
 
     chunks: Chunks
@@ -45,10 +48,13 @@ class Workload:
     prompt_tokens: Ints
     reused_blocks: Ints
     num_unique: int
+    num_prompt_blocks: int
     blocks_per_chunk: int = 1
     block_tokens: int | None = None
+    told_block_tokens: tuple[int, int] | None = None
     step_tokens: int | None = None
     duration_s: float = 0.0
+    is_timed: bool = True
     is_sorted: bool = True
 
     @property
