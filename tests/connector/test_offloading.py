@@ -574,7 +574,7 @@ def test_of_an_ended_request_chunks_count_up_to_the_first_block_that_is_not_what
     def leftovers() -> Leftovers:
         those = Leftovers()
         state = RequestState.create(request, kv.layout, blocks_per_chunk=2)
-        those.add(state, [table], 25, context)
+        those.add(state, (table,), 25, context)
         return those
 
     (leftover,) = leftovers()
