@@ -84,6 +84,19 @@ def test_no_policy_beats_the_optimum_and_the_optimum_does_not_beat_infinity(seed
     assert one(workload, "optimum", workload.num_unique).num_prefix_hits == infinite.num_prefix_hits
 
 
+def test_the_optimum_keeps_nothing_for_answers_that_will_be_computed_anyway() -> None:
+    # Both answers come before the second look-up of 9, and are all that would be kept if they were worth a slot.
+    requests = [
+        TraceRequest(hash_ids=[9]),
+        TraceRequest(hash_ids=[], output_hash_ids=[1, 2]),
+        TraceRequest(hash_ids=[], output_hash_ids=[1, 2]),
+        TraceRequest(hash_ids=[9]),
+    ]
+    workload = load_workload(requests)
+    assert one(workload, "optimum", 1).num_prefix_hits == 1
+    assert one(workload, "optimum", 2).num_prefix_hits == 1
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_tier_for_everything_is_infinite(policy: str) -> None:
     workload = workload_of(conversations(1))

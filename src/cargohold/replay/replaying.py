@@ -60,12 +60,12 @@ def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[R
     started = time.perf_counter()
     requests = (workload.chunks[start:end].tolist() for start, _, end in workload.spans())
     try:
-        trace = OfflineTrace(requests)
+        trace = OfflineTrace(requests, (workload.prompt_ends - workload.starts).tolist())
     except ValueError as error:
         raise ConfigError("policy", OPTIMUM, "the trace's ids do not form a trie, so there is no such thing") from error
     for sizes in capacities:
         hits = np.array(trace.optimal_hits(sum(sizes)), dtype=np.int64)
-        yield _result(workload, OPTIMUM, sizes, np.minimum(hits, workload.prompt_ends - workload.starts), started)
+        yield _result(workload, OPTIMUM, sizes, hits, started)
         started = time.perf_counter()
 
 

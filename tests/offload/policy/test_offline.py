@@ -18,15 +18,16 @@ Requests = Sequence[Sequence[bytes]]
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple)
 
 
-def best_by_search(requests: Requests, capacity: int) -> int:
-    """Hits of the best possible choice of what to keep after each request."""
+def best_by_search(requests: Requests, capacity: int, num_asked: Sequence[int]) -> int:
+    """Hits of the best possible choice of what to keep after each request, of which the first chunks are looked up."""
 
     @cache
     def best(at: int, tier: frozenset[bytes]) -> int:
         if at == len(requests):
             return 0
         request = requests[at]
-        hits = next((place for place, name in enumerate(request) if name not in tier), len(request))
+        asked = request[: num_asked[at]]
+        hits = next((place for place, name in enumerate(asked) if name not in tier), len(asked))
         at_hand = sorted(tier | set(request))
         keeps = combinations(at_hand, min(capacity, len(at_hand)))
         return hits + max(best(at + 1, frozenset(kept)) for kept in keeps)
@@ -37,7 +38,21 @@ def best_by_search(requests: Requests, capacity: int) -> int:
 @settings(max_examples=60, deadline=None)
 @given(requests=st.lists(paths.map(chain), max_size=6), capacity=st.integers(1, 4))
 def test_no_choice_whatever_gives_more_hits(requests: Requests, capacity: int) -> None:
-    assert sum(OfflineTrace(requests).optimal_hits(capacity)) == best_by_search(requests, capacity)
+    assert sum(OfflineTrace(requests).optimal_hits(capacity)) == best_by_search(
+        requests, capacity, [*map(len, requests)]
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests=st.lists(st.tuples(paths.map(chain), st.integers(0, 3)), max_size=6), capacity=st.integers(1, 4))
+def test_nor_where_chunks_of_answers_are_not_looked_up(
+    requests: Sequence[tuple[Sequence[bytes], int]], capacity: int
+) -> None:
+    keys = [path for path, _ in requests]
+    num_asked = [min(asked, len(path)) for path, asked in requests]
+    hits = OfflineTrace(keys, num_asked).optimal_hits(capacity)
+    assert sum(hits) == best_by_search(keys, capacity, num_asked)
+    assert all(found <= asked for found, asked in zip(hits, num_asked, strict=True))
 
 
 @settings(max_examples=40, deadline=None)

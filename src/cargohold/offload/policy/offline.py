@@ -5,8 +5,11 @@ The optimum is Belady's MIN with bypass: keep the chunks whose next use comes fi
 paths of a trie, so a chunk is never used before the one in front of it: along a path next uses only get later, and what MIN
 keeps never has a hole. That makes it the optimum for prefix hits too.
 
-For the same reason chunks need not be looked at one by one. The part of a path with the same next use is a *span*, and the
-tier is a set of spans that lose chunks at their far ends.
+Chunks that an answer completes are stored but not looked up: what is next in an answer will be computed there anyway, so until
+then it is not worth a slot. Such chunks may be in front of others that are kept, and are back before those are looked up.
+
+In a trie chunks need not be looked at one by one. The part of a path with the same next use is a *span*, and the tier is a set
+of spans that lose chunks at their far ends.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class OfflineTrace:
     Args:
         requests: for each request the chunks it uses, in prefix order, named by anything that tells them apart. A chunk's
             name stands for everything before it too.
+        num_asked: for each request, how many of its leading chunks are looked up; by default all.
 
     Raises:
         ValueError: a chunk comes back behind another one than before: the names do not form a trie.
@@ -38,7 +42,7 @@ class OfflineTrace:
         num_lookups: chunks used, counted every time.
     """
 
-    def __init__(self, requests: Iterable[Sequence[Hashable]]) -> None:
+    def __init__(self, requests: Iterable[Sequence[Hashable]], num_asked: Sequence[int] | None = None) -> None:
         numbers: dict[Hashable, int] = {}
         chunks: list[int] = []
         lengths: list[int] = []
@@ -48,7 +52,8 @@ class OfflineTrace:
         self.num_chunks = len(numbers)
         self.num_lookups = len(chunks)
         self._ends = np.cumsum(lengths, dtype=np.int64)
-        self._spans = self._find_spans(np.array(chunks, dtype=np.int64), np.array(lengths, dtype=np.int64))
+        asked = np.array(lengths if num_asked is None else num_asked, dtype=np.int64)
+        self._spans = self._find_spans(np.array(chunks, dtype=np.int64), np.array(lengths, dtype=np.int64), asked)
 
     def optimal_hits(self, capacity: int) -> list[int]:
         """For each request, how many of its leading chunks the best possible tier of ``capacity`` slots holds."""
@@ -78,11 +83,11 @@ class OfflineTrace:
                 heapify(heap)
         return hits
 
-    def _find_spans(self, chunks: _Ints, lengths: _Ints) -> list[list[tuple[int, int, int]]]:
-        """For each request, its spans that are used again: ``(start, end, next use)``, the latter being a request."""
+    def _find_spans(self, chunks: _Ints, lengths: _Ints, asked: _Ints) -> list[list[tuple[int, int, int]]]:
+        """For each request, its spans that are looked up when next used: ``(start, end, next use)``, the latter a request."""
         request_of = np.repeat(np.arange(len(lengths)), lengths)
         depth = np.arange(len(chunks)) - np.repeat(self._ends - lengths, lengths)
-        next_use = _next_uses(chunks, request_of)
+        next_use = _next_uses(chunks, request_of, depth < np.repeat(asked, lengths))
         _check_trie(chunks, depth)
         is_start = (depth == 0) | (np.diff(next_use, prepend=-1) != 0)
         starts = is_start.nonzero()[0]
@@ -96,12 +101,13 @@ class OfflineTrace:
         return spans
 
 
-def _next_uses(chunks: _Ints, request_of: _Ints) -> _Ints:
-    """For each use of a chunk, the request that uses it next."""
+def _next_uses(chunks: _Ints, request_of: _Ints, is_asked: npt.NDArray[np.bool_]) -> _Ints:
+    """For each use of a chunk, the request that uses it next; never, if that does not look it up."""
     order = chunks.argsort(kind="stable")
     is_same = chunks[order[:-1]] == chunks[order[1:]]
     next_use = np.full(len(chunks), _NEVER)
-    next_use[order[:-1][is_same]] = request_of[order[1:][is_same]]
+    again = order[1:][is_same]
+    next_use[order[:-1][is_same]] = np.where(is_asked[again], request_of[again], _NEVER)
     return next_use
 
 
