@@ -680,6 +680,21 @@ def test_a_reset_forgets_what_waits_to_be_written_and_what_was_seen_once(admissi
     assert [command.kind for command in world.step()] == ([JobKind.STORE] if admission is Admission.ALL else [])
 
 
+def test_of_what_is_written_under_old_names_each_job_counts_until_it_has_ended() -> None:
+    world = World(capacity=16)
+    olds = []
+    for first in (0, 2):
+        world.keep(KEYS[first : first + 2])
+        olds += world.step()
+    assert world.manager.reset()
+    world.keep(KEYS[:6])
+    for old in olds:
+        assert sum(len(job.keys) for job in world.running.values()) == 4 and world.step() == []
+        world.end(old, [True] * 2)
+        world.manager.check()
+        assert [len(new.keys) for new in world.step()] == [2]
+
+
 def test_a_reset_is_refused_while_chunks_are_brought_up() -> None:
     world = World()
     world.learn(KEYS[:2])
