@@ -506,6 +506,21 @@ def test_of_a_load_that_ended_badly_only_what_arrived_is_used(status: JobStatus)
     assert restored(engine, "second") == {"disk": 4}
 
 
+def test_an_idle_engine_steps_on_until_what_nobody_wants_any_more_has_come() -> None:
+    tiering = SimulatedTiering(60)
+    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
+    engine = make_engine(tiering)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LOAD})
+    engine.add("second", prompt(0, 45), 3)
+    while not queue.pending or queue.pending[0].kind is not JobKind.LOAD:
+        engine.step()
+    engine.abort("second")
+    queue.held = frozenset()
+    finish(engine, tiering)
+    assert engine.scheduler.reset_cache()
+
+
 def test_an_engine_that_did_not_step_for_long_does_not_blame_the_tier_for_that() -> None:
     tiering = SimulatedTiering(60)
     engine = make_engine(tiering)

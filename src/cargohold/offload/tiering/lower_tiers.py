@@ -110,13 +110,18 @@ class LowerTiers:
 
     @property
     def is_settling(self) -> bool:
-        """Whether steps are worth while even if there is nothing to compute: chunks stored lately are to be written."""
+        """Whether steps are worth while even if there is nothing to compute.
+
+        Chunks stored lately are to be written, and until loads have ended that nobody wants any more there is no reset.
+        """
         now = self.clock()
+        if self._tasks and now >= self._progressed_at + PROGRESS_S:
+            return False
+        if any(task.kind is JobKind.LOAD for task in self._tasks):
+            return True
         if now >= self._settles_at:
             return False
-        if self._tasks:
-            return now < self._progressed_at + PROGRESS_S
-        return any(tier.num_writable and tier.is_usable for tier in self.tiers)
+        return bool(self._tasks) or any(tier.num_writable and tier.is_usable for tier in self.tiers)
 
     def lookup(self, keys: Iterable[OffloadKey], *, up_to_absent: bool = False) -> bytes:
         """One byte per key: ``READY`` if a usable tier has the chunk, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
