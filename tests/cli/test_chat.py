@@ -87,6 +87,14 @@ def test_a_conversation_too_long_can_go_on_anew(cargohold: Command, chat_model: 
     assert "tokens; with one token to generate, at most" in err[1] and "/new starts over" in err[1]
 
 
+def test_standard_input_that_was_closed_asks_nothing(
+    cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io, "StringIO", lambda _: None)  # what ``cargohold`` pipes in
+    result = cargohold("chat", chat_model)
+    assert (result.status, result.out) == (0, "")
+
+
 def test_a_model_without_a_chat_template_says_so_before_the_first_question(
     cargohold: Command, tiny_model: object
 ) -> None:

@@ -30,6 +30,15 @@ def test_a_prompt_may_be_piped_in(cargohold: Command, chat_model: str, completio
     assert cargohold("run", chat_model, "--max-tokens", "12", stdin=f"{PROMPT}\n").out == f"{completion}\n"
 
 
+def test_standard_input_that_was_closed_has_no_prompt(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "StringIO", lambda _: None)  # what ``cargohold`` pipes in
+    result = cargohold("run", "smollm2")
+    assert (result.status, result.out) == (2, "")
+    assert (
+        "there is no prompt; give it with --prompt or pipe one in" in result.err and len(result.err.splitlines()) == 1
+    )
+
+
 @pytest.mark.parametrize("is_piped", [False, True])
 def test_a_prompt_that_is_not_utf8_is_refused_in_a_line(
     is_piped: bool, cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch

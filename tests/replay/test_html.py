@@ -95,6 +95,11 @@ def test_a_page_of_the_infinite_cache_alone() -> None:
     assert "Nothing to draw" in page(report("infinite"))
 
 
+def test_a_page_of_the_optimum_alone_has_only_its_ratio_to_draw() -> None:
+    text = page(report("optimum"))
+    assert read(text).tags.count("svg") == 1 and text.count("Nothing to draw") == 2
+
+
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="html"):
         write_page(tmp_path / "no" / "page.html", report("lru"))

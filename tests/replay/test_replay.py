@@ -172,6 +172,12 @@ class TestTwoTiers:
         assert run.hits.tolist() == [0, 0, 2, 0, 2, 0]
         assert [tier.loaded for tier in run.tiers] == [2, 2]
 
+    def test_what_host_memory_has_behind_a_hole_is_not_read_from_disk(self) -> None:
+        # FIFO has evicted 1 and 2, and kept 3 and 4.
+        run = run_tiers(workload_of([[1, 2], [1, 2, 3, 4], [9, 8], [1, 2, 3, 4]]), "fifo", (4, 10))
+        assert run.hits.tolist() == [0, 2, 0, 4]
+        assert [tier.loaded for tier in run.tiers] == [2 + 2, 2]
+
     def test_hits_are_the_sum_of_what_tiers_loaded(self) -> None:
         for seed in range(5):
             result = one(workload_of(conversations(seed)), "lru", 60, 200)

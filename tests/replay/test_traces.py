@@ -49,6 +49,17 @@ def test_compression_is_recognised_by_content(compression: str, write: Callable[
     assert list(read_trace([in_parts])) == whole
 
 
+def test_a_file_of_pzstd_which_begins_with_a_frame_to_be_skipped(write: Callable[[bytes], Path]) -> None:
+    skipped = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
+    frames = [COMPRESSORS["zstd"](part) for part in (TEXT[:1000], TEXT[1000:])]
+    assert len(list(read_trace([write(b"".join(skipped + frame for frame in frames))]))) == len(REQUESTS)
+
+
+def test_a_byte_order_mark_in_front_does_not_matter(write: Callable[[bytes], Path]) -> None:
+    assert ids(list(read_trace([write(b'\xef\xbb\xbf{"hash_ids": [1]}\r\n{"hash_ids": [2]}')]))) == [[1], [2]]
+    assert list(read_trace([write(b"\xef\xbb\xbf")])) == []
+
+
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])
 def test_a_cut_off_file_is_noticed(compression: str, write: Callable[[bytes], Path]) -> None:
     data = COMPRESSORS[compression](TEXT)
@@ -85,6 +96,12 @@ def test_several_files_are_read_in_order_and_lazily(write: Callable[[bytes], Pat
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(TEXT))))
     assert len(list(read_trace(["-"]))) == len(REQUESTS)
+
+
+def test_standard_input_that_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(TraceError, match="there is no standard input"):
+        list(read_trace(["-"]))
 
 
 def test_blank_lines_and_a_missing_last_newline_do_not_matter(write: Callable[[bytes], Path]) -> None:

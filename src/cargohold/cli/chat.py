@@ -101,7 +101,9 @@ class Conversation:
 
 def _ask() -> str | None:
     """The next line of input; ``None`` when there is no more."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if sys.stdin is None:  # whoever started us has closed it
+        return None
+    if sys.stdout is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return sys.stdin.readline() or None
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415  # lets input() edit lines, where there is one

@@ -144,6 +144,8 @@ def _chart(report: Report, measure: Measure) -> str:
         ]
         if points:
             series.append(Series(policy, f"p{own.index(policy)}" if policy in own else policy, points))
+    if not series:
+        return f'<p class="soft">Nothing to draw: the {OPTIMUM} does not say how it does it.</p>'
     below = f", with {describe_size(report, sizes[0][1:])} of disk below" if len(sizes[0]) > 1 else ""
     axes = Axes(
         title=measure.title,

@@ -20,6 +20,9 @@ _MAX_LINE_BYTES: Final = 1 << 28
 _ZSTD_WINDOW_BYTES: Final = 1 << 28
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+# A frame that says something else than contents, with which pzstd begins: one of 16 magic numbers.
+_ZSTD_SKIPPED_MAGICS: Final = tuple(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60))
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _GZIP_WBITS: Final = 31
 
 
@@ -65,8 +68,9 @@ def read_lines(file: str | Path, on_progress: Callable[[int], None] | None = Non
     try:
         with _opened(name) as stream:
             for number, text in enumerate(_split(_pieces(stream, on_progress)), start=1):
-                if text.strip():
-                    yield Line(name, number, text)
+                contents = text.removeprefix(_BYTE_ORDER_MARK) if number == 1 else text
+                if contents.strip():
+                    yield Line(name, number, contents)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise TraceError(name, number + 1 if number else None, reason) from error
@@ -92,6 +96,9 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
 @contextmanager
 def _opened(name: str) -> Iterator[BinaryIO]:
     if name == STDIN:
+        # Whoever starts us may have closed it, and then Python has none.
+        if sys.stdin is None:
+            raise ValueError("there is no standard input")
         yield sys.stdin.buffer
         return
     with Path(name).open("rb") as stream:
@@ -130,7 +137,7 @@ def _decompressed(pieces: Iterable[bytes], new_frame: Callable[[], _Decompressor
 def _decompressor_for(start: bytes) -> Callable[[], _Decompressor] | None:
     if start.startswith(_GZIP_MAGIC):
         return lambda: zlib.decompressobj(_GZIP_WBITS)
-    if not start.startswith(_ZSTD_MAGIC):
+    if not start.startswith((_ZSTD_MAGIC, *_ZSTD_SKIPPED_MAGICS)):
         return None
     try:
         import zstandard  # noqa: PLC0415  # optional

@@ -190,9 +190,13 @@ def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
             found = len(tier.manager.lookup_run(prompt[num_hits:]))
             if found:
                 rest = prompt[num_hits : num_hits + found]
-                tier.manager.touch(rest)
+                # The first tier may have some of it, behind the hole: offered too, that does not go for the others.
+                states = first.manager.lookup(rest)
+                tier.manager.touch([key for key, state in zip(rest, states, strict=True) if state == ABSENT])
                 fits = first.store(rest, prompt[num_hits - 1] if num_hits else None)
-                tier.loaded += fits
+                brought = states[:fits].count(ABSENT)
+                tier.loaded += brought
+                first.loaded += fits - brought
                 num_hits += fits
                 is_longer = fits == found
         if is_longer:
