@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,12 @@ class TestKVSize:
             ("MistralConfig", {"dtype": "bfloat16"}, 32 * 2 * 8 * 128 * 2),
             ("GPT2Config", {"dtype": "float16"}, 12 * 2 * 768 * 2),
             ("FalconConfig", {"dtype": "bfloat16"}, 32 * 2 * 1 * 64 * 2),
+            (
+                "FalconConfig",
+                {"new_decoder_architecture": True, "num_attention_heads": 128, "num_kv_heads": 8, "hidden_size": 8192},
+                32 * 2 * 8 * 64 * 4,
+            ),
+            ("MiMoV2FlashConfig", {"dtype": "bfloat16"}, 48 * 4 * (192 + 128) * 2),
             ("Gemma3TextConfig", {"dtype": "bfloat16"}, 26 * 2 * 4 * 256 * 2),
             ("DeepseekV3Config", {"dtype": "bfloat16"}, 61 * (512 + 64) * 2),
             ("Qwen3NextConfig", {"dtype": "bfloat16"}, 12 * 2 * 2 * 256 * 2),
@@ -116,6 +123,28 @@ class TestKVSize:
         assert kv_size("a model", config).bytes_per_token == 4 * kv_size("a model", config, 1).bytes_per_token
         with pytest.raises(ConfigError, match="kv_dtype_bytes"):
             kv_size("a model", config, 0)
+
+    def test_layers_that_differ_in_what_they_compress(self) -> None:
+        layers = [SimpleNamespace(kv_lora_rank=rank, qk_rope_head_dim=64) for rank in (512, 1024)]
+
+        class Mixed(SimpleNamespace):
+            @property
+            def kv_lora_rank(self) -> int:
+                """As transformers does it."""
+                raise RuntimeError("it is a per-layer attribute")
+
+        config = Mixed(
+            num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"], per_layer_config=layers
+        )
+        size = kv_size("a model", config, 2)
+        assert (size.bytes_per_token, size.is_latent) == ((512 + 64 + 1024 + 64) * 2, True)
+
+    def test_layers_that_keep_nobody_knows_what_are_refused_by_their_kind(self) -> None:
+        config = SimpleNamespace(
+            num_hidden_layers=2, layer_types=["full_attention", "hybrid"], num_attention_heads=2, head_dim=8
+        )
+        with pytest.raises(UnsupportedModelError, match=r"layers of kind hybrid .*: give --bytes-per-token instead"):
+            kv_size("a model", config)
 
     def test_models_without_kv_are_refused(self) -> None:
         transformers = pytest.importorskip("transformers")

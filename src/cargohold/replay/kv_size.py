@@ -21,6 +21,7 @@ _DTYPE_BYTES: Final = {
 _WINDOWED: Final = ("sliding_attention", "chunked_attention")
 _FULL: Final = ("full_attention", "attention")
 _STATELESS: Final = ("mlp", "moe")
+_STATES: Final = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,18 +98,20 @@ def kv_size(model: str, config: Any, dtype_bytes: int | None = None) -> KVSize:
     kinds = _layer_kinds(config, num_layers)
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     keeping = kinds[: num_layers - shared]
+    unknown = sorted({kind for kind in keeping if kind not in (*_FULL, *_WINDOWED, *_STATELESS, *_STATES)})
+    if unknown:
+        reason = (
+            f"what its layers of kind {', '.join(unknown)} keep of a token is not known: give --bytes-per-token instead"
+        )
+        raise UnsupportedModelError(model, reason)
+    counted = [layer for layer, kind in enumerate(keeping) if kind in (*_FULL, *_WINDOWED)]
     size = KVSize(
         full_layers=sum(kind in _FULL for kind in keeping),
         windowed_layers=sum(kind in _WINDOWED for kind in keeping),
-        state_layers=sum(kind not in (*_FULL, *_WINDOWED, *_STATELESS) for kind in keeping),
+        state_layers=sum(kind in _STATES for kind in keeping),
         shared_layers=shared,
-        bytes_per_token=dtype_bytes
-        * sum(
-            _numbers_of_layer(model, config, layer)
-            for layer, kind in enumerate(keeping)
-            if kind in (*_FULL, *_WINDOWED)
-        ),
-        is_latent=bool(getattr(config, "kv_lora_rank", None)),
+        bytes_per_token=dtype_bytes * sum(_numbers_of_layer(model, config, layer) for layer in counted),
+        is_latent=any(getattr(_of_layer(config, layer), "kv_lora_rank", None) for layer in counted),
     )
     if not size.bytes_per_token:
         raise UnsupportedModelError(model, "it has no attention layers, so it has no KV cache")
@@ -123,20 +126,27 @@ def _layer_kinds(config: Any, num_layers: int) -> Sequence[str]:
     return ["sliding_attention" if uses_window else "full_attention"] * num_layers
 
 
+def _of_layer(config: Any, layer: int) -> Any:
+    """The configuration of one layer. Where layers differ, that of the model does not answer what differs."""
+    per_layer = getattr(config, "per_layer_config", None)
+    return per_layer[layer] if per_layer else config
+
+
 def _numbers_of_layer(model: str, config: Any, layer: int) -> int:
     """Numbers that one layer keeps of a token: a key and a value per KV head, or one compressed vector for all."""
-    per_layer = getattr(config, "per_layer_config", None)
-    own = per_layer[layer] if per_layer else config
+    own = _of_layer(config, layer)
     try:
         if getattr(own, "kv_lora_rank", None):
             return int(own.kv_lora_rank + own.qk_rope_head_dim)
         num_heads = own.num_attention_heads
         num_kv_heads = getattr(own, "num_key_value_heads", None) or num_heads
-        if getattr(own, "multi_query", False) and not getattr(own, "new_decoder_architecture", False):
+        if getattr(own, "new_decoder_architecture", False):
+            num_kv_heads = own.num_kv_heads  # as the larger Falcons call them, which have multi_query set too
+        elif getattr(own, "multi_query", False):
             num_kv_heads = 1
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // num_heads
     except (AttributeError, RuntimeError, ZeroDivisionError, TypeError) as error:
         raise UnsupportedModelError(
             model, f"its configuration does not tell the size of KV: {one_line(error)}"
         ) from error
-    return int(2 * num_kv_heads * head_dim)
+    return int(num_kv_heads * (head_dim + (getattr(own, "v_head_dim", None) or head_dim)))
