@@ -127,6 +127,15 @@ def test_a_smaller_budget_makes_all_workers_give_up_their_share(tmp_path: Path) 
     assert all(len(present(tier, 145)) > 90 for tier in tiers)
 
 
+def test_a_smaller_budget_spares_nothing_of_an_engine_with_another_number_of_workers(tmp_path: Path) -> None:
+    """Nobody will open that again, and give up what is above its share."""
+    alone = disk_tier(tmp_path, 4 * MIB)
+    fill(alone, 290)
+    alone.close()
+    disk_tier(tmp_path, 3 * MIB, using=codec(split="rank 0 of 2"), num_shards=2)
+    assert bytes_in(tmp_path) <= 3 * MIB
+
+
 def test_a_tier_that_could_not_be_opened_holds_no_lock(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one chunk of one worker needs") as caught:
         disk_tier(tmp_path, "8KiB")
@@ -650,6 +659,7 @@ def test_lost_permissions_are_errors_and_nothing_else(tmp_path: Path) -> None:
         ({"directory": ""}, "directory"),
         ({"directory": "/dev/null/kv"}, "directory"),
         ({"directory": "/dev/null"}, "directory"),
+        ({"directory": "kv\0"}, "directory"),
         ({"max_bytes": "lots"}, "max_bytes"),
         ({"max_bytes": "8KiB"}, "max_bytes"),
         ({"policy": "magic"}, "policy"),
@@ -657,6 +667,7 @@ def test_lost_permissions_are_errors_and_nothing_else(tmp_path: Path) -> None:
         ({"num_threads": 0}, "num_threads"),
         ({"lock_wait_s": -1}, "lock_wait_s"),
         ({"encryption_key": "password"}, "encryption_key"),
+        ({"encryption_key": "file:key\0"}, "encryption_key"),
     ],
 )
 def test_impossible_options_are_refused_by_name(tmp_path: Path, options: dict[str, object], key_of_error: str) -> None:

@@ -20,7 +20,7 @@ from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.store_url import REDIS_SCHEMES
 from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
 
-KEY_SOURCE: Final = re.compile(r"(file|env):.+")
+KEY_SOURCE: Final = re.compile(r"(file|env):[^\0\n]+")
 REPLICA_DIRECTORY: Final = "replica-{}"
 """Below the directory that was named: where the engine replicas behind the first keep their chunks."""
 MAX_THREADS: Final = 256
@@ -283,7 +283,7 @@ def _require_threads(num_threads: object) -> None:
 
 
 def _is_path(value: object) -> bool:
-    return isinstance(value, str | PathLike) and bool(fspath(value))
+    return isinstance(value, str | PathLike) and bool(fspath(value)) and "\0" not in str(fspath(value))
 
 
 def _is_zero(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _LEAST_SEGMENTS: Final = 16
 _OTHER_BYTES: Final = 32 * 1024
 """For descriptions, locks and directories."""
 _LOCK_POLL_S: Final = 0.05
+_RANK: Final = re.compile(r"^rank \d+ ")
+"""Which worker it is, in what a namespace says of how the model is divided; what is written otherwise is no other worker's."""
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -220,11 +223,11 @@ class Shard:
 
         Without all shards no chunk is of use, so none is deleted for that.
         """
-        own = _without_split(namespace.describe())
+        own = _without_rank(namespace.describe())
         others = (
             path
             for path in shards_in(self._root)
-            if path != self.path and _without_split(read_description(path).namespace) == own
+            if path != self.path and _without_rank(read_description(path).namespace) == own
         )
         return sum(max(0, bytes_in(path) - self._budget.shard_bytes) for path in others)
 
@@ -286,9 +289,10 @@ def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
         raise ConfigError("max_bytes", config.max_bytes, f"the file system has {format_bytes(total)}{reserve}")
 
 
-def _without_split(facts: dict[str, str]) -> dict[str, str]:
-    """What all workers of an engine have in common, of what their namespaces say."""
-    return {name: fact for name, fact in facts.items() if name not in ("label", "split", "digest")}
+def _without_rank(facts: dict[str, str]) -> dict[str, str]:
+    """What all workers of an engine have in common, of what their namespaces say: also among how many it is divided."""
+    common = {name: fact for name, fact in facts.items() if name not in ("label", "digest")}
+    return common | {"split": _RANK.sub("", common.get("split", ""))}
 
 
 def _root_of(config: DiskTierConfig) -> Path:
