@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cargohold import (
     LLM,
@@ -32,7 +33,7 @@ REQUIRED: dict[type, dict[str, str]] = {
 
 
 def bad(expected: str, kind: type, **option: Any) -> Any:
-    ((key, value),) = option.items()
+    *_, (key, value) = option.items()
     others = {name: given for name, given in REQUIRED.get(kind, {}).items() if name != key}
     return pytest.param(kind, {**others, **option}, expected, id=f"{kind.__name__}-{key}={value!r}")
 
@@ -54,6 +55,7 @@ def bad(expected: str, kind: type, **option: Any) -> Any:
         bad("True or False", LLM, prefix_caching="yes"),
         bad("one of auto, float32", LLM, dtype="int8"),
         bad("cpu, cuda", LLM, device="tpu"),
+        bad("cpu, cuda", LLM, device=torch.device("cpu")),
         bad("an OffloadConfig, a LazyOffloadConfig", LLM, offload="2GiB"),
         bad("an OffloadConfig, a LazyOffloadConfig", LLM, offload=[OffloadConfig(host_bytes="1MiB"), 3]),
         bad("an OffloadConfig, a LazyOffloadConfig", LLM, offload=OffloadConfig),
@@ -75,10 +77,12 @@ def bad(expected: str, kind: type, **option: Any) -> Any:
         bad("an integer from 1", SamplingParams, max_tokens="many"),
         bad("a number from 0", SamplingParams, temperature=-0.1),
         bad("a number from 0", SamplingParams, temperature=float("inf")),
+        bad("a number from 0", SamplingParams, temperature=10**400),
         bad("or set temperature above 0", SamplingParams, top_k=40),
         bad("or set temperature above 0", SamplingParams, top_p=0.9),
         bad("above 0 and at most 1", SamplingParams, top_p=0),
         bad("or 0 for all tokens", SamplingParams, top_k=-1),
+        bad("or 0 for all tokens", SamplingParams, temperature=1, top_k=2**63),
         bad("or None", SamplingParams, seed="lucky"),
         bad("none of them empty", SamplingParams, stop=["x", ""]),
         bad("none of them empty", SamplingParams, stop=b"x"),

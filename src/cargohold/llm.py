@@ -279,7 +279,8 @@ def _engine_config(model: str | os.PathLike[str], options: Mapping[str, Any]) ->
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or several as several. What is no prompt at all is passed on, for the engine to refuse."""
-    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__iter__"):
+    # What a tokenizer of transformers gives back is a mapping, and its keys are not meant.
+    if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
         return [prompts]
     items = list(prompts)
     is_one = bool(items) and isinstance(items[0], Integral)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from cargohold import (
     LLM,
@@ -266,11 +268,16 @@ def test_reset_forgets_the_device_and_the_host(llama: MakeLLM) -> None:
         ({"prompts": [[1], [2, None]]}, "prompt 2 of 2: token id None is not an integer"),
         ({"prompts": 7}, "a prompt is text or a list of token ids, not int"),
         ({"prompts": b"abc"}, "a prompt is text or a list of token ids, not bytes"),
+        ({"prompts": {"prompt": "text"}}, "a prompt is text or a list of token ids, not dict"),
+        ({"prompts": torch.tensor([1, 2])}, "a prompt is text or a list of token ids, not Tensor"),
         ({"prompts": [1] * 80}, "the prompt has 80 tokens; with one token to generate, at most 79 fit"),
         ({"prompts": [[1], [2]], "sampling": [SamplingParams()]}, "1 sampling parameters for 2 prompts"),
         ({"prompts": [1], "sampling": {"max_tokens": 3}}, "it must be SamplingParams"),
         ({"prompts": [1], "sampling": SamplingParams(stop="x")}, "cannot stop at strings; use stop_token_ids"),
         ({"prompts": [1], "salt": 5}, "salt=5 is not possible: it must be text"),
+        ({"prompts": [1], "salt": "\udc80"}, "salt='\\udc80' is not possible: it must be text"),
+        ({"prompts": [1], "request_id": 5}, "request_id=5 is not possible: it must be text"),
+        ({"prompts": [1], "request_id": "\udc80"}, "request_id='\\udc80' is not possible: it must be text"),
         ({"prompts": [1], "priority": "high"}, "priority='high' is not possible: it must be an integer"),
         ({"prompts": [1], "kv_transfer_params": 3}, "kv_transfer_params=3 is not possible: it must be a mapping"),
     ],
@@ -288,3 +295,18 @@ def test_requests_that_cannot_be_served_are_refused_and_harm_nobody(
     assert "\n" not in str(raised.value)
     assert not llm.engine.has_work(), "of several prompts none was started"
     assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].token_ids) == 4
+
+
+def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused_and_harms_nobody(
+    chat_model: str, make_llm: MakeLLM, tmp_path: Path
+) -> None:
+    seeing = shutil.copytree(chat_model, tmp_path / "seeing")
+    tokenizer = AutoTokenizer.from_pretrained(seeing)
+    tokenizer.add_tokens(["<|image|>"], special_tokens=True)
+    tokenizer.save_pretrained(seeing)
+    llm = make_llm(str(seeing))
+    with pytest.raises(RequestError, match=r"prompt 2 of 2: .* a token of it, 800, that the model has not: it has 800"):
+        llm.generate(["Once upon a time", "Look at this: <|image|>"])
+    with pytest.raises(RequestError, match="token id 800 is not an integer from 0 to 799"):
+        llm.chat([{"role": "user", "content": "Look at this: <|image|>"}])
+    assert len(llm.generate("Once upon a time", SamplingParams(max_tokens=4))[0].token_ids) == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,16 @@ def test_the_type_of_numbers_is_the_one_saved_unless_told_otherwise(tmp_path: Pa
     assert describe_model(model, "float32").dtype_bytes == 4
     with pytest.raises(ConfigError, match=r"dtype='int8' .* auto or one of float32, bfloat16, float16"):
         describe_model(model, "int8")
+
+
+def test_code_that_comes_with_a_model_is_not_run_whatever_stands_on_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "configuration_own.py"
+    code.write_text("raise SystemExit('the code was run')", encoding="utf-8")
+    fields = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", answers := io.StringIO("y\nthe second prompt\n"))
+    with pytest.raises(UnsupportedModelError, match="Python code that comes with it, which is not run"):
+        describe_model(str(tmp_path))
+    assert answers.tell() == 0, "a prompt was taken for an answer"

@@ -77,7 +77,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._require("model", isinstance(self.model, str), "a directory, a .gguf file, a hub id or smollm2")
         self._require_one_of("dtype", ("auto", *DTYPES))
-        self._require("device", _DEVICE.fullmatch(str(self.device)) is not None, "cpu, cuda, or one of several: cuda:1")
+        device: object = self.device  # torch.device("cpu") reads like it, but is not the same as "cpu"
+        is_device = isinstance(device, str) and _DEVICE.fullmatch(device) is not None
+        self._require("device", is_device, "cpu, cuda, or one of several: cuda:1")
         for key in ("block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             self._require(key, is_positive_int(getattr(self, key)), "an integer from 1")
         for key, least in (("num_device_blocks", 1), ("max_model_len", 2)):

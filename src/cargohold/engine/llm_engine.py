@@ -128,7 +128,7 @@ class LLMEngine:
         """
         self._check_alive()
         sampling = SamplingParams() if sampling is None else sampling
-        _check_options(sampling, priority, salt, kv_transfer_params)
+        _check_options(sampling, request_id, priority, salt, kv_transfer_params)
         if sampling.stop and self.tokenizer is None:
             raise RequestError(
                 "this model has no tokenizer, so it cannot stop at strings; use stop_token_ids", request_id
@@ -258,6 +258,11 @@ class LLMEngine:
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer; give the prompt as token ids", request_id)
             token_ids = self.tokenizer.encode(prompt)
+            beyond = max(token_ids, default=0)
+            if beyond >= self.limits.vocab_size:
+                # Tokenizers have such: of what only a model that sees images knows, or added to them alone.
+                reason = f"the tokenizer makes a token of it, {beyond}, that the model has not: it has {self.limits.vocab_size}"
+                raise RequestError(f"the prompt is not possible: {reason}", request_id)
         else:
             token_ids = self._checked_token_ids(prompt, request_id)
         if not token_ids:
@@ -270,10 +275,15 @@ class LLMEngine:
             )
         return token_ids
 
-    def _checked_token_ids(self, prompt: object, request_id: str | None) -> list[int]:
-        if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
-            raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", request_id)
-        return [self._checked_token_id(token_id, request_id) for token_id in prompt]
+    def _checked_token_ids(self, prompt: Any, request_id: str | None) -> list[int]:
+        refusal = RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", request_id)
+        if isinstance(prompt, bytes | Mapping):
+            raise refusal
+        try:
+            items = list(prompt)
+        except TypeError as error:  # a tensor without dimensions has __iter__, too
+            raise refusal from error
+        return [self._checked_token_id(token_id, request_id) for token_id in items]
 
     def _checked_token_id(self, token_id: Any, request_id: str | None) -> int:
         # Integral, for what numpy has in its arrays are integers too.
@@ -318,12 +328,16 @@ class LLMEngine:
         )
 
 
-def _check_options(sampling: object, priority: object, salt: object, kv_transfer_params: object) -> None:
+def _check_options(
+    sampling: object, request_id: object, priority: object, salt: object, kv_transfer_params: object
+) -> None:
     """Raise ``RequestError`` for options of a request that are not what they are declared to be."""
     for name, value, holds, expected in (
         ("sampling", sampling, isinstance(sampling, SamplingParams), "SamplingParams"),
+        # It goes to workers and into block traces.
+        ("request_id", request_id, request_id is None or _is_text(request_id), "text"),
         ("priority", priority, is_int(priority), "an integer"),
-        ("salt", salt, salt is None or isinstance(salt, str), "text"),
+        ("salt", salt, salt is None or _is_text(salt), "text"),
         (
             "kv_transfer_params",
             kv_transfer_params,
@@ -333,6 +347,11 @@ def _check_options(sampling: object, priority: object, salt: object, kv_transfer
     ):
         if not holds:
             raise RequestError(f"{name}={value!r} is not possible: it must be {expected}")
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is text, and valid Unicode: half a surrogate pair has no bytes."""
+    return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
 def _finish_reason(live: _Live) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._freeze_stops()
         self._require("max_tokens", is_positive_int(self.max_tokens), "an integer from 1")
-        self._require("temperature", is_number(self.temperature) and self.temperature >= 0, "a number from 0 (greedy)")
-        self._require("top_k", is_int(self.top_k) and self.top_k >= 0, "an integer from 1, or 0 for all tokens")
+        # No more than workers can be told: an integer may be larger than the largest float.
+        is_temperature = is_number(self.temperature) and 0 <= self.temperature <= sys.float_info.max
+        self._require("temperature", is_temperature, "a number from 0 (greedy)")
+        is_count = is_int(self.top_k) and 0 <= self.top_k < 2**63
+        self._require("top_k", is_count, "an integer from 1, or 0 for all tokens")
         self._require("top_p", is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
         self._require(
             "seed",

@@ -81,10 +81,14 @@ def _load_config(model: str, path: str) -> Any:
     from transformers import AutoConfig  # noqa: PLC0415  # slow to import
 
     try:
-        return AutoConfig.from_pretrained(path)
+        # Or transformers asks on standard input whether to run code that comes with the model, and takes prompts for answers.
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except OSError as error:
         raise ModelNotFoundError(model, f"its config.json cannot be read: {one_line(error)}") from error
     except Exception as error:  # whatever a model's own checks of its configuration raise
+        if "trust_remote_code" in str(error):
+            reason = "it needs Python code that comes with it, which is not run; choose a model that transformers knows itself"
+            raise UnsupportedModelError(model, reason) from error
         raise UnsupportedModelError(model, f"transformers does not know it: {one_line(error)}") from error
 
 

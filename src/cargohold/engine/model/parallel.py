@@ -78,7 +78,7 @@ def _plan_that_keeps_kv_whole(info: ModelInfo) -> dict[str, str]:
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # slow to import
 
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(info.path))
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(info.path, trust_remote_code=False))
     plan: dict[str, str] = skeleton.tp_plan
     kept = {name: "replicate" for name in plan if name.endswith(_KEPT_WHOLE)}
     if not kept:

@@ -74,7 +74,7 @@ class Tokenizer:
         from transformers import AutoTokenizer  # noqa: PLC0415  # slow to import
 
         try:
-            inner = AutoTokenizer.from_pretrained(info.path)
+            inner = AutoTokenizer.from_pretrained(info.path, trust_remote_code=False)
         except Exception as error:  # noqa: BLE001  # it says in many ways that there is none, or that a package is missing
             logger.info("model %s has no tokenizer: %s", info.name, one_line(error))
             return None

@@ -39,6 +39,7 @@ def load_model(info: ModelInfo, device: torch.device, world_size: int = 1) -> Pr
             dtype=getattr(torch, info.dtype),
             attn_implementation=PAGED_ATTENTION,
             output_loading_info=True,
+            trust_remote_code=False,
             **parallel_options(info, world_size),
         )
     except (ValueError, KeyError) as error:
