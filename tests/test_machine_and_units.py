@@ -35,7 +35,24 @@ def test_sizes_as_people_write_them(written: int | str, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["lots", "", "2 apples", "-1GiB", "GiB", "1.2.3MB", -5, 0, "0GiB", 2.5, True, None, [1]]
+    "written",
+    [
+        "lots",
+        "",
+        "2 apples",
+        "-1GiB",
+        "GiB",
+        "1.2.3MB",
+        -5,
+        0,
+        "0GiB",
+        2.5,
+        True,
+        None,
+        [1],
+        "9" * 5000,
+        f"{'9' * 5000}GiB",
+    ],
 )
 def test_what_is_no_size_is_refused_with_an_example(written: Any) -> None:
     with pytest.raises(ConfigError, match=r"host_bytes=.* is not possible: .* such as 2GiB") as raised:

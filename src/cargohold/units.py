@@ -15,7 +15,9 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+NUMBER = r"[0-9]{1,40}(?:\.[0-9]{1,40})?"
+"""Digits of a size: of numbers of any length Python refuses to make an integer, or a float."""
+_SIZE = re.compile(rf"\s*({NUMBER})\s*([A-Za-z]*)\s*")
 MAX_TIMEOUT_S = 1_000_000
 _EXPECTED = "it must be a number of bytes, such as 2GiB, 512MiB, 1.5GB or 1000000"
 
@@ -76,4 +78,4 @@ def _parse(value: object) -> int | None:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _UNITS:
         return None
-    return int(Fraction(match[1]) * _UNITS[match[2].lower()])  # exact, however many digits
+    return int(Fraction(match[1]) * _UNITS[match[2].lower()])  # exact, with all digits

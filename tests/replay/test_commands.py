@@ -182,6 +182,7 @@ class TestReplay:
         found = json.loads(result.out)["results"]
         assert {one["prefix_hits"] for one in found} == {found[-1]["prefix_hits"]}
         assert found[0]["tiers"][1]["capacity_chunks"] == 900 * 1024**4 // (8 * 16)
+        assert cargohold("replay", small, "-s", "9" * 40, "--disk", f"{'9' * 40}%", *options[:-1]).status == 0
 
     def test_tables_fit_a_terminal(self, cargohold: Command, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "80")

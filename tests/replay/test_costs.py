@@ -33,7 +33,23 @@ def test_sizes(text: str, chunks: int, workload: Workload) -> None:
     assert parse_size("size", text).chunks_for(workload, 65536) == chunks
 
 
-@pytest.mark.parametrize("text", ["", "0", "0%", "-5", "5 percent", "lots", "0GiB", "1,000", "NaN%"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "0",
+        "0%",
+        "-5",
+        "5 percent",
+        "lots",
+        "0GiB",
+        "1,000",
+        "NaN%",
+        "9" * 5000,
+        "9" * 5000 + "GiB",
+        "9" * 400 + "%",
+    ],
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="size"):
         parse_size("size", text)
@@ -79,6 +95,7 @@ class TestCosts:
             {"prefill_tokens_per_s": -1.0},
             {"bytes_per_s": {HOST: 0.0}},
             {"bytes_per_token": 1.5},
+            {"bytes_per_token": 10**400},
         ],
     )
     def test_impossible_options(self, options: dict[str, Any]) -> None:

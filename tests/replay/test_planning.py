@@ -74,6 +74,12 @@ def test_a_tier_pays_if_it_is_faster_than_prefill(rate: float, word: str) -> Non
     assert word in words
 
 
+def test_where_nothing_comes_back_no_bend_is_claimed() -> None:
+    workload = load_workload(TraceRequest(hash_ids=[at], block_tokens=BLOCK_TOKENS) for at in range(50))
+    _, _, words = planned(workload, Budget(), CostModel(bytes_per_token=TOKEN_BYTES))
+    assert "Nothing comes back: a cache of any size would find nothing." in words and "brings more" not in words
+
+
 def test_without_a_prefill_rate_the_break_even_is_told() -> None:
     costs = CostModel(bytes_per_token=1000, bytes_per_s={HOST: 5e6, DISK: 1e6})
     _, _, words = planned(looping(), Budget(), costs)

@@ -72,6 +72,8 @@ def _on_traffic(planner: Planner, plan: Plan, workload: Workload) -> str:
 
 def _on_knee(plan: Plan) -> str:
     knee = plan.knee
+    if not any(step.result.num_prefix_hits for step in plan.steps):
+        return "Nothing comes back: a cache of any size would find nothing."
     behind = [step for step in plan.steps if step.num_bytes > knee.num_bytes]
     text = f"The curve bends at {format_bytes(knee.num_bytes)}: {_hits(knee.result)}."
     if not behind:

@@ -20,6 +20,7 @@ from cargohold.units import is_positive_int, is_positive_number
 
 DEFAULT_BYTES_PER_S: Final[Mapping[str, float]] = MappingProxyType({HOST: 20e9, DISK: 3e9})
 """A PCIe 4.0 link with 16 lanes, about; an NVMe drive, about."""
+_MAX_BYTES_PER_TOKEN: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,9 @@ class CostModel:
     bytes_per_s: Mapping[str, float] = field(default_factory=lambda: DEFAULT_BYTES_PER_S)
 
     def __post_init__(self) -> None:
-        if self.bytes_per_token is not None and not is_positive_int(self.bytes_per_token):
-            raise ConfigError("bytes_per_token", self.bytes_per_token, "it must be an integer from 1")
+        per_token = self.bytes_per_token
+        if per_token is not None and not (is_positive_int(per_token) and per_token <= _MAX_BYTES_PER_TOKEN):
+            raise ConfigError("bytes_per_token", per_token, f"it must be an integer from 1 to {_MAX_BYTES_PER_TOKEN}")
         rate = self.prefill_tokens_per_s
         if rate is not None and not is_positive_number(rate):
             raise ConfigError("prefill_tokens_per_s", rate, "it must be a number above 0")

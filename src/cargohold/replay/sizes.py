@@ -9,12 +9,13 @@ from fractions import Fraction
 
 from cargohold.errors import ConfigError
 from cargohold.replay.workload import Workload
-from cargohold.units import parse_bytes
+from cargohold.units import NUMBER, parse_bytes
 
 _EXPECTED = (
     "it must be a share of the different blocks such as 5%, a number of blocks such as 1000, or bytes such as 64GiB"
 )
-_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
+_PERCENT = re.compile(rf"({NUMBER})\s*%")
+_BLOCKS = re.compile(r"[0-9]{1,40}")
 
 
 class _Unit(Enum):
@@ -67,7 +68,7 @@ def parse_size(key: str, text: str) -> Size:
     percent = _PERCENT.fullmatch(text)
     if percent:
         size = Size(key, text, Fraction(percent[1]), _Unit.PERCENT)
-    elif text.isdecimal():
+    elif _BLOCKS.fullmatch(text):
         size = Size(key, text, Fraction(text), _Unit.BLOCKS)
     else:
         try:
