@@ -38,6 +38,11 @@ def saved(directory: Path, kind: str, **fields: Any) -> str:
         ("DeepseekV3Config", SMALL, "multi-head latent attention is not served"),
         ("Gemma2Config", SMALL, "soft-capped attention scores are not served"),
         (
+            "Llama4TextConfig",
+            {**SMALL, "layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0]},
+            "attention scores that are scaled by position are not served",
+        ),
+        (
             "Gemma3TextConfig",
             {**SMALL, "use_bidirectional_attention": True},
             "attention that looks ahead is not served",
@@ -100,3 +105,8 @@ def test_code_that_comes_with_a_model_is_not_run_whatever_stands_on_standard_inp
     with pytest.raises(UnsupportedModelError, match="Python code that comes with it, which is not run"):
         describe_model(str(tmp_path))
     assert answers.tell() == 0, "a prompt was taken for an answer"
+
+
+def test_layers_that_all_have_a_rotary_embedding_have_no_scores_scaled_by_position(tmp_path: Path) -> None:
+    model = saved(tmp_path, "Llama4TextConfig", **SMALL, layer_types=["full_attention"] * 2, no_rope_layers=[1, 1])
+    assert len(describe_model(model).geometry.layer_kinds) == 2
