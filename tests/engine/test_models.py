@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +127,21 @@ def test_attention_with_sinks_is_refused_before_it_answers_wrongly(
     GptOssForCausalLM(config).save_pretrained(path)
     with pytest.raises(UnsupportedModelError, match="s_aux"):
         LLM(str(path))
+
+
+def test_attention_with_a_mask_of_the_models_own_is_refused_before_it_answers_wrongly(tmp_path: Path) -> None:
+    from transformers import DogeConfig, DogeForCausalLM  # noqa: PLC0415  # only here
+
+    # With as few tokens as the probe has, its mask hides nothing; beyond the window, it hides what scores lowest.
+    config = DogeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        keep_window_size=32,
+    )
+    DogeForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="attention_mask"):
+        LLM(str(tmp_path))

@@ -163,7 +163,9 @@ def paged_attention(  # the signature is transformers'
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it; see ``PagedForward.attend``."""
-    del attention_mask  # a batch of paged requests has its own masks
+    # A batch of paged requests has its own masks. One that the model made by itself, for all it could see was no mask, is an
+    # option that cannot be ignored.
+    options["attention_mask"] = attention_mask
     return paged_forward.attend(_layer_index(module), (query, key, value), scaling, options), None
 
 

@@ -4,7 +4,7 @@ What a configuration does not tell shows in a forward pass of a few tokens. Two 
 refused, rather than answered wrongly:
 
 * Every layer calls attention once, with keys, values and options as paged attention expects them. That finds attention sinks,
-  soft caps, and layers that skip attention or share another's KV.
+  soft caps, masks that the model makes itself, and layers that skip attention or share another's KV.
 * The logits are those of transformers' own attention. That finds what is not seen at a single layer: attention that looks
   ahead, positions that are not counted from 0.
 """
