@@ -193,6 +193,15 @@ class TestReplay:
         assert "…" not in result.out and "prefill" in result.out
         assert max(map(len, result.out.splitlines()[1:])) <= 80
 
+    def test_in_a_narrow_terminal_no_number_is_cut_off(
+        self, cargohold: Command, small: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "30")
+        cost = ("--bytes-per-token", "131072", "--prefill-tokens-per-s", "8000")
+        policies = "lru,arc,fifo,reuse-index,optimum,infinite"
+        result = cargohold("replay", small, "-p", policies, "-s", "4MiB,10MiB", "--disk", "64GiB", *cost)
+        assert result.status == 0 and "…" not in result.out and "45.45" in result.out
+
     def test_requests_shorter_than_a_block_are_told_of_the_option(self, cargohold: Command, tmp_path: Path) -> None:
         log = tmp_path / "log"
         log.write_text('{"token_ids": [1, 2, 3]}\n{"token_ids": [1, 2], "output_token_ids": [3, 4, 5]}\n')
@@ -329,6 +338,15 @@ class TestPlan:
         assert facts["memory_limit_bytes"] == memory_limit_bytes()
         assert facts["curve"][-1]["host_bytes"] <= 1 << 20
         assert all(sentence.split(":")[0][:20] in page.read_text() for sentence in facts["advice"][:1])
+
+    @pytest.mark.parametrize("columns", ["1", "80"])
+    def test_no_number_is_cut_off(
+        self, cargohold: Command, small: str, monkeypatch: pytest.MonkeyPatch, columns: str
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, this makes it a terminal
+        result = cargohold("plan", "--trace", small, "--bytes-per-token", "1", "--policy", "lru")
+        assert result.status == 0 and "…" not in result.out and "45.5%" in result.out
 
     @pytest.mark.parametrize(
         ("arguments", "told"),

@@ -40,7 +40,10 @@ def list_namespaces(place: Place, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([_as_dict(holding) for holding in holdings]))
         return
-    Answers().print(_table(holdings) if holdings else f"nothing is stored in {place}")
+    if holdings:
+        Answers().print_table(_table(holdings))
+    else:
+        Answers().print(f"nothing is stored in {place}")
 
 
 @cache.command()

@@ -37,6 +37,8 @@ from cargohold.replay.report import Report
 from cargohold.replay.results import BOUNDS, OPTIMUM, ReplayResult
 from cargohold.units import format_bytes, parse_bytes
 
+_LEAST_WIDTH = 20
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
@@ -136,7 +138,7 @@ def _show(planner: Planner, found: Plan, words: list[str]) -> None:
     console = Answers()
     for sentence in words:
         # Whatever reads a pipe can wrap lines itself.
-        lines = wrap(sentence, console.width - 2) if console.is_terminal else [sentence]
+        lines = wrap(sentence, max(_LEAST_WIDTH, console.width - 2)) if console.is_terminal else [sentence]
         console.print("* " + "\n  ".join(lines), highlight=False, markup=False, soft_wrap=True)
     has_time = found.knee.saved_s is not None
     per = " per hour" if planner.per_hour(1) is not None else ""
@@ -159,7 +161,7 @@ def _show(planner: Planner, found: Plan, words: list[str]) -> None:
             _amount(planner, total or 0),
             f"{_amount(planner, (added or 0) / (step.added_bytes / 1024**3))}{mark}",
         )
-    console.print(table)
+    console.print_table(table)
 
 
 def _amount(planner: Planner, total: float) -> str:

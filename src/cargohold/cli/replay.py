@@ -121,7 +121,7 @@ def show_report(report: Report) -> None:
     console.print(describe_trace(report), highlight=False, soft_wrap=True)
     for title, table in (("prefix-hit ratio, per cent", _ratios(report)), ("what moved", _details(report))):
         console.print(f"\n{title}", style="bold", highlight=False)
-        console.print(table)
+        console.print_table(table)
 
 
 def _ratios(report: Report) -> Table:
