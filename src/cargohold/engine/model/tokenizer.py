@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 NUM_CONTEXT_TOKENS = 5
 """Tokens of the prompt that the first piece is decoded with."""
 
+_MAX_CHARACTER_TOKENS = 4
+"""A character has no more bytes in UTF-8, so it has no more tokens."""
+_MAX_PENDING_TOKENS = 4 * _MAX_CHARACTER_TOKENS
+"""What is no character after so many tokens will be none: a model may write bytes that are no UTF-8 as long as it likes."""
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -29,6 +34,9 @@ class PieceDecoder:
         tokens    ... context | pending
         decoded   "like this"   "like this one"   ->   " one"
 
+    The context begins and ends between characters. A prompt that ends within one, as an answer that was cut does, leaves its
+    beginning pending: the character is part of the text that completes it.
+
     Args:
         backend: the tokenizer under transformers' one.
         prompt_token_ids: what comes before the first token.
@@ -36,18 +44,35 @@ class PieceDecoder:
 
     def __init__(self, backend: RustTokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._backend = backend
-        self._pending: list[int] = []
-        self._set_context(list(prompt_token_ids[-NUM_CONTEXT_TOKENS:]))
+        context, self._pending = self._cut_between_characters(prompt_token_ids)
+        self._set_context(context)
+        # What the pending end of the prompt is written as, if nothing completes it.
+        self._prompt_end = self._decode(context + self._pending)[len(self._context_text) :]
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._pending.append(token_id)
         piece = self._decode(self._context + self._pending)[len(self._context_text) :]
-        if not piece or piece.endswith(_REPLACEMENT):
+        if not piece:
+            self._pending.pop()  # a special one
+            return ""
+        if piece.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING_TOKENS:
             return ""
         self._set_context(self._pending)
         self._pending = []
+        piece, self._prompt_end = piece.removeprefix(self._prompt_end), ""
         return piece
+
+    def _cut_between_characters(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The prompt's last tokens, and after them those of a character that is not complete."""
+        last = list(prompt_token_ids[-(NUM_CONTEXT_TOKENS + 2 * (_MAX_CHARACTER_TOKENS - 1)) :])
+        for num_behind in range(_MAX_CHARACTER_TOKENS):
+            end = max(0, len(last) - num_behind)
+            for start in range(min(_MAX_CHARACTER_TOKENS, max(1, end))):
+                text = self._decode(last[start:end])
+                if not text.startswith(_REPLACEMENT) and not text.endswith(_REPLACEMENT):
+                    return last[start:end], last[end:]
+        return last, []  # no text at all
 
     def _set_context(self, token_ids: list[int]) -> None:
         self._context = token_ids
