@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.replay.costs import CostModel
-from cargohold.replay.kv_size import kv_size
+from cargohold.replay.kv_size import describe_kv, kv_size
 from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import replay
 from cargohold.replay.sizes import parse_size, parse_sizes
@@ -162,6 +164,18 @@ class TestKVSize:
         )
         with pytest.raises(UnsupportedModelError, match=r"layers of kind hybrid .*: give --bytes-per-token instead"):
             kv_size("a model", config)
+
+    def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("transformers")
+        (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}')
+        (tmp_path / "own.py").write_text("raise RuntimeError('it was run')")
+        answers = io.StringIO("y\n")
+        monkeypatch.setattr("sys.stdin", answers)
+        with pytest.raises(UnsupportedModelError, match="which is not run: give --bytes-per-token instead"):
+            describe_kv(str(tmp_path))
+        assert answers.read() == "y\n"
 
     def test_models_without_kv_are_refused(self) -> None:
         transformers = pytest.importorskip("transformers")

@@ -73,10 +73,14 @@ def describe_kv(model: str, dtype_bytes: int | None = None) -> KVSize:
 
     path = locate_model(model)
     try:
-        config = AutoConfig.from_pretrained(path)
+        # Or transformers asks on standard input whether to run code that comes with the model, and takes a trace for answers.
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except OSError as error:
         raise ModelNotFoundError(model, f"its config.json cannot be read: {one_line(error)}") from error
     except Exception as error:  # whatever a model's own checks of its configuration raise
+        if "trust_remote_code" in str(error):
+            reason = "its configuration needs Python code that comes with it, which is not run: give --bytes-per-token instead"
+            raise UnsupportedModelError(model, reason) from error
         raise UnsupportedModelError(model, f"transformers does not know it: {one_line(error)}") from error
     return kv_size(model, config.get_text_config(), dtype_bytes)
 
