@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cargohold.cli import cache as cache_command
@@ -152,7 +154,33 @@ def test_a_look_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["disk"])
 def test_no_progress_is_shown_where_nobody_watches(place: Place) -> None:
     place.fill(3)
-    assert CliRunner().invoke(app, ["cache", "verify", place.name]).stderr == ""
+    for words in (["verify"], ["ls"], ["prune", "--max-days", "1"], ["rm", "--all"]):
+        assert CliRunner().invoke(app, ["cache", *words, place.name]).stderr == ""
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["ls"], ["listing"]),
+        (["prune", "--max-bytes", "1"], ["listing", "deleting"]),
+        (["rm", "--all"], ["listing", "deleting"]),
+    ],
+)
+def test_who_waits_at_a_terminal_is_told_for_what(
+    place: Place, words: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.fill(3)
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(cache_command, "errors", terminal)
+    run(*words, place.name)
+    assert all(what in terminal.file.getvalue() for what in told)  # type: ignore[attr-defined]  # the one above
+
+
+def test_an_empty_store_is_told_without_its_password() -> None:
+    with key_value_server("valkey") as server:
+        shown = run("ls", f"valkey://127.0.0.1:{server.port}?password=hunter2")
+    assert "nothing is stored in valkey://" in shown and "hunter2" not in shown
 
 
 def damage(kind: str, directory: Path) -> None:

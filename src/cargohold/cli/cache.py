@@ -16,6 +16,7 @@ from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.console import Answers, errors
 from cargohold.errors import ConfigError
 from cargohold.offload.tier.inventory import Finding, Holding, Inventory, open_inventory
+from cargohold.offload.tier.store_url import without_secrets
 from cargohold.units import format_bytes, parse_bytes
 
 DAY_S = 86400
@@ -36,14 +37,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 @cache.command("ls")
 def list_namespaces(place: Place, as_json: AsJson = False) -> None:
     """List namespaces: one per model, configuration and worker."""
-    holdings = open_inventory(place).holdings()
+    holdings = _listed(open_inventory(place))
     if as_json:
         typer.echo(json.dumps([_as_dict(holding) for holding in holdings]))
         return
     if holdings:
         Answers().print_table(_table(holdings))
     else:
-        Answers().print(f"nothing is stored in {place}")
+        typer.echo(f"nothing is stored in {without_secrets(place) if '://' in place else place}")
 
 
 @cache.command()
@@ -57,8 +58,9 @@ def verify(
     inventory = open_inventory(place)
     counts: Counter[Finding] = Counter()
     skipped = []
+    chosen = _chosen(_listed(inventory), ids)
     with _progress() as progress:
-        for holding in _chosen(inventory, ids):
+        for holding in chosen:
             if holding.is_in_use:
                 skipped.append(holding)
                 continue
@@ -100,15 +102,16 @@ def prune(
         raise ConfigError("--max-bytes", None, "say what may stay, with it or with --max-days")
     limit = None if max_bytes is None else parse_bytes("--max-bytes", max_bytes)
     inventory = open_inventory(place)
-    holdings = inventory.holdings()
+    holdings = _listed(inventory)
     gone = 0
-    if max_days is not None:
-        old = [holding for holding in holdings if not holding.is_in_use and _age_s(holding) > max_days * DAY_S]
-        gone += _remove(inventory, old)
-        holdings = [holding for holding in holdings if holding not in old]
-    if limit is not None:
-        gone += _trim(inventory, holdings, limit)
-    left = sum(holding.num_bytes for holding in inventory.holdings())
+    with errors.status("deleting"):
+        if max_days is not None:
+            old = [holding for holding in holdings if not holding.is_in_use and _age_s(holding) > max_days * DAY_S]
+            gone += _remove(inventory, old)
+            holdings = [holding for holding in holdings if holding not in old]
+        if limit is not None:
+            gone += _trim(inventory, holdings, limit)
+    left = sum(holding.num_bytes for holding in _listed(inventory))
     typer.echo(f"deleted {format_bytes(gone)}; {format_bytes(left)} are left")
 
 
@@ -122,14 +125,20 @@ def rm(
     if bool(ids) is everything:
         raise ConfigError("--all", everything or None, "name namespaces, or give --all for every one")
     inventory = open_inventory(place)
-    chosen = _chosen(inventory, ids)
-    gone = _remove(inventory, chosen)
+    chosen = _chosen(_listed(inventory), ids)
+    with errors.status("deleting"):
+        gone = _remove(inventory, chosen)
     typer.echo(f"deleted {len(chosen)} namespaces, {format_bytes(gone)}")
 
 
-def _chosen(inventory: Inventory, ids: Sequence[str] | None) -> list[Holding]:
+def _listed(inventory: Inventory) -> list[Holding]:
+    """All namespaces, behind a spinner: of a bucket with millions of chunks the list takes minutes."""
+    with errors.status("listing namespaces"):
+        return inventory.holdings()
+
+
+def _chosen(holdings: list[Holding], ids: Sequence[str] | None) -> list[Holding]:
     """The namespaces that start like ``ids``, each exactly one. Raises ``ConfigError``."""
-    holdings = inventory.holdings()
     if not ids:
         return holdings
     chosen = {}
