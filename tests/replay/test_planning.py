@@ -104,6 +104,8 @@ def test_what_does_not_fit_the_machine() -> None:
     assert "the host memory asked for does not fit" in words(5 * MIB, None)
     assert "20 MiB fits" in words(20 * MIB, 20 * MIB)
     assert "20 MiB does not fit" in words(20 * MIB, 19 * MIB)
+    told = fits(Budget(), plan, Machine(memory_bytes=20 * MIB, disk_free_bytes=19 * MIB))
+    assert list(told)[-1] == "The disk has 19 MiB free."
     assert "the bend of the curve does not fit" in " ".join(fits(Budget(), plan, Machine(memory_bytes=1)))
 
 

@@ -51,6 +51,11 @@ def test_an_answers_last_token_completes_no_block_because_its_kv_was_not_compute
     assert len(decode({"token_ids": [1, 2, 3], "output_token_ids": [4, 5]}).output_hash_ids) == 1
 
 
+def test_what_the_engine_counted_is_taken_from_logs_too() -> None:
+    request = decode({"token_ids": [1] * 8, "reused_blocks": 1, "step_tokens": 2048})
+    assert (request.reused_blocks, request.step_tokens) == (1, 2048)
+
+
 def test_texts_and_chats_are_tokenised() -> None:
     letters = Letters()
     tokens = letters.encode("<user>Good morning")

@@ -55,8 +55,12 @@ def fits(budget: Budget, plan: Plan, machine: Machine) -> Iterator[str]:
     else:
         share = wanted / machine.memory_bytes
         yield f"This machine, with the limits of its control groups, allows {allowed} in all: {what} takes {share:.0%} of it."
-    if machine.disk_free_bytes is not None and budget.disk_bytes is not None:
-        free = format_bytes(machine.disk_free_bytes)
+    if machine.disk_free_bytes is None:
+        return
+    free = format_bytes(machine.disk_free_bytes)
+    if budget.disk_bytes is None:
+        yield f"The disk has {free} free."
+    else:
         fit = "fits" if budget.disk_bytes <= machine.disk_free_bytes else "does not fit"
         yield f"The disk has {free} free: {format_bytes(budget.disk_bytes)} {fit}."
 

@@ -42,6 +42,8 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
     timestamp_ms: int | float | None = None
     timestamp: int | float | None = None
     output_length: int | None = None
+    step_tokens: int | None = None
+    reused_blocks: int | None = None
     session_id: int | str | None = None
 
 
@@ -115,6 +117,8 @@ class RequestLogDecoder:
             output_length=len(logged.output_token_ids) or logged.output_length,
             session_id=logged.session_id,
             block_tokens=self.block_tokens,
+            step_tokens=logged.step_tokens,
+            reused_blocks=logged.reused_blocks,
         )
         check_numbers(request, line)
         return request
