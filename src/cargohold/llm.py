@@ -213,8 +213,12 @@ class LLM:
                     self._inboxes[output.request_id].append(output)
 
     def _settle(self) -> None:
-        """Let transfers end, unless others have requests on their way: their steps will do it."""
-        while not self._inboxes and self.engine.has_work():
+        """Let transfers end, unless others have requests on their way: their steps will do it, or those of the next call.
+
+        A connector may say for ever that work is pending. What was asked for is done, so nobody is to wait for that.
+        """
+        patience_ends = time.monotonic() + self.plan.config.load_timeout_s
+        while not self._inboxes and self.engine.has_work() and time.monotonic() < patience_ends:
             self._step()
 
 

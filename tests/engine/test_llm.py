@@ -26,6 +26,8 @@ from cargohold import (
 )
 from cargohold.offload.transfer import TransferWorker
 from cargohold.offload.transfer.factory import make_transfer_worker
+from cargohold.protocol import ClassFactory
+from cargohold.protocol.null import NullConnectorScheduler, NullConnectorWorker
 from tests.models import VOCAB_SIZE
 
 MakeLLM = Callable[..., LLM]
@@ -250,6 +252,27 @@ def test_reset_forgets_the_device_and_the_host(llama: MakeLLM) -> None:
     assert llm.reset_cache()
     metrics = llm.generate(prompt(1, 70), SamplingParams(max_tokens=1))[0].metrics
     assert (metrics.device_tokens, dict(metrics.restored_tokens)) == (0, {})
+
+
+class NeverDone(NullConnectorScheduler):
+    """Says for ever that work is pending."""
+
+    num_asked = 0
+
+    def has_pending_work(self) -> bool:
+        self.num_asked += 1
+        if self.num_asked > 20_000:
+            pytest.fail("whoever asked for tokens waits for ever")
+        return True
+
+
+def test_nobody_waits_for_ever_for_a_connector_that_is_never_done(llama: MakeLLM) -> None:
+    factory = ClassFactory(lambda _: NeverDone(), lambda _: NullConnectorWorker())
+    llm = llama(offload=factory, load_timeout_s=0.1)
+    for _ in range(2):
+        (output,) = llm.generate(prompt(0, 10), SamplingParams(max_tokens=3))
+        assert len(output.token_ids) == 3
+    llm.engine.scheduler.connector.break_off("was never done")  # or closing it would wait, too
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
