@@ -44,6 +44,10 @@ class TestReplay:
         (row,) = [line.split() for line in result.out.splitlines() if line.strip().startswith("64 ")]
         assert row[2:] == ["41.57", "62.59", "76.77"]
 
+    def test_an_infinite_cache_alone_is_of_no_size(self, cargohold: Command, small: str) -> None:
+        lines = cargohold("replay", small, "-p", "infinite").out.splitlines()
+        assert ["everything", "45.45"] in [line.split() for line in lines]
+
     def test_json_has_all_of_it(self, cargohold: Command, small: str) -> None:
         result = cargohold(
             "replay", small, "-p", "lru", "-s", "2", "--disk", "4", "--bytes-per-token", "1024", "--json",

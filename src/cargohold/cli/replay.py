@@ -130,10 +130,10 @@ def _ratios(report: Report) -> Table:
     table.add_column("host\n+ disk" if has_disk else "host", justify="right")
     for policy in report.policies:
         table.add_column(policy, justify="right")
-    for size in report.sizes or ((0,),):
+    for size in report.sizes or ((),):  # an infinite cache alone has none
         found = [report.find(policy, size) for policy in report.policies]
         cells = ["" if result is None else f"{100 * result.prefix_hit_ratio:.2f}" for result in found]
-        table.add_row(_stacked(describe_size(report, size)), *cells)
+        table.add_row(_stacked(describe_size(report, size)) if size else "everything", *cells)
     return table
 
 
