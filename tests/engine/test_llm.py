@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from cargohold import (
     LLM,
@@ -103,6 +103,23 @@ def test_the_end_of_sequence_token_ends_a_request_unless_it_is_told_to_ignore_it
     assert ended.finish_reason == "stop"
     assert free.text.startswith(ended.text) and len(ended.text) < len(free.text)
     assert ignoring.token_ids == free.token_ids
+
+
+def test_a_stop_string_that_is_a_special_token_stops_at_that_token(
+    chat_model: str, make_llm: MakeLLM, tmp_path: Path
+) -> None:
+    (free,) = make_llm(chat_model).generate("Once upon a time", SamplingParams(max_tokens=12))
+    stop_id = free.token_ids[4]
+    special = shutil.copytree(chat_model, tmp_path / "special")
+    tokenizer = AutoTokenizer.from_pretrained(special)
+    stop = tokenizer.convert_ids_to_tokens(stop_id)
+    tokenizer.add_tokens([AddedToken(stop, special=True, normalized=False)], special_tokens=True)
+    tokenizer.save_pretrained(special)
+    (ended,) = make_llm(str(special)).generate(
+        "Once upon a time", SamplingParams(max_tokens=12, stop=["nothing", stop])
+    )
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(stop_id) + 1]
+    assert ended.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("offload", [None, OffloadConfig(host_bytes="8MiB"), LazyOffloadConfig(host_bytes="8MiB")])

@@ -145,8 +145,7 @@ class LLMEngine:
             priority=priority,
             salt=salt,
             kv_transfer_params=kv_transfer_params,
-            stop_token_ids=frozenset(sampling.stop_token_ids)
-            | (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids),
+            stop_token_ids=self._stop_token_ids(sampling),
         )
         if request.request_id in self._live or self.scheduler.kv.holds_blocks(request):
             raise RequestError("a request with this id is being served already", request.request_id)
@@ -252,6 +251,13 @@ class LLMEngine:
             request_id = f"request-{self._num_requests}"
             if request_id not in self._live:
                 return request_id
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        token_ids = frozenset(sampling.stop_token_ids)
+        if self.tokenizer is not None:
+            # Special tokens are no part of the text, so there the string would never be found.
+            token_ids |= self.tokenizer.special_token_ids(sampling.stop)
+        return token_ids if sampling.ignore_eos else token_ids | self.limits.eos_token_ids
 
     def _token_ids(self, prompt: object, request_id: str | None) -> list[int]:
         if isinstance(prompt, str):

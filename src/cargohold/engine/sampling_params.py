@@ -21,7 +21,8 @@ class SamplingParams:
         top_p: sample among the likeliest tokens that together have this probability; 1 for all. In ``(0, 1]``.
         seed: makes sampling repeatable: the same request with the same seed gives the same tokens, whatever it is batched
             with and whether or not it was preempted. ``None`` draws a seed.
-        stop: stop when the text contains one of these strings; the text ends before it.
+        stop: stop when the text contains one of these strings; the text ends before it. One that is a special token of the
+            model, such as ``<|im_end|>``, stops at that token.
         stop_token_ids: stop when one of these tokens is generated; it is not part of the text.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
     """

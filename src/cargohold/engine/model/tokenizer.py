@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cargohold.engine.model.info import ModelInfo
@@ -111,6 +111,11 @@ class Tokenizer:
     def piece_decoder(self, prompt_token_ids: Sequence[int] = ()) -> PieceDecoder:
         """Something that turns the tokens that follow a prompt into text, one by one."""
         return PieceDecoder(self._inner.backend_tokenizer, prompt_token_ids)
+
+    def special_token_ids(self, texts: Collection[str]) -> frozenset[int]:
+        """Those of the special tokens that are written as one of these texts. They are left out of what is decoded."""
+        tokens = self._inner.added_tokens_decoder.items() if texts else ()
+        return frozenset(token_id for token_id, token in tokens if token.special and str(token) in texts)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, with what the model wants around it. Raises ``RequestError`` if it is no valid Unicode."""
