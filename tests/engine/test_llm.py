@@ -350,3 +350,15 @@ def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused_and_har
     with pytest.raises(RequestError, match="token id 800 is not an integer from 0 to 799"):
         llm.chat([{"role": "user", "content": "Look at this: <|image|>"}])
     assert len(llm.generate("Once upon a time", SamplingParams(max_tokens=4))[0].token_ids) == 4
+
+
+def test_messages_that_a_chat_template_stumbles_over_are_refused(
+    chat_model: str, make_llm: MakeLLM, tmp_path: Path
+) -> None:
+    calling = shutil.copytree(chat_model, tmp_path / "calling")
+    tokenizer = AutoTokenizer.from_pretrained(calling)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.call | tojson }}{% endfor %}"
+    tokenizer.save_pretrained(calling)
+    llm = make_llm(str(calling))
+    with pytest.raises(RequestError, match=r"the conversation does not fit the model's chat template: .* not JSON"):
+        llm.chat([{"role": "assistant", "content": "I shall call somebody"}])
