@@ -139,11 +139,8 @@ class Tokenizer:
         _check_messages(messages)
         try:
             text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-        ) as error:  # a template computes with what it is given, as Python does
+        except (TemplateError, TypeError, ValueError) as error:
+            # A template computes with what it is given, and what it computes with raises errors of its own.
             raise RequestError(f"the conversation does not fit the model's chat template: {one_line(error)}") from error
         return self._encode(text, add_special_tokens=False)  # the template wrote them
 
