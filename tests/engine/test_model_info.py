@@ -110,3 +110,23 @@ def test_code_that_comes_with_a_model_is_not_run_whatever_stands_on_standard_inp
 def test_layers_that_all_have_a_rotary_embedding_have_no_scores_scaled_by_position(tmp_path: Path) -> None:
     model = saved(tmp_path, "Llama4TextConfig", **SMALL, layer_types=["full_attention"] * 2, no_rope_layers=[1, 1])
     assert len(describe_model(model).geometry.layer_kinds) == 2
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(5, {5}), ([5, 6], {5, 6}), ([], set())])
+def test_the_generation_config_says_where_answers_end(tmp_path: Path, eos: object, expected: set[int]) -> None:
+    path = saved(tmp_path, "LlamaConfig", **SMALL)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert describe_model(path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "reason"),
+    [({"eos_token_id": "5"}, "eos_token_id='5' must be a token's number"), ([5], "generation_config.json cannot be")],
+)
+def test_a_generation_config_that_would_never_end_an_answer_is_refused(
+    tmp_path: Path, generation_config: object, reason: str
+) -> None:
+    path = saved(tmp_path, "LlamaConfig", **SMALL)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        describe_model(path)

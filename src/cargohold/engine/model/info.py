@@ -73,7 +73,7 @@ def describe_model(model: str, dtype: str = "auto") -> ModelInfo:
         geometry=kv_geometry(model, text),
         max_positions=_max_positions(model, text),
         vocab_size=text.vocab_size,
-        eos_token_ids=_eos_token_ids(path, text),
+        eos_token_ids=_eos_token_ids(model, path, text),
     )
 
 
@@ -143,15 +143,18 @@ def _rope_parameters(text_config: Any) -> Iterator[Mapping[str, Any]]:
     yield from (value for value in parameters.values() if isinstance(value, Mapping))
 
 
-def _eos_token_ids(path: str, text_config: Any) -> frozenset[int]:
+def _eos_token_ids(model: str, path: str, text_config: Any) -> frozenset[int]:
     from transformers import GenerationConfig  # noqa: PLC0415  # slow to import
 
     try:
         eos = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         eos = None  # a model need not have one
+    except Exception as error:  # whatever transformers raises for what is no mapping
+        raise UnsupportedModelError(model, f"its generation_config.json cannot be: {one_line(error)}") from error
     if eos is None:
         eos = getattr(text_config, "eos_token_id", None)
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    token_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token_id, int) for token_id in token_ids):
+        raise UnsupportedModelError(model, f"its eos_token_id={eos!r} must be a token's number, or several in a list")
+    return frozenset(token_ids)
