@@ -47,6 +47,11 @@ def test_loaded_requests_do_not_wait_for_each_others_blocks(workload: str, seed:
     play(seed, workload, "eager", "none")
 
 
+def test_a_request_whose_load_failed_is_not_kept_from_its_blocks_by_loads_behind_it() -> None:
+    # From its beginning on it needs more than it did behind the load, and those behind it do not run before it does.
+    play(1782384, "any", "any", "all")
+
+
 @dataclass
 class Block:
     is_null: bool = False

@@ -317,10 +317,9 @@ class SchedulerSide:
         return sorted(waiting, key=lambda request: request.status.name != "PREEMPTED")
 
     def _note_failed(self, request_ids: AbstractSet[str]) -> None:
-        """A rank could not load for these requests."""
+        """A rank could not load for these requests. They stay parked: those behind them run only after them."""
         self._failed |= request_ids & self._requests.keys()
         for request_id in request_ids:
-            self._parked.pop(request_id, None)  # gives its blocks back before it asks for others
             load = self._loading.get(request_id)
             if load is not None:
                 self._stats["computed_tokens"] += load.num_tokens
