@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cargohold.engine.model.source import locate_model
-from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
+from cargohold.engine.model.source import load_config, locate_model
+from cargohold.errors import ConfigError, UnsupportedModelError, one_line
 from cargohold.units import is_positive_int
 
 _DTYPE_BYTES: Final = {
@@ -69,19 +69,7 @@ def describe_kv(model: str, dtype_bytes: int | None = None) -> KVSize:
         ModelNotFoundError: nothing is there.
         UnsupportedModelError: its configuration does not tell.
     """
-    from transformers import AutoConfig  # noqa: PLC0415  # slow to import
-
-    path = locate_model(model)
-    try:
-        # Or transformers asks on standard input whether to run code that comes with the model, and takes a trace for answers.
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except OSError as error:
-        raise ModelNotFoundError(model, f"its config.json cannot be read: {one_line(error)}") from error
-    except Exception as error:  # whatever a model's own checks of its configuration raise
-        if "trust_remote_code" in str(error):
-            reason = "its configuration needs Python code that comes with it, which is not run: give --bytes-per-token instead"
-            raise UnsupportedModelError(model, reason) from error
-        raise UnsupportedModelError(model, f"transformers does not know it: {one_line(error)}") from error
+    config = load_config(model, locate_model(model), otherwise="give --bytes-per-token instead")
     return kv_size(model, config.get_text_config(), dtype_bytes)
 
 

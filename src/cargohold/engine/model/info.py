@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cargohold.engine.model.kv_layout import KVGeometry, kv_geometry
-from cargohold.engine.model.source import locate_model
-from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
+from cargohold.engine.model.source import load_config, locate_model
+from cargohold.errors import ConfigError, UnsupportedModelError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def describe_model(model: str, dtype: str = "auto") -> ModelInfo:
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError("dtype", dtype, f"it must be auto or one of {', '.join(DTYPES)}")
     path = locate_model(model)
-    config = _load_config(model, path)
+    config = load_config(model, path, otherwise="choose a model that transformers knows itself")
     _refuse_unless_causal(model, config)
     text = _text_config(model, config)
     return ModelInfo(
@@ -75,21 +75,6 @@ def describe_model(model: str, dtype: str = "auto") -> ModelInfo:
         vocab_size=text.vocab_size,
         eos_token_ids=_eos_token_ids(model, path, text),
     )
-
-
-def _load_config(model: str, path: str) -> Any:
-    from transformers import AutoConfig  # noqa: PLC0415  # slow to import
-
-    try:
-        # Or transformers asks on standard input whether to run code that comes with the model, and takes prompts for answers.
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except OSError as error:
-        raise ModelNotFoundError(model, f"its config.json cannot be read: {one_line(error)}") from error
-    except Exception as error:  # whatever a model's own checks of its configuration raise
-        if "trust_remote_code" in str(error):
-            reason = "it needs Python code that comes with it, which is not run; choose a model that transformers knows itself"
-            raise UnsupportedModelError(model, reason) from error
-        raise UnsupportedModelError(model, f"transformers does not know it: {one_line(error)}") from error
 
 
 def _refuse_unless_causal(model: str, config: Any) -> None:

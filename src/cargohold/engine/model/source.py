@@ -17,7 +17,7 @@ from platformdirs import user_cache_path
 from cargohold.errors import ModelNotFoundError, UnsupportedModelError, one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,33 @@ def locate_model(model: str) -> str:
     if not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(model, "there is no such directory, and it cannot be a Hugging Face hub id")
     return _on_hub(model)
+
+
+def load_config(model: str, path: str, otherwise: str) -> PreTrainedConfig:
+    """A model's configuration, without running code that comes with it.
+
+    Args:
+        model: as the user wrote it.
+        path: the directory or hub id.
+        otherwise: what to do where there is such code.
+
+    Raises:
+        ModelNotFoundError: it cannot be read.
+        UnsupportedModelError: transformers does not know it.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415  # slow to import
+
+    try:
+        # Or transformers asks on standard input whether to run the code, and takes for an answer what is meant for the command.
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except OSError as error:
+        raise ModelNotFoundError(model, f"its config.json cannot be read: {one_line(error)}") from error
+    except Exception as error:  # whatever a model's own checks of its configuration raise
+        if "trust_remote_code" in str(error):
+            reason = f"it needs Python code that comes with it, which is not run: {otherwise}"
+            raise UnsupportedModelError(model, reason) from error
+        raise UnsupportedModelError(model, f"transformers does not know it: {one_line(error)}") from error
+    return config
 
 
 def is_kept_converted(model: str) -> bool:
