@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,18 +106,23 @@ def test_mixed_windows_get_groups_of_equal_size(tiny_model: Callable[[str], str]
     ]
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
 def test_attention_with_sinks_is_refused_before_it_answers_wrongly(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     from transformers import GptOssConfig, GptOssForCausalLM  # noqa: PLC0415  # only here
 
     config = GptOssConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SMALL,
         head_dim=8,
         num_local_experts=2,
         num_experts_per_tok=1,
@@ -134,12 +140,7 @@ def test_attention_with_a_mask_of_the_models_own_is_refused_before_it_answers_wr
 
     # With as few tokens as the probe has, its mask hides nothing; beyond the window, it hides what scores lowest.
     config = DogeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SMALL,
         keep_window_size=32,
     )
     DogeForCausalLM(config).save_pretrained(tmp_path)

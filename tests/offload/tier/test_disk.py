@@ -82,8 +82,13 @@ def test_a_chunk_is_never_evicted_for_its_own_child(tmp_path: Path) -> None:
     assert present(tier, 150) == list(range(number - 1))
 
 
+def open_both_shards(root: Path, max_bytes: int) -> list[DiskTier]:
+    """Those of an engine with two workers."""
+    return [disk_tier(root, max_bytes, using=codec(split=f"rank {rank} of 2"), num_shards=2) for rank in range(2)]
+
+
 def test_shards_share_the_budget(tmp_path: Path) -> None:
-    tiers = [disk_tier(tmp_path, 2 * MIB, using=codec(split=f"rank {rank} of 2"), num_shards=2) for rank in range(2)]
+    tiers = open_both_shards(tmp_path, 2 * MIB)
     for number in range(150):
         for tier in tiers:
             store(tier, number)
@@ -115,14 +120,10 @@ def test_a_smaller_budget_holds_for_what_others_left_too(tmp_path: Path) -> None
 
 def test_a_smaller_budget_makes_all_workers_give_up_their_share(tmp_path: Path) -> None:
     """Found by reading: the first to start deleted all that the others had, and with it the use of its own."""
-
-    def open_all(max_bytes: int) -> list[DiskTier]:
-        return [disk_tier(tmp_path, max_bytes, using=codec(split=f"rank {rank} of 2"), num_shards=2) for rank in (0, 1)]
-
-    for tier in open_all(4 * MIB):
+    for tier in open_both_shards(tmp_path, 4 * MIB):
         fill(tier, 145)
         tier.close()
-    tiers = open_all(3 * MIB)
+    tiers = open_both_shards(tmp_path, 3 * MIB)
     assert bytes_in(tmp_path) <= 3 * MIB
     assert all(len(present(tier, 145)) > 90 for tier in tiers)
 

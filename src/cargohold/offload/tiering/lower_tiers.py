@@ -106,7 +106,7 @@ class LowerTiers:
     @property
     def is_bringing_up(self) -> bool:
         """Whether chunks are on their way up, or held for somebody."""
-        return bool(self._promotions) or any(task.kind is JobKind.LOAD for task in self._tasks)
+        return bool(self._promotions) or self._is_loading
 
     @property
     def is_settling(self) -> bool:
@@ -117,11 +117,15 @@ class LowerTiers:
         now = self.clock()
         if self._tasks and now >= self._progressed_at + PROGRESS_S:
             return False
-        if any(task.kind is JobKind.LOAD for task in self._tasks):
+        if self._is_loading:
             return True
         if now >= self._settles_at:
             return False
         return bool(self._tasks) or any(tier.num_writable and tier.is_usable for tier in self.tiers)
+
+    @property
+    def _is_loading(self) -> bool:
+        return any(task.kind is JobKind.LOAD for task in self._tasks)
 
     def lookup(self, keys: Iterable[OffloadKey], *, up_to_absent: bool = False) -> bytes:
         """One byte per key: ``READY`` if a usable tier has the chunk, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
