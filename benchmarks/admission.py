@@ -28,6 +28,10 @@ class _Request:
     block_hashes: Sequence[bytes]
     all_token_ids: Sequence[int]
     kv_transfer_params: Mapping[str, Any] | None = None
+    adapter: None = None
+
+    def extra_keys(self, start: int, end: int) -> tuple[()]:
+        return ()
 
     @property
     def num_tokens(self) -> int:

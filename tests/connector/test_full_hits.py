@@ -27,10 +27,14 @@ class Asked:
     all_token_ids: list[int]
     request_id: str = "r"
     kv_transfer_params: None = None
+    adapter: None = None
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         extend_hashes(self.block_hashes, self.all_token_ids, BLOCK_TOKENS, root_hash())
+
+    def extra_keys(self, start: int, end: int) -> tuple[()]:
+        return ()
 
     @property
     def num_tokens(self) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
+from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.event_publisher import ZmqEventPublisher
-from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored
+from cargohold.protocol import Adapter, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKey
 
 zmq = pytest.importorskip("zmq", reason="publishing events needs the extra cargohold[events]")
 msgspec = pytest.importorskip("msgspec", reason="publishing events needs the extra cargohold[events]")
@@ -62,6 +63,7 @@ def test_events_arrive_in_the_format_of_the_field(publisher: ZmqEventPublisher, 
                 "lora_id": None,
                 "medium": "CPU",
                 "lora_name": None,
+                "extra_keys": None,
                 "group_idx": 1,
             },
             {"type": "BlockRemoved", "block_hashes": [0x0101010101010101], "medium": "CPU", "group_idx": 1},
@@ -69,6 +71,16 @@ def test_events_arrive_in_the_format_of_the_field(publisher: ZmqEventPublisher, 
         ],
         3,
     ]
+
+
+def test_what_hashes_cover_besides_tokens_is_told(publisher: ZmqEventPublisher, subscriber: Any) -> None:
+    hashes = (b"\1" * 32, b"\2" * 32)
+    extra_keys: tuple[tuple[ExtraKey, ...], ...] = (("french", ("picture", -3), "salt", b"digest"), ())
+    french = Adapter("french", 7)
+    publisher.publish([BlockStored(hashes, None, (5, 6), 1, 0, "CPU", adapter=french, extra_keys=extra_keys)])
+    (told,) = msgspec.msgpack.decode(subscriber.recv_multipart()[2])[1]
+    assert (told["lora_id"], told["lora_name"]) == (7, "french")
+    assert told["extra_keys"] == [["french", ["picture", -3], "salt", b"digest"], None]
 
 
 def test_messages_are_numbered_and_empty_ones_are_not_sent(publisher: ZmqEventPublisher, subscriber: Any) -> None:
@@ -107,6 +119,33 @@ def test_an_engine_publishes_what_its_tiers_hold(
     socket.close(linger=0)
     assert media == {"GPU", "CPU"}
     assert llm.take_events() == [], "they have been published"
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_tokens_and_salt_of_events_give_the_hashes(
+    blocks_per_chunk: int, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    offload = OffloadConfig(host_bytes="1MiB", blocks_per_chunk=blocks_per_chunk)
+    llm = make_llm(tiny_model("llama"), block_tokens=4, kv_events=True, offload=offload)
+    for salt in (None, "", "mine"):
+        llm.generate(list(range(40)), SamplingParams(max_tokens=4), salt=salt)
+    stored = [event for event in llm.take_events() if isinstance(event, BlockStored)]
+    assert {event.medium for event in stored} == {"GPU", "CPU"}
+    starts = set()
+    for event in stored:
+        (keys,) = event.extra_keys
+        if event.parent_block_hash is None:
+            starts.add((event.medium, keys))
+            told = keys[0] if keys else None
+            assert told is None or isinstance(told, str)
+            parent = root_hash(salt=told)
+        else:
+            assert keys == (), "what comes before is in the parent"
+            parent = event.parent_block_hash
+        hashes: list[bytes] = []
+        extend_hashes(hashes, event.token_ids, 4, parent)
+        assert event.block_hashes == (hashes[-1],)
+    assert starts == {(medium, keys) for medium in ("GPU", "CPU") for keys in ((), ("",), ("mine",))}
 
 
 @pytest.mark.parametrize("endpoint", ["5557", 5557, "nonsense://x"])

@@ -59,6 +59,10 @@ class Request:
     all_token_ids = tuple(range(8))
     block_hashes = ()
     kv_transfer_params = None
+    adapter = None
+
+    def extra_keys(self, start: int, end: int) -> tuple[()]:
+        return ()
 
 
 class Scripted(KVConnectorScheduler):

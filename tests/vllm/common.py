@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from tests.vllm.models import VOCAB_SIZE
 HOST = "64MiB"
 EAGER: dict[str, Any] = {"host_bytes": HOST}
 LAZY: dict[str, Any] = {"mode": "lazy", "host_bytes": HOST}
+EVENTS: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
 COMPOSED: dict[str, Any] = {"mode": "multi", "connectors": [EAGER, LAZY]}
 
 CAN_DRAFT = probe.vllm_version() != (0, 30)
@@ -51,6 +52,29 @@ def forget(engine: Engine) -> None:
         if cached.isdisjoint(block.block_hash for block in pool.blocks):
             return
     pytest.fail("the device does not forget what it has cached")
+
+
+def follow_events(engine: Engine, ask: Callable[[], object]) -> dict[str, dict[Any, Any]]:
+    """What events say of blocks that are stored meanwhile, on the device and in host memory, by hash."""
+    told: dict[str, dict[Any, Any]] = {"GPU": {}, "CPU": {}}
+
+    def follow(batch: Any) -> None:
+        for event in batch.events:
+            if type(event).__name__ == "BlockStored":
+                size = event.block_size
+                for at, block_hash in enumerate(event.block_hashes):
+                    told[event.medium][block_hash] = {
+                        "parent": event.block_hashes[at - 1] if at else event.parent_block_hash,
+                        "tokens": list(event.token_ids[at * size : (at + 1) * size]),
+                        "adapter": (event.lora_id, event.lora_name),
+                        "extra_keys": event.extra_keys and event.extra_keys[at],
+                    }
+
+    engine.scheduler.kv_event_publisher.publish = follow
+    ask()
+    engine.settle()
+    engine.ask(make_prompts(1, 20), 1)  # a step in which the last stores are told of
+    return told
 
 
 def tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:

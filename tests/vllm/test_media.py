@@ -14,8 +14,8 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from tests.vllm.common import EAGER, LAZY, forget, make_prompts, restored, tokens
-from tests.vllm.engine import Answer, Engine
+from tests.vllm.common import EAGER, EVENTS, LAZY, follow_events, forget, make_prompts, restored, tokens
+from tests.vllm.engine import BLOCK_TOKENS, Answer, Engine
 from tests.vllm.models import PICTURE_SIZE, PICTURE_TOKENS
 
 OPTIONS = {"skip_tokenizer_init": False}
@@ -91,3 +91,11 @@ def test_pictures_that_are_numbered_are_not_kept_on_disk(
     with pytest.raises(ConfigError, match="vLLM numbers pictures and sounds"):
         start(vllm_model("blip2"), {**EAGER, "tiers": [tier]}, **unhashed)
     assert restored(look(start(vllm_model("blip2"), EAGER, **unhashed))) == 0, "without a disk nothing is in the way"
+
+
+def test_events_say_of_pictures_what_vllm_says(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
+    engine = start(vllm_model("blip2"), EAGER, **EVENTS, **OPTIONS)
+    told = follow_events(engine, lambda: look(engine))
+    assert len(told["CPU"]) == 3 * (330 // BLOCK_TOKENS)
+    assert told["CPU"].items() <= told["GPU"].items()
+    assert len({block["extra_keys"] for block in told["CPU"].values() if block["extra_keys"]}) >= 3

@@ -16,9 +16,12 @@ from tests.vllm.faults import Faults
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.lora.request import LoRARequest
 
 from cargohold.integrations.vllm.metrics import PromMetrics, metric_of
-from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, EVENTS, ask_twice, follow_events, forget, make_prompts, restored, tokens
+from tests.vllm.engine import BLOCK_TOKENS
+from tests.vllm.models import save_adapter
 
 
 def series(name: str) -> dict[str, float]:
@@ -118,7 +121,7 @@ def test_an_index_built_from_events_is_what_the_tier_holds(
     engine = start(
         vllm_model("llama"),
         {"host_bytes": "1MiB"},
-        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+        **EVENTS,
     )
     held: set[Any] = set()
     removed = 0
@@ -141,6 +144,28 @@ def test_an_index_built_from_events_is_what_the_tier_holds(
     engine.ask(make_prompts(1, 20), 1)
     assert removed > 0
     assert len(held) == engine.side.guard.inner.manager.num_ready
+
+
+def test_events_say_of_adapters_and_salts_what_vllm_says(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    model = vllm_model("llama")
+    engine = start(model, EAGER, **EVENTS, enable_lora=True, max_loras=2, max_lora_rank=8)
+    adapter = LoRARequest("french", 7, save_adapter(model, "french"))
+    prompt = {"prompt_token_ids": make_prompts(1, 330)[0]}
+
+    def ask() -> None:
+        engine.ask_for([prompt])
+        engine.ask_for([prompt], adapter=adapter)
+        engine.ask_for([{**prompt, "cache_salt": "mine"}])
+
+    told = follow_events(engine, ask)
+    assert len(told["CPU"]) == 3 * (330 // BLOCK_TOKENS)
+    assert told["CPU"].items() <= told["GPU"].items()
+    first = [block for block in told["CPU"].values() if block["parent"] is None]
+    assert [block["adapter"] for block in first] == [(None, None), (7, "french"), (None, None)]
+    assert first[0]["extra_keys"] is None
+    assert first[2]["extra_keys"] == ("mine",)
 
 
 def test_a_directory_outlives_the_engine_but_not_the_weights(

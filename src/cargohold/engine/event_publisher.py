@@ -5,7 +5,8 @@ A message has three frames: topic, sequence number (eight bytes, big-endian, fro
     [timestamp, [event, ...], data_parallel_rank]
 
     event: {"type": "BlockStored", "block_hashes": [int, ...], "parent_block_hash": int | None, "token_ids": [int, ...],
-            "block_size": int, "lora_id": None, "medium": str, "lora_name": None, "group_idx": int}
+            "block_size": int, "lora_id": int | None, "medium": str, "lora_name": str | None,
+            "extra_keys": [[str | bytes | [str, int], ...] | None, ...] | None, "group_idx": int}
          | {"type": "BlockRemoved", "block_hashes": [int, ...], "medium": str, "group_idx": int}
          | {"type": "AllBlocksCleared"}
 
@@ -93,9 +94,10 @@ def _as_message(event: KVEvent) -> dict[str, Any]:
                 "parent_block_hash": None if event.parent_block_hash is None else _hash_number(event.parent_block_hash),
                 "token_ids": list(event.token_ids),
                 "block_size": event.block_tokens,
-                "lora_id": None,
+                "lora_id": None if event.adapter is None else event.adapter.number,
                 "medium": event.medium,
-                "lora_name": None,
+                "lora_name": None if event.adapter is None else event.adapter.name,
+                "extra_keys": [keys or None for keys in event.extra_keys] or None,
                 "group_idx": event.group,
             }
         case BlockRemoved():

@@ -48,7 +48,7 @@ from cargohold.protocol.messages import (
 )
 from cargohold.protocol.null import NULL_CONNECTOR, NullConnectorScheduler, NullConnectorWorker
 from cargohold.protocol.patience import Patience
-from cargohold.protocol.request import RequestView, ScheduledRequest, StepView
+from cargohold.protocol.request import Adapter, ExtraKey, RequestView, ScheduledRequest, StepView
 from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "NOTHING_TO_REPORT",
     "NULL_BLOCK_ID",
     "NULL_CONNECTOR",
+    "Adapter",
     "AllBlocksCleared",
     "AttentionKind",
     "BlockIds",
@@ -71,6 +72,7 @@ __all__ = [
     "ConnectorGuard",
     "ConnectorMetadata",
     "EmptyMetadata",
+    "ExtraKey",
     "FinishedTransfers",
     "ForwardingScheduler",
     "KVCacheBlockView",

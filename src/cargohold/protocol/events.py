@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from cargohold.protocol.request import Adapter, ExtraKey
+
 MEDIUM_DEVICE = "GPU"
 """The engine's own paged cache; the field's name for it, on a CPU too."""
 MEDIUM_HOST = "CPU"
@@ -27,6 +29,8 @@ class BlockStored:
         block_tokens: tokens per block.
         group: index of the KV-cache group.
         medium: where they are.
+        adapter: what the KV was computed with besides the model's own weights; ``None`` when not known, too.
+        extra_keys: per block what else its hash covers, see ``RequestView.extra_keys``; empty when not known.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -35,6 +39,8 @@ class BlockStored:
     block_tokens: int
     group: int
     medium: str
+    adapter: Adapter | None = None
+    extra_keys: tuple[tuple[ExtraKey, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from cargohold.protocol.kv_cache import BlockIds
+
+ExtraKey: TypeAlias = str | bytes | tuple[str, int]
+"""One thing besides tokens that a block hash covers: an adapter's name, a salt, a digest, or a medium and where it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What is added to a model's weights for some requests, such as LoRA.
+
+    Attributes:
+        name: what clients call it.
+        number: the engine's number of it, for followers of events that know no names.
+    """
+
+    name: str
+    number: int
 
 
 @runtime_checkable
@@ -39,6 +56,19 @@ class RequestView(Protocol):
 
         Each covers its tokens *and all before them*, and whatever else changes the KV: salt, adapter, media. It grows as
         tokens are generated; an entry never changes.
+        """
+        ...
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What the KV was computed with besides the model's own weights."""
+        ...
+
+    def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
+        """What hashes cover of the tokens in ``[start, end)`` besides the tokens, so that who follows events can make them.
+
+        In vLLM's order: the adapter's name; of each medium that reaches into the range its identifier, and where it begins,
+        counted from ``start``; the salt, where ``start`` is 0; the digest of embeddings that stand in for tokens.
         """
         ...
 

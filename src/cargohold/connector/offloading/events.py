@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from cargohold.offload.keys import ChunkKeys, split_key
 from cargohold.offload.manager.base import ChunksStored, ManagerEvent, OffloadKey
 from cargohold.protocol import BlockRemoved, BlockStored, KVEvent, RequestView
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where a chunk comes from.
-
-    Attributes:
-        parent: key of the chunk before it; ``None`` at the start of a prompt.
-        token_ids: its tokens.
-    """
-
-    parent: OffloadKey | None
-    token_ids: tuple[int, ...]
 
 
 class EventSource(Protocol):
@@ -49,7 +35,8 @@ class TierEvents:
         self._translated: list[KVEvent] = []
         self._medium = medium
         self._chunk_tokens = chunk_tokens
-        self._origins: dict[OffloadKey, _Origin] = {}
+        # What is being written, as it will be announced.
+        self._pending: dict[OffloadKey, BlockStored] = {}
 
     def note_store(self, request: RequestView, keys: ChunkKeys, stored: Sequence[OffloadKey], first_chunk: int) -> None:
         """Remember what is being stored.
@@ -66,14 +53,23 @@ class TierEvents:
         for key in stored:
             while keys.keys[at] != key:
                 at += 1
-            tokens = tuple(request.all_token_ids[at * size : (at + 1) * size])
-            self._origins[key] = _Origin(keys.keys[at - 1] if at else None, tokens)
+            start, end = at * size, (at + 1) * size
+            self._pending[key] = BlockStored(
+                block_hashes=(split_key(key)[0],),
+                parent_block_hash=split_key(keys.keys[at - 1])[0] if at else None,
+                token_ids=tuple(request.all_token_ids[start:end]),
+                block_tokens=size,
+                group=keys.group.index,
+                medium=self._medium,
+                adapter=request.adapter,
+                extra_keys=(request.extra_keys(start, end),),
+            )
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """A store came to nothing."""
         self._translate()
         for key in keys:
-            self._origins.pop(key, None)
+            self._pending.pop(key, None)
 
     def take(self) -> list[KVEvent]:
         """KV events since the last call, in order."""
@@ -90,15 +86,8 @@ class TierEvents:
     def _stored(self, keys: Sequence[OffloadKey]) -> Iterator[BlockStored]:
         for key in keys:
             block_hash, group = split_key(key)
-            origin = self._origins.pop(key, _Origin(None, ()))
-            yield BlockStored(
-                block_hashes=(block_hash,),
-                parent_block_hash=None if origin.parent is None else split_key(origin.parent)[0],
-                token_ids=origin.token_ids,
-                block_tokens=self._chunk_tokens[group],
-                group=group,
-                medium=self._medium,
-            )
+            unknown = BlockStored((block_hash,), None, (), self._chunk_tokens[group], group, self._medium)
+            yield self._pending.pop(key, unknown)
 
     def _removed(self, keys: Sequence[OffloadKey]) -> Iterator[BlockRemoved]:
         # All of a group at once: a tier that is left alone takes everything back.

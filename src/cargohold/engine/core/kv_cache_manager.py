@@ -211,13 +211,16 @@ class KVCacheManager:
 
     def _stored_event(self, request: Request, group: KVCacheGroup, hashes: Sequence[bytes], at: int) -> BlockStored:
         start = at * group.block_tokens
+        end = start + group.block_tokens
         return BlockStored(
             block_hashes=(hashes[at],),
             parent_block_hash=hashes[at - 1] if at else None,
-            token_ids=tuple(request.all_token_ids[start : start + group.block_tokens]),
+            token_ids=tuple(request.all_token_ids[start:end]),
             block_tokens=group.block_tokens,
             group=group.index,
             medium=MEDIUM_DEVICE,
+            adapter=request.adapter,
+            extra_keys=(request.extra_keys(start, end),),
         )
 
     def _note_removed(self, block_hash: bytes, group_id: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.sampling_params import SamplingParams
+from cargohold.protocol import Adapter, ExtraKey
 
 
 class RequestStatus(Enum):
@@ -131,6 +132,15 @@ class Request:
     def num_output_tokens(self) -> int:
         """How many tokens were generated."""
         return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """None: this engine runs models as they are."""
+        return None
+
+    def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
+        """What hashes cover of the tokens in ``[start, end)`` besides the tokens: the salt, at the start of the prompt."""
+        return () if start or self.salt is None else (self.salt,)
 
     @property
     def num_reused_tokens(self) -> int:

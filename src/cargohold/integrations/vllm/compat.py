@@ -61,6 +61,10 @@ CacheHitSource: Any = _find("vllm.v1.metrics.cache_hit_source", "CacheHitSource"
 convert_block_hash: Any = _find("vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash") or (lambda digest: digest)
 """Block hashes as vLLM's events name them."""
 
+extra_keys: Any = _find("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys") or (lambda *_: (None, 0))
+event_keys: Any = _find("vllm.v1.core.kv_cache_utils", "to_event_extra_keys") or list
+"""What block hashes cover besides tokens, and how vLLM's events tell it: since 0.31 without what kind of thing each is."""
+
 __all__ = [
     "MISSING",
     "VLLM_VERSION",
@@ -82,4 +86,6 @@ __all__ = [
     "SupportsHMA",
     "TransferResults",
     "convert_block_hash",
+    "event_keys",
+    "extra_keys",
 ]

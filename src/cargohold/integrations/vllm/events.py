@@ -20,9 +20,10 @@ def translate_events(events: Iterable[KVEvent]) -> Iterator[Any]:
                     parent_block_hash=None if parent is None else compat.convert_block_hash(parent),
                     token_ids=list(event.token_ids),
                     block_size=event.block_tokens,
-                    lora_id=None,
+                    lora_id=None if event.adapter is None else event.adapter.number,
                     medium=event.medium,
-                    lora_name=None,
+                    lora_name=None if event.adapter is None else event.adapter.name,
+                    extra_keys=[keys or None for keys in event.extra_keys] or None,
                     group_idx=event.group,
                 )
             case BlockRemoved():

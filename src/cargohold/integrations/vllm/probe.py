@@ -46,7 +46,8 @@ _BINDING_HOOKS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
 
 _EVENTS = {
     "BlockStored": (
-        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "group_idx",
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+        "group_idx",
     ),
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),

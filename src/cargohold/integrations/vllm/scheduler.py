@@ -14,6 +14,7 @@ from cargohold.integrations.vllm import probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.deferrals import Deferrals
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
+from cargohold.integrations.vllm.requests import SeenRequest
 from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.integrations.vllm.step import Step
@@ -100,7 +101,7 @@ class SchedulerSide:
         self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
-        self._requests: dict[str, Any] = {}
+        self._requests: dict[str, SeenRequest] = {}
         # By request, the oldest first.
         self._loading: dict[str, _Load] = {}
         self._deferrals = Deferrals(clock)
@@ -141,12 +142,13 @@ class SchedulerSide:
                 wishes,
             )
             return
+        seen = SeenRequest(request)
         try:
-            self.guard.on_new_request(request)
+            self.guard.on_new_request(seen)
         except RequestError as error:
             logger.warning("%s; it is served without offloading", error)
         else:
-            self._requests[request.request_id] = request
+            self._requests[seen.request_id] = seen
 
     def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; see ``KVConnectorScheduler.request_finished``."""
@@ -158,9 +160,10 @@ class SchedulerSide:
         self._deferrals.forget(request_id)
         self._num_computed.pop(request_id, None)
         self._admitted.discard(request_id)
-        if self._requests.pop(request_id, None) is None:
+        seen = self._requests.pop(request_id, None)
+        if seen is None:
             return False, None
-        keeps_blocks, params = self.guard.request_finished(request, tables)
+        keeps_blocks, params = self.guard.request_finished(seen, tables)
         report = self.guard.explain(request_id)
         if keeps_blocks:
             self._new_sends.append(request_id)
@@ -177,7 +180,8 @@ class SchedulerSide:
         if not self._may_load_for(request):
             self._deferrals.forget(request_id)
             return 0, False
-        num_tokens, is_async = self.guard.get_num_new_matched_tokens(request, num_computed_tokens)
+        seen = self._requests[request_id]
+        num_tokens, is_async = self.guard.get_num_new_matched_tokens(seen, num_computed_tokens)
         if num_tokens is None:
             self._stats["deferred_lookups"] += self._deferrals.note(request_id)
             return None, False
@@ -199,7 +203,8 @@ class SchedulerSide:
         request_id = request.request_id
         if isinstance(self._tables, NotedTables):
             self._tables.note(request_id, blocks.blocks)
-        if request_id not in self._requests:
+        seen = self._requests.get(request_id)
+        if seen is None:
             return
         tables = block_ids(blocks.blocks)
         num_computed = self._num_computed.get(request_id)
@@ -211,7 +216,7 @@ class SchedulerSide:
             self._loading[request_id] = _Load(self._clock(), num_external_tokens)
             self._parked[request_id] = request
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
-        self.guard.update_state_after_alloc(request, tables, num_external_tokens)
+        self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
 
     def build_connector_meta(self, output: Any) -> StepMessage:
         """This step's message to the workers."""
@@ -311,10 +316,10 @@ class SchedulerSide:
             if block_id != NULL_BLOCK_ID
         )
 
-    def _waiting_requests(self) -> Iterable[Any]:
+    def _waiting_requests(self) -> Iterable[SeenRequest]:
         """A guess, for vLLM hides its queue: those preempted come first, then the others as they came."""
-        waiting = [request for request in self._requests.values() if not request.status.name.startswith("RUNNING")]
-        return sorted(waiting, key=lambda request: request.status.name != "PREEMPTED")
+        waiting = [seen for seen in self._requests.values() if not seen.own.status.name.startswith("RUNNING")]
+        return sorted(waiting, key=lambda seen: seen.own.status.name != "PREEMPTED")
 
     def _note_failed(self, request_ids: AbstractSet[str]) -> None:
         """A rank could not load for these requests. They stay parked: those behind them run only after them."""

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from cargohold.integrations.vllm.blocks import BlockIdTable, BlockTables
+from cargohold.integrations.vllm.requests import SeenRequest
 from cargohold.protocol import NULL_BLOCK_ID, AttentionKind, BlockIds, KVCacheLayout
 
 
@@ -72,9 +73,11 @@ class Step:
         tables: the requests' block tables.
     """
 
-    def __init__(self, output: Any, requests: Mapping[str, Any], layout: KVCacheLayout, tables: BlockTables) -> None:
+    def __init__(
+        self, output: Any, requests: Mapping[str, SeenRequest], layout: KVCacheLayout, tables: BlockTables
+    ) -> None:
         self.scheduled: Sequence[Share] = [
-            Share(requests[request_id], num_tokens, layout, tables)
+            Share(requests[request_id].own, num_tokens, layout, tables)
             for request_id, num_tokens in output.num_scheduled_tokens.items()
             if request_id in requests
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cargohold.blocks import READY, extend_hashes
+from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.keys import offload_key
 from cargohold.protocol import MEDIUM_DEVICE, MEDIUM_HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -97,9 +97,14 @@ class EventOracle(Oracle):
                 self._check_hash(event)
 
     def _check_hash(self, event: BlockStored) -> None:
-        """Tokens and parent, where they are known, give the hash."""
-        if event.parent_block_hash is not None and event.token_ids:
-            hashes: list[bytes] = []
-            size = self._engine.layout.hash_block_tokens
-            extend_hashes(hashes, event.token_ids, size, event.parent_block_hash)
-            self.require(hashes[-1:] == list(event.block_hashes), "tokens and parent do not give the hash")
+        """Tokens, parent and salt, where they are known, give the hash."""
+        if not event.token_ids:
+            return
+        parent = event.parent_block_hash
+        if parent is None:
+            salt = next(iter(event.extra_keys[0]), None)
+            assert salt is None or isinstance(salt, str), "simulated requests have neither media nor embeddings"
+            parent = root_hash(salt=salt)
+        hashes: list[bytes] = []
+        extend_hashes(hashes, event.token_ids, self._engine.layout.hash_block_tokens, parent)
+        self.require(hashes[-1:] == list(event.block_hashes), "tokens, parent and salt do not give the hash")
