@@ -40,10 +40,16 @@ def _imported(package: str) -> set[str]:
     """Names that a package's ``__init__`` takes from its modules."""
     return {
         alias.asname or alias.name
-        for node in _tree(package).body
+        for node in (*_tree(package).body, *_for_type_checkers(package))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cargohold")
         for alias in node.names
     }
+
+
+def _for_type_checkers(package: str) -> list[ast.stmt]:
+    """What a package's ``__init__`` has type checkers alone import."""
+    conditional = [node for node in _tree(package).body if isinstance(node, ast.If)]
+    return next((node.body for node in conditional if ast.unparse(node.test) == "TYPE_CHECKING"), [])
 
 
 def _declared(package: str) -> list[str] | None:
@@ -72,6 +78,34 @@ def test_the_front_door_is_small_and_sorted() -> None:
     classes = [name for name in cargohold.__all__ if name not in constants]
     assert classes == sorted(classes)
     assert "LLM" in constants and len(cargohold.__all__) < 25
+
+
+def test_what_the_front_door_imports_when_asked_is_what_type_checkers_see() -> None:
+    seen = {
+        node.module: tuple(alias.name for alias in node.names)
+        for node in _for_type_checkers("cargohold")
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert seen == cargohold._NAMES
+    for home, names in seen.items():
+        for name in names:
+            assert getattr(cargohold, name) is getattr(importlib.import_module(str(home)), name)
+    assert set(cargohold.__all__) <= set(dir(cargohold))
+    with pytest.raises(AttributeError, match="module 'cargohold' has no attribute 'Nonsense'"):
+        _ = cargohold.Nonsense  # type: ignore[attr-defined]  # unused if type checkers took any name
+
+
+def test_the_front_door_offers_the_contract() -> None:
+    code = "import cargohold; cargohold.protocol.KVConnectorScheduler"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_command_imports_nothing_before_it_can_answer_ctrl_c() -> None:
+    code = "import sys; before = set(sys.modules); import cargohold.cli; print(*sorted(sys.modules.keys() - before))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    others = {name.partition(".")[0] for name in done.stdout.split()} - sys.stdlib_module_names
+    assert others == {"cargohold"}
+    assert {name for name in done.stdout.split() if name.startswith("cargohold")} == {"cargohold", "cargohold.cli"}
 
 
 def test_every_public_name_of_the_front_door_explains_itself() -> None:

@@ -11,21 +11,27 @@
 The contract between engines and connectors is ``cargohold.protocol``.
 """
 
-from cargohold.connector.lazy import LazyOffloadConfig
-from cargohold.connector.offloading import OffloadConfig
-from cargohold.engine.outputs import RequestMetrics, RequestOutput
-from cargohold.engine.sampling_params import SamplingParams
-from cargohold.errors import (
-    CargoholdError,
-    ConfigError,
-    EngineDeadError,
-    ModelError,
-    ModelNotFoundError,
-    RequestError,
-    UnsupportedModelError,
-)
-from cargohold.llm import LLM
-from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cargohold.connector.lazy import LazyOffloadConfig
+    from cargohold.connector.offloading import OffloadConfig
+    from cargohold.engine.outputs import RequestMetrics, RequestOutput
+    from cargohold.engine.sampling_params import SamplingParams
+    from cargohold.errors import (
+        CargoholdError,
+        ConfigError,
+        EngineDeadError,
+        ModelError,
+        ModelNotFoundError,
+        RequestError,
+        UnsupportedModelError,
+    )
+    from cargohold.llm import LLM
+    from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
 
 __version__ = "0.1.0"
 
@@ -47,3 +53,39 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
 ]
+
+_NAMES = {
+    "cargohold.connector.lazy": ("LazyOffloadConfig",),
+    "cargohold.connector.offloading": ("OffloadConfig",),
+    "cargohold.engine.outputs": ("RequestMetrics", "RequestOutput"),
+    "cargohold.engine.sampling_params": ("SamplingParams",),
+    "cargohold.errors": (
+        "CargoholdError",
+        "ConfigError",
+        "EngineDeadError",
+        "ModelError",
+        "ModelNotFoundError",
+        "RequestError",
+        "UnsupportedModelError",
+    ),
+    "cargohold.llm": ("LLM",),
+    "cargohold.offload.tier": ("DiskTierConfig", "SharedTierConfig"),
+}
+"""Where each name is."""
+
+
+# Imported when they are asked for: all modules of the package import this one, and most need none of them; the command could
+# not answer Ctrl-C meanwhile. Type checkers must not see the function, or any name would do for them.
+if not TYPE_CHECKING:
+    _HOMES = {name: home for home, names in _NAMES.items() for name in names}
+
+    def __getattr__(name: str) -> object:
+        if name == "protocol":
+            return import_module("cargohold.protocol")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -133,17 +133,20 @@ def test_its_processes_end_with_it_however_it_ends(number: signal.Signals, start
     assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_ctrl_c_while_it_imports_ends_cleanly() -> None:
-    script = """
+@pytest.mark.parametrize("module", ["numpy", "typer", "pydantic"])
+def test_ctrl_c_while_it_imports_ends_cleanly(module: str) -> None:
+    """NumPy is what the package would import first, pydantic what Typer imports when it reads the command line."""
+    script = f"""
 import sys
-import cargohold.cli
 
 class Interrupted:
     def find_spec(self, name, *_):
-        if name == "typer":
+        if name == {module!r}:
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Interrupted())
+sys.argv = ["cargohold", "simulate", "--seeds", "1", "--jobs", "1"]
+import cargohold.cli
 sys.exit(cargohold.cli.main())
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

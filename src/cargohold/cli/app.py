@@ -25,6 +25,13 @@ _OPTIONS_OF_TIERS = {"directory": "disk_dir", "max_bytes": "disk_bytes", "url": 
 class _Commands(TyperGroup):
     """Ends every subcommand the way a shell expects: errors that we raise on purpose are one line, without a traceback."""
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Read the command line up to the subcommand. Of Ctrl-C meanwhile Typer would say nothing."""
+        try:
+            return super().make_context(*args, **options)
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(interrupted()) from interrupt
+
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand."""
         try:
