@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import IO
 
 import psutil
@@ -131,6 +132,18 @@ def test_its_processes_end_with_it_however_it_ends(number: signal.Signals, start
     for worker in alive:
         worker.kill()
     assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("command", ["replay", "plan"])
+def test_no_files_are_left_when_it_is_killed(
+    command: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process = start(*IN_PROCESSES[command])
+    wait_for_processes(process)
+    process.kill()
+    assert process.wait(WAIT_S) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("module", ["numpy", "typer", "pydantic"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -71,32 +72,38 @@ def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1)
         for task in tasks:
             yield list(replay(workload, task.policy, task.capacities, task.disk_policy))
         return
-    with tempfile.TemporaryDirectory(prefix="cargohold-replay-") as directory:
-        shared = _share(workload, Path(directory))
+    with _shared(workload) as (paths, rest):
         try:
-            with WorkerPool(min(num_processes, len(tasks)), _start_process, directory, shared) as pool:
+            with WorkerPool(min(num_processes, len(tasks)), _start_process, paths, rest) as pool:
                 for future in as_completed([pool.submit(_run_task, task) for task in tasks]):
                     yield future.result()
         except BrokenProcessPool as error:
             raise CargoholdError("a replay process died; was it out of memory? Use fewer with --jobs") from error
 
 
-def _share(workload: Workload, directory: Path) -> Workload:
-    """Write the arrays to files that processes map into their memory; the rest is returned."""
-    for name in _ARRAYS:
-        np.save(directory / f"{name}.npy", getattr(workload, name))
-    empty: Mapping[str, Any] = {name: getattr(workload, name)[:0] for name in _ARRAYS}
-    return dataclasses.replace(workload, **empty)
+@contextmanager
+def _shared(workload: Workload) -> Iterator[tuple[dict[str, str], Workload]]:
+    """Write the arrays to files that processes map into their memory: where they are found, and what else there is."""
+    paths: dict[str, str] = {}
+    with ExitStack() as files:
+        for name in _ARRAYS:
+            # It has no name, so that nothing is left however this process ends; the others reach it through this one.
+            file = files.enter_context(tempfile.TemporaryFile())
+            np.save(file, getattr(workload, name))
+            file.flush()
+            paths[name] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        empty: Mapping[str, Any] = {name: getattr(workload, name)[:0] for name in _ARRAYS}
+        yield paths, dataclasses.replace(workload, **empty)
 
 
 _workload: Workload | None = None
 """In a process of the pool: what all its tasks replay."""
 
 
-def _start_process(directory: str, workload: Workload) -> None:
+def _start_process(paths: dict[str, str], rest: Workload) -> None:
     global _workload  # noqa: PLW0603  # how a pool gives its processes something once
-    arrays: Mapping[str, Any] = {name: np.load(Path(directory) / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-    _workload = dataclasses.replace(workload, **arrays)
+    arrays: Mapping[str, Any] = {name: np.load(path, mmap_mode="r") for name, path in paths.items()}
+    _workload = dataclasses.replace(rest, **arrays)
 
 
 def _run_task(task: Task) -> list[ReplayResult]:
