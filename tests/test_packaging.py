@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -67,6 +68,7 @@ def test_the_source_distribution_has_all_that_make_needs(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {"Makefile", "constraints.txt", "pyproject.toml", "README.md", "LICENSE", "tools/check_docs.py"}
+    needed = {"Makefile", "pyproject.toml", "README.md", "LICENSE", "tools/check_docs.py"}
+    needed |= set(re.findall(r"constraints[\w-]*\.txt", (ROOT / "Makefile").read_text(encoding="utf-8")))
     assert needed - names == set()
     assert {"tests/conftest.py", "benchmarks/__main__.py", "docs/usage.md"} <= names
