@@ -25,6 +25,7 @@ from cargohold.offload.tier import (
     TierQueue,
     open_tier,
 )
+from cargohold.protocol import BlockStored
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
 
 SAMPLING = SamplingParams(max_tokens=9)
@@ -85,6 +86,18 @@ def test_a_directory_shared_by_url_serves_another_engine_while_the_first_runs(
     again = ask(second, prompts())
     assert tokens(again) == expected
     assert restored(again) == [{"shared": 100}] * 3
+
+
+def test_events_say_whether_others_have_what_is_stored(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    pytest.importorskip("obstore", reason="object stores need cargohold[shared]")
+    config = offload(disk(tmp_path / "disk"), SharedTierConfig(url=f"file://{tmp_path}/shared"))
+    (tmp_path / "shared").mkdir()
+    llm = make_llm(tiny_model("llama"), offload=config, kv_events=True, **OPTIONS)
+    ask(llm, prompts(num=1))
+    stored = {(event.medium, event.locality) for event in llm.take_events() if isinstance(event, BlockStored)}
+    assert stored == {("GPU", None), ("CPU", None), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE")}
 
 
 def test_other_weights_under_the_same_name_find_nothing(

@@ -48,7 +48,7 @@ def subscriber(publisher: ZmqEventPublisher) -> Iterator[Any]:
 
 def test_events_arrive_in_the_format_of_the_field(publisher: ZmqEventPublisher, subscriber: Any) -> None:
     stored = BlockStored((b"\1" * 32,), b"\0" * 24 + b"\2" * 8, (5, 6, 7, 8), 4, 1, "CPU")
-    publisher.publish([stored, BlockRemoved((b"\1" * 32,), 1, "CPU"), AllBlocksCleared("CPU")])
+    publisher.publish([stored, BlockRemoved((b"\1" * 32,), 1, "STORAGE", "REMOTE"), AllBlocksCleared("CPU")])
     topic, _, payload = subscriber.recv_multipart()
     assert topic == b"kv"
     assert msgspec.msgpack.decode(payload) == [
@@ -65,8 +65,15 @@ def test_events_arrive_in_the_format_of_the_field(publisher: ZmqEventPublisher, 
                 "lora_name": None,
                 "extra_keys": None,
                 "group_idx": 1,
+                "locality": None,
             },
-            {"type": "BlockRemoved", "block_hashes": [0x0101010101010101], "medium": "CPU", "group_idx": 1},
+            {
+                "type": "BlockRemoved",
+                "block_hashes": [0x0101010101010101],
+                "medium": "STORAGE",
+                "group_idx": 1,
+                "locality": "REMOTE",
+            },
             {"type": "AllBlocksCleared"},
         ],
         3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from inspect import isfunction
 from typing import Any
 
@@ -310,7 +311,13 @@ def stored(*names: bytes, medium: str = MEDIUM_HOST, group: int = 0) -> BlockSto
 
 def test_what_a_connector_announced_is_removed_when_it_is_turned_off(guard: ConnectorGuard, inner: Scripted) -> None:
     """Before, routers sent prompts for ever to an engine that could load nothing any more."""
-    inner.events = [stored(b"a", b"b", b"c"), stored(b"a"), stored(b"d", group=1), stored(b"e", medium=MEDIUM_STORAGE)]
+    inner.events = [
+        stored(b"a", b"b", b"c"),
+        stored(b"a"),
+        stored(b"d", group=1),
+        stored(b"e", medium=MEDIUM_STORAGE),
+        replace(stored(b"e", medium=MEDIUM_STORAGE), locality="REMOTE"),
+    ]
     assert list(guard.take_events()) == inner.events
     inner.events = [BlockRemoved((b"b", b"a"), 0, MEDIUM_HOST), stored(b"f", medium="tape"), AllBlocksCleared("tape")]
     assert list(guard.take_events()) == inner.events
@@ -320,6 +327,7 @@ def test_what_a_connector_announced_is_removed_when_it_is_turned_off(guard: Conn
         BlockRemoved((b"a", b"c"), 0, MEDIUM_HOST),
         BlockRemoved((b"d",), 1, MEDIUM_HOST),
         BlockRemoved((b"e",), 0, MEDIUM_STORAGE),
+        BlockRemoved((b"e",), 0, MEDIUM_STORAGE, "REMOTE"),
     ]
     assert list(guard.take_events()) == removed
     assert list(guard.take_events()) == [], "once"

@@ -6,8 +6,10 @@ A message has three frames: topic, sequence number (eight bytes, big-endian, fro
 
     event: {"type": "BlockStored", "block_hashes": [int, ...], "parent_block_hash": int | None, "token_ids": [int, ...],
             "block_size": int, "lora_id": int | None, "medium": str, "lora_name": str | None,
-            "extra_keys": [[str | bytes | [str, int], ...] | None, ...] | None, "group_idx": int}
-         | {"type": "BlockRemoved", "block_hashes": [int, ...], "medium": str, "group_idx": int}
+            "extra_keys": [[str | bytes | [str, int], ...] | None, ...] | None, "group_idx": int,
+            "locality": "LOCAL" | "REMOTE" | None}
+         | {"type": "BlockRemoved", "block_hashes": [int, ...], "medium": str, "group_idx": int,
+            "locality": "LOCAL" | "REMOTE" | None}
          | {"type": "AllBlocksCleared"}
 
 This is the format of vLLM's KV event publisher (``vllm.distributed.kv_events``), where hashes are the last 64 bits of the
@@ -99,6 +101,7 @@ def _as_message(event: KVEvent) -> dict[str, Any]:
                 "lora_name": None if event.adapter is None else event.adapter.name,
                 "extra_keys": [keys or None for keys in event.extra_keys] or None,
                 "group_idx": event.group,
+                "locality": event.locality,
             }
         case BlockRemoved():
             return {
@@ -106,6 +109,7 @@ def _as_message(event: KVEvent) -> dict[str, Any]:
                 "block_hashes": [_hash_number(block_hash) for block_hash in event.block_hashes],
                 "medium": event.medium,
                 "group_idx": event.group,
+                "locality": event.locality,
             }
         case AllBlocksCleared():
             return {"type": "AllBlocksCleared"}

@@ -11,6 +11,7 @@ from cargohold.protocol.events import (
     BlockRemoved,
     BlockStored,
     KVEvent,
+    Locality,
 )
 from cargohold.protocol.factory import (
     ClassFactory,
@@ -84,6 +85,7 @@ __all__ = [
     "KVConnectorSchedulerOutput",
     "KVConnectorWorker",
     "KVEvent",
+    "Locality",
     "NullConnectorScheduler",
     "NullConnectorWorker",
     "OutputAggregator",

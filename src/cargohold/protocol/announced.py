@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from cargohold.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from cargohold.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Locality
 
 
 class AnnouncedBlocks:
-    """The index that somebody has who follows a connector's events: of each medium and group, how often each block is there."""
+    """The index that somebody has who follows a connector's events: of each place, how often each block is there."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, int], Counter[bytes]] = {}
+        # By medium, whose it is, and group.
+        self._held: dict[tuple[str, Locality | None, int], Counter[bytes]] = {}
 
     def follow(self, events: Iterable[KVEvent]) -> None:
         """Take in events that are passed on."""
@@ -21,9 +22,11 @@ class AnnouncedBlocks:
                 case AllBlocksCleared():
                     self._held = {place: held for place, held in self._held.items() if place[0] != event.medium}
                 case BlockStored():
-                    self._held.setdefault((event.medium, event.group), Counter()).update(event.block_hashes)
+                    self._held.setdefault((event.medium, event.locality, event.group), Counter()).update(
+                        event.block_hashes
+                    )
                 case BlockRemoved():
-                    held = self._held.setdefault((event.medium, event.group), Counter())
+                    held = self._held.setdefault((event.medium, event.locality, event.group), Counter())
                     for block_hash in event.block_hashes:
                         if held[block_hash] > 1:
                             held[block_hash] -= 1
@@ -34,5 +37,7 @@ class AnnouncedBlocks:
         """Events after which nothing is left of what was announced."""
         held, self._held = self._held, {}
         return [
-            BlockRemoved(tuple(blocks.elements()), group, medium) for (medium, group), blocks in held.items() if blocks
+            BlockRemoved(tuple(blocks.elements()), group, medium, locality)
+            for (medium, locality, group), blocks in held.items()
+            if blocks
         ]

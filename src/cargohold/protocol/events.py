@@ -6,7 +6,7 @@ An index built from the events of a medium, in order, equals what the medium hol
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from cargohold.protocol.request import Adapter, ExtraKey
 
@@ -16,6 +16,9 @@ MEDIUM_HOST = "CPU"
 """Host memory."""
 MEDIUM_STORAGE = "STORAGE"
 """Disk and shared stores."""
+
+Locality: TypeAlias = Literal["LOCAL", "REMOTE"]
+"""Whether a medium is the engine's own, or one that engines on other machines have, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class BlockStored:
         medium: where they are.
         adapter: what the KV was computed with besides the model's own weights; ``None`` when not known, too.
         extra_keys: per block what else its hash covers, see ``RequestView.extra_keys``; empty when not known.
+        locality: whose medium it is; ``None`` where its name says it.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -41,6 +45,7 @@ class BlockStored:
     medium: str
     adapter: Adapter | None = None
     extra_keys: tuple[tuple[ExtraKey, ...], ...] = ()
+    locality: Locality | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,13 @@ class BlockRemoved:
         block_hashes: one per block, in the order of removal.
         group: index of the KV-cache group.
         medium: where they were.
+        locality: whose medium it is, as when they were stored.
     """
 
     block_hashes: tuple[bytes, ...]
     group: int
     medium: str
+    locality: Locality | None = None
 
 
 @dataclass(frozen=True, slots=True)

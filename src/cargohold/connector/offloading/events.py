@@ -7,7 +7,7 @@ from typing import Protocol
 
 from cargohold.offload.keys import ChunkKeys, split_key
 from cargohold.offload.manager.base import ChunksStored, ManagerEvent, OffloadKey
-from cargohold.protocol import BlockRemoved, BlockStored, KVEvent, RequestView
+from cargohold.protocol import BlockRemoved, BlockStored, KVEvent, Locality, RequestView
 
 
 class EventSource(Protocol):
@@ -28,12 +28,16 @@ class TierEvents:
         source: whose events they are; it must record them.
         medium: name of the medium.
         chunk_tokens: tokens per chunk, per group.
+        locality: whose the medium is, where its name does not say it.
     """
 
-    def __init__(self, source: EventSource, medium: str, chunk_tokens: Sequence[int]) -> None:
+    def __init__(
+        self, source: EventSource, medium: str, chunk_tokens: Sequence[int], locality: Locality | None = None
+    ) -> None:
         self._source = source
         self._translated: list[KVEvent] = []
         self._medium = medium
+        self._locality = locality
         self._chunk_tokens = chunk_tokens
         # What is being written, as it will be announced.
         self._pending: dict[OffloadKey, BlockStored] = {}
@@ -63,6 +67,7 @@ class TierEvents:
                 medium=self._medium,
                 adapter=request.adapter,
                 extra_keys=(request.extra_keys(start, end),),
+                locality=self._locality,
             )
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
@@ -86,7 +91,8 @@ class TierEvents:
     def _stored(self, keys: Sequence[OffloadKey]) -> Iterator[BlockStored]:
         for key in keys:
             block_hash, group = split_key(key)
-            unknown = BlockStored((block_hash,), None, (), self._chunk_tokens[group], group, self._medium)
+            size = self._chunk_tokens[group]
+            unknown = BlockStored((block_hash,), None, (), size, group, self._medium, locality=self._locality)
             yield self._pending.pop(key, unknown)
 
     def _removed(self, keys: Sequence[OffloadKey]) -> Iterator[BlockRemoved]:
@@ -96,4 +102,4 @@ class TierEvents:
             block_hash, group = split_key(key)
             of_group.setdefault(group, []).append(block_hash)
         for group, hashes in of_group.items():
-            yield BlockRemoved(tuple(hashes), group, self._medium)
+            yield BlockRemoved(tuple(hashes), group, self._medium, self._locality)

@@ -45,7 +45,9 @@ class LowerSide:
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self.recalls = Recalls(manager, lower, self._pace if only_if_faster else None)
         self._events = [
-            TierEvents(tier, MEDIUM_STORAGE, chunk_tokens) for tier in lower.tiers if environment.emits_events
+            TierEvents(tier, MEDIUM_STORAGE, chunk_tokens, tier.options.locality)
+            for tier in lower.tiers
+            if environment.emits_events
         ]
 
     def begin_step(self, step: StepView, new_id: Callable[[], int]) -> tuple[tuple[TierCommand, ...], tuple[int, ...]]:

@@ -68,6 +68,7 @@ def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
         write_mode=WriteMode(tier.write),
         max_daily_chunks=None if tier.num_daily_bytes is None else tier.num_daily_bytes // chunk_bytes,
         has_index=tier.has_index,
+        locality=tier.locality,
         max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // chunk_bytes)),
         max_asked_chunks=limits.max_urgent_chunks,
     )

@@ -25,12 +25,14 @@ def translate_events(events: Iterable[KVEvent]) -> Iterator[Any]:
                     lora_name=None if event.adapter is None else event.adapter.name,
                     extra_keys=[keys or None for keys in event.extra_keys] or None,
                     group_idx=event.group,
+                    locality=event.locality,
                 )
             case BlockRemoved():
                 yield compat.BlockRemoved(
                     block_hashes=[compat.convert_block_hash(block_hash) for block_hash in event.block_hashes],
                     medium=event.medium,
                     group_idx=event.group,
+                    locality=event.locality,
                 )
             case AllBlocksCleared():
                 yield compat.AllBlocksCleared()

@@ -18,6 +18,7 @@ from cargohold.offload.tier import store_url
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.store_url import REDIS_SCHEMES
+from cargohold.protocol import Locality
 from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
 
 KEY_SOURCE: Final = re.compile(r"(file|env):[^\0\n]+")
@@ -54,6 +55,8 @@ class TierConfig(ABC):
     Attributes:
         kind: what users call such a tier: in counters, reports and messages.
         has_index: that of its ``Tier``.
+        locality: ``LOCAL`` if it is this machine's own, ``REMOTE`` if others have it too; KV events say it, so that routers do
+            not send requests to a machine for what all have. ``None`` leaves it open.
         admission: which chunks are written: ``all``, or only ``reused`` ones, so that one-shot prompts do not wear a disk.
         write: when: ``through``, at once, or ``back``, when host memory fills up.
         encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
@@ -62,6 +65,7 @@ class TierConfig(ABC):
 
     kind: ClassVar[str]
     has_index: ClassVar[bool] = False
+    locality: ClassVar[Locality | None] = None
 
     admission: str = "all"
     write: str = "through"
@@ -120,6 +124,7 @@ class DiskTierConfig(TierConfig):
 
     kind = "disk"
     has_index = True
+    locality = "LOCAL"
 
     directory: str | PathLike[str]
     max_bytes: int | str
@@ -197,6 +202,7 @@ class SharedTierConfig(TierConfig):
     """
 
     kind = "shared"
+    locality = "REMOTE"
 
     url: str
     max_bytes: int | str | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.config import Admission, WriteMode
 from cargohold.offload.tier.jobs import JobKind
+from cargohold.protocol import Locality
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class TierOptions:
         max_daily_chunks: how many are written in a day at most; ``None`` for no limit.
         has_index: whether it knows by itself what it holds: being asked says nothing of its medium, and being told of the use
             of chunks that host memory gives back makes its policy keep them.
+        locality: whose it is; see ``TierConfig``.
         max_inflight_chunks: chunks that are being written at the same time; each keeps its slot in host memory meanwhile.
         max_asked_chunks: chunks that workers are asked for, told of the use of, or loading at the same time.
     """
@@ -29,6 +31,7 @@ class TierOptions:
     write_mode: WriteMode = WriteMode.THROUGH
     max_daily_chunks: int | None = None
     has_index: bool = True
+    locality: Locality | None = None
     max_inflight_chunks: int = 64
     max_asked_chunks: int = 65536
 
