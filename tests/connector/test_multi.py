@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler, MultiConnectorWorker
 from cargohold.connector.multi.messages import MultiMetadata
+from cargohold.connector.offloading import OffloadingWorker
 from cargohold.errors import ConfigError, RequestError
 from cargohold.protocol import (
     BlockIds,
@@ -35,6 +36,7 @@ from cargohold.protocol import (
     Stats,
     StepView,
     TransferOutcome,
+    WorkerEnvironment,
     WorkerMetadata,
     add_stats,
 )
@@ -540,6 +542,43 @@ def test_a_misbehaving_child_does_not_take_the_others_with_it(what: str, first: 
     assert MISBEHAVIOUR[what] in broken.rule
     assert engine.outputs["c"].cache_report.restored_tokens == {"host": 40}, "the other still works"
     assert connector.get_stats()[f"{broken.connector}.connectors_off"] == 1
+
+
+class Speechless(SimulatedOffloading):
+    """Its workers raise when they should say which blocks a load could not fill."""
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        worker = super().make_worker_side(environment)
+        bad_blocks = worker.get_block_ids_with_load_errors
+
+        def raise_if_any() -> AbstractSet[int]:
+            if bad_blocks():
+                raise OSError("the link is gone")
+            return frozenset()
+
+        worker.get_block_ids_with_load_errors = raise_if_any  # type: ignore[method-assign]  # misbehaves on purpose
+        return worker
+
+
+def test_a_load_whose_bad_blocks_a_child_could_not_name_is_not_read() -> None:
+    """Found by reading: the engine went on with whatever was in those blocks."""
+    tier, other = Speechless(60), SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(40), MultiConnectorFactory((tier, other)))
+    engine.add("first", prompt(0, 30), 1)
+    finish(engine, tier, other)
+    evict_everything(engine)
+    transfers = tier.transfers[0]
+    transfers.auto = False
+    engine.add("second", prompt(0, 30), 5)
+    while not transfers.pending:
+        engine.step()
+    transfers.complete(transfers.pending[0], TransferOutcome.FAILED, bad_blocks=transfers.pending[0].block_ids)
+    transfers.auto = True
+    engine.run()
+    assert engine.tokens("second") == alone(prompt(0, 30), 5)
+    connector = engine.connector
+    assert isinstance(connector, MultiConnectorScheduler)
+    assert [child.broken is not None for child in connector.children] == [True, False]
 
 
 def test_what_a_child_holds_that_is_turned_off_is_not_counted() -> None:

@@ -95,6 +95,14 @@ def test_what_it_said_before_it_raised_counts() -> None:
     assert "get_stats" in (guard.take_error() or "")
 
 
+def test_loads_whose_bad_blocks_it_could_not_name_have_failed() -> None:
+    inner = Scripted("get_block_ids_with_load_errors")
+    inner.finished = FinishedTransfers(finished_recving=frozenset({"r1", "r2"}), failed_recving=frozenset({"r1"}))
+    output = WorkerConnectorGuard(inner).collect(frozenset())
+    assert output.finished.failed_recving == {"r1", "r2"}
+    assert output.invalid_block_ids == frozenset()
+
+
 @pytest.mark.parametrize(
     ("method", "answer", "said"),
     [

@@ -102,7 +102,7 @@ class WorkerConnectorGuard:
         inner = self._inner
         call: Callable[..., object] = inner.get_finished
         finished = NOTHING_ENDED
-        invalid_block_ids: frozenset[int] = frozenset()
+        invalid_block_ids: frozenset[int] | None = None
         worker_meta: WorkerMetadata | None = None
         stats: Stats = {}
         try:
@@ -116,6 +116,10 @@ class WorkerConnectorGuard:
             worker_meta = inner.build_connector_worker_meta()
         except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
             self._contain(error, call)
+        if invalid_block_ids is None:
+            # Which blocks of the loads that ended are bad was not said: any of them may be.
+            finished = replace(finished, failed_recving=finished.finished_recving)
+            invalid_block_ids = frozenset()
         if self._step_failed:
             # It may have raised before or while the model ran, and with it may be lost what it was to load.
             self._step_failed = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,10 @@ class HeldTransfers(TransferWorker):
         self.pending.append(job)
         self._submitted[job.job_id] = self._clock()
 
-    def complete(self, job: CopyJob, outcome: TransferOutcome = TransferOutcome.DONE) -> None:
-        """Carry out a pending job now, or let it fail without copying."""
+    def complete(
+        self, job: CopyJob, outcome: TransferOutcome = TransferOutcome.DONE, bad_blocks: Iterable[int] = ()
+    ) -> None:
+        """Carry out a pending job now, or let it fail without copying, and say which blocks of a load that leaves bad."""
         self.pending.remove(job)
         if outcome is TransferOutcome.DONE:
             self.on_copy(job)
@@ -56,7 +58,7 @@ class HeldTransfers(TransferWorker):
             else:
                 self._rows[rows] = self._region[blocks]
         duration_s = self._clock() - self._submitted.pop(job.job_id)
-        self._results.append(CopyResult(job, outcome, frozenset(), duration_s))
+        self._results.append(CopyResult(job, outcome, frozenset(bad_blocks), duration_s))
 
     def poll(self) -> list[CopyResult]:
         """What has ended."""
