@@ -227,6 +227,20 @@ class UndeclaredWorker(ProbingWorker):
         return Undeclared()
 
 
+class CountlessWorker(ProbingWorker):
+    """Has given a job a number that no message has room for."""
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        return FinishedTransfers(jobs={2**70: TransferOutcome.DONE})
+
+
+class NumpyWorker(ProbingWorker):
+    """Counts with numpy."""
+
+    def get_stats(self) -> Stats:
+        return {"ranks": np.float64(1)}
+
+
 @dataclass(frozen=True)
 class Undeclared:
     """A message of another type than was declared."""

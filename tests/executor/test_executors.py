@@ -22,6 +22,8 @@ from cargohold.protocol import ClassFactory, KVConnectorFactory, OutputAggregato
 from cargohold.simulation import simulated_layout
 from tests.executor.ranks import (
     Calls,
+    CountlessWorker,
+    NumpyWorker,
     Opaque,
     OpaqueWorker,
     ProbeMetadata,
@@ -145,6 +147,22 @@ def test_jobs_end_when_the_last_rank_has_reported_them(kind: str, make_executor:
 @pytest.mark.parametrize("kind", MANY)
 def test_stats_of_all_ranks_are_added_up(kind: str, make_executor: MakeExecutor) -> None:
     assert make_executor(kind).execute(step(0)).connector.stats == {"ranks": 2}
+
+
+def test_stats_that_were_counted_with_numpy_can_be_carried(make_executor: MakeExecutor) -> None:
+    """Found by trying: the engine died of them."""
+    output = make_executor("multiprocess", connectors=Probing(NumpyWorker)).execute(step(0))
+    assert output.connector_error is None
+    assert output.connector.stats == {"ranks": 2}
+
+
+def test_a_connector_whose_report_cannot_be_carried_is_turned_off_alone(make_executor: MakeExecutor) -> None:
+    executor = make_executor("multiprocess", connectors=Probing(CountlessWorker))
+    output = executor.execute(step(0))
+    assert output.sampled == {"r": 3}
+    assert output.connector.finished.step_failed, "what it has loaded is not known"
+    assert output.connector_error is not None
+    assert "worker 1: its report cannot be carried to another process: " in output.connector_error
 
 
 @pytest.mark.parametrize(

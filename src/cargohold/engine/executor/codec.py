@@ -115,6 +115,15 @@ class StepCodec:
 
     def encode_output(self, output: StepOutput) -> bytes:
         """An output as bytes."""
+        try:
+            return self._encode_output(output)
+        except Exception as error:  # noqa: BLE001  # a third party's numbers and names: whatever making bytes of them raises
+            # What was to be loaded is not known any more.
+            failed = KVConnectorOutput(finished=FinishedTransfers(step_failed=True))
+            reason = f"its report cannot be carried to another process: {one_line(error)}"
+            return self._encode_output(StepOutput(output.sampled, failed, output.connector_error or reason))
+
+    def _encode_output(self, output: StepOutput) -> bytes:
         report, finished = output.connector, output.connector.finished
         raw, undelivered = (None, None) if report.worker_meta is None else self._carry(report.worker_meta)
         return self._encoder.encode(
@@ -128,7 +137,8 @@ class StepCodec:
                 step_failed=finished.step_failed,
                 invalid_block_ids=list(report.invalid_block_ids),
                 worker_meta=raw,
-                stats=dict(report.stats),
+                # numpy's floats are floats too, but not for msgpack.
+                stats={name: float(value) for name, value in report.stats.items()},
                 connector_error=output.connector_error or undelivered,
             )
         )
