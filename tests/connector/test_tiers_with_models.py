@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, ConfigError, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
+from cargohold.connector.offloading import OffloadingFactory, OffloadingScheduler
+from cargohold.errors import ContractError
 from cargohold.offload.tier import (
     DiskTierConfig,
     FaultyTier,
@@ -25,7 +27,7 @@ from cargohold.offload.tier import (
     TierQueue,
     open_tier,
 )
-from cargohold.protocol import BlockStored
+from cargohold.protocol import BlockStored, SchedulerEnvironment
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
 
 SAMPLING = SamplingParams(max_tokens=9)
@@ -175,6 +177,27 @@ def test_two_engines_do_not_share_a_directory(
     with pytest.raises(ConfigError) as caught:
         LLM(tiny_model("llama"), offload=config, **OPTIONS)
     assert caught.value.key == "directory"
+
+
+class TwoReports(OffloadingFactory):
+    """Expects reports of more workers than there are."""
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        side = super().make_scheduler_side(environment)
+        side.get_finished_count = lambda: 2  # type: ignore[method-assign]  # wrong on purpose
+        return side
+
+
+@pytest.mark.parametrize("reason", ["the same directory twice", "too many reports"])
+def test_an_engine_that_was_refused_leaves_its_directory_to_the_next(
+    reason: str, tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    """Found by trying: threads of the refused one used it until the process ended."""
+    config = offload(disk(tmp_path, lock_wait_s=0.0))
+    impossible: Any = TwoReports(config) if reason == "too many reports" else [config, config]
+    with pytest.raises((ConfigError, ContractError)):
+        LLM(tiny_model("llama"), offload=impossible, **OPTIONS)
+    make_llm(tiny_model("llama"), offload=config, **OPTIONS)
 
 
 @pytest.mark.parametrize("directory", ["/proc/cargohold", "/dev/null/kv"])

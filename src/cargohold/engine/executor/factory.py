@@ -53,7 +53,11 @@ def make_executor(config: ExecutorConfig, spec: RankSpec, connector: KVConnector
         assert world_size == 1, "one process is one rank"
         runner = spec.runners.make_runner(RankPlace(0, 1, ""))
         worker_side = spec.connectors.make_worker_side(WorkerEnvironment(spec.layout, rank=0, clock=time.monotonic))
-        return InlineExecutor(Worker(runner, worker_side), finished_count, connector.name)
+        try:
+            return InlineExecutor(Worker(runner, worker_side), finished_count, connector.name)
+        except BaseException:
+            worker_side.shutdown()  # it may have opened tiers, which nobody else could use
+            raise
     codec, aggregator = (
         StepCodec.for_outputs_of(connector),
         OutputAggregator(world_size, finished_count, connector.name),
