@@ -243,7 +243,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         on_failure.callback(connector.shutdown)
         publisher = None
         if plan.config.kv_events_endpoint is not None:
-            publisher = ZmqEventPublisher(plan.config.kv_events_endpoint)
+            publisher = ZmqEventPublisher(plan.config.kv_events_endpoint, plan.layout.groups)
             on_failure.callback(publisher.close)
         scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock)
         limits = EngineLimits(

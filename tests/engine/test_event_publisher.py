@@ -11,17 +11,33 @@ import pytest
 from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.event_publisher import ZmqEventPublisher
-from cargohold.protocol import Adapter, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKey
+from cargohold.protocol import (
+    Adapter,
+    AllBlocksCleared,
+    AttentionKind,
+    BlockRemoved,
+    BlockStored,
+    ExtraKey,
+    KVCacheGroup,
+)
 
 zmq = pytest.importorskip("zmq", reason="publishing events needs the extra cargohold[events]")
 msgspec = pytest.importorskip("msgspec", reason="publishing events needs the extra cargohold[events]")
 
 RECEIVE_TIMEOUT_MS = 10_000
+GROUPS = (
+    KVCacheGroup(0, AttentionKind.FULL, 4, ("a",)),
+    KVCacheGroup(1, AttentionKind.SLIDING_WINDOW, 4, ("b",), window_tokens=12),
+    KVCacheGroup(2, AttentionKind.CHUNKED_LOCAL, 4, ("c",), window_tokens=16),
+    KVCacheGroup(3, AttentionKind.RECURRENT, 4, ("d",)),
+)
 
 
 @pytest.fixture
 def publisher() -> Iterator[ZmqEventPublisher]:
-    publisher = ZmqEventPublisher("tcp://127.0.0.1:*", topic="kv", data_parallel_rank=3, wall_clock=lambda: 1234.5)
+    publisher = ZmqEventPublisher(
+        "tcp://127.0.0.1:*", GROUPS, topic="kv", data_parallel_rank=3, wall_clock=lambda: 1234.5
+    )
     yield publisher
     publisher.close()
 
@@ -65,6 +81,8 @@ def test_events_arrive_in_the_format_of_the_field(publisher: ZmqEventPublisher, 
                 "lora_name": None,
                 "extra_keys": None,
                 "group_idx": 1,
+                "kv_cache_spec_kind": "sliding_window",
+                "kv_cache_spec_sliding_window": 12,
                 "locality": None,
             },
             {
@@ -90,6 +108,17 @@ def test_what_hashes_cover_besides_tokens_is_told(publisher: ZmqEventPublisher, 
     assert told["extra_keys"] == [["french", ["picture", -3], "salt", b"digest"], None]
 
 
+def test_groups_are_known_by_how_they_look_back(publisher: ZmqEventPublisher, subscriber: Any) -> None:
+    publisher.publish([BlockStored((b"\1" * 32,), None, (), 4, group.index, "CPU") for group in GROUPS])
+    events = msgspec.msgpack.decode(subscriber.recv_multipart()[2])[1]
+    assert [(event["kv_cache_spec_kind"], event["kv_cache_spec_sliding_window"]) for event in events] == [
+        ("full_attention", None),
+        ("sliding_window", 12),
+        ("chunked_local_attention", None),
+        ("mamba", None),
+    ]
+
+
 def test_messages_are_numbered_and_empty_ones_are_not_sent(publisher: ZmqEventPublisher, subscriber: Any) -> None:
     publisher.publish([AllBlocksCleared("GPU")])
     publisher.publish([])
@@ -101,7 +130,7 @@ def test_messages_are_numbered_and_empty_ones_are_not_sent(publisher: ZmqEventPu
 def test_an_endpoint_that_cannot_be_bound_is_refused_by_name(publisher: ZmqEventPublisher) -> None:
     for endpoint in (publisher.endpoint, "nonsense"):
         with pytest.raises(ConfigError, match="kv_events_endpoint"):
-            ZmqEventPublisher(endpoint)
+            ZmqEventPublisher(endpoint, GROUPS)
 
 
 def test_an_engine_publishes_what_its_tiers_hold(

@@ -55,7 +55,7 @@ def forget(engine: Engine) -> None:
 
 
 def follow_events(engine: Engine, ask: Callable[[], object]) -> dict[str, dict[Any, Any]]:
-    """What events say of blocks that are stored meanwhile, on the device and in host memory, by hash."""
+    """What events say of blocks that are stored meanwhile, on the device and in host memory, by group and hash."""
     told: dict[str, dict[Any, Any]] = {"GPU": {}, "CPU": {}}
 
     def follow(batch: Any) -> None:
@@ -63,10 +63,11 @@ def follow_events(engine: Engine, ask: Callable[[], object]) -> dict[str, dict[A
             if type(event).__name__ == "BlockStored":
                 size = event.block_size
                 for at, block_hash in enumerate(event.block_hashes):
-                    told[event.medium][block_hash] = {
+                    told[event.medium][event.group_idx, block_hash] = {
                         "parent": event.block_hashes[at - 1] if at else event.parent_block_hash,
                         "tokens": list(event.token_ids[at * size : (at + 1) * size]),
                         "adapter": (event.lora_id, event.lora_name),
+                        "kind": (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
                         "extra_keys": event.extra_keys and event.extra_keys[at],
                     }
 

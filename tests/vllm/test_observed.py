@@ -168,6 +168,15 @@ def test_events_say_of_adapters_and_salts_what_vllm_says(
     assert first[2]["extra_keys"] == ("mine",)
 
 
+def test_events_say_of_windows_what_vllm_says(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
+    engine = start(vllm_model("gemma3"), EAGER, num_blocks=150, **EVENTS)
+    told = follow_events(engine, lambda: engine.ask(make_prompts(1, 330)))
+    # Of a window vLLM's cache has its last blocks alone, and its events the tokens of others beside their hashes.
+    kinds = {medium: {group: block["kind"] for (group, _), block in blocks.items()} for medium, blocks in told.items()}
+    assert kinds["CPU"] == kinds["GPU"]
+    assert set(kinds["CPU"].values()) == {("full_attention", None), ("sliding_window", 64)}
+
+
 def test_a_directory_outlives_the_engine_but_not_the_weights(
     vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

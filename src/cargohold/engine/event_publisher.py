@@ -7,7 +7,7 @@ A message has three frames: topic, sequence number (eight bytes, big-endian, fro
     event: {"type": "BlockStored", "block_hashes": [int, ...], "parent_block_hash": int | None, "token_ids": [int, ...],
             "block_size": int, "lora_id": int | None, "medium": str, "lora_name": str | None,
             "extra_keys": [[str | bytes | [str, int], ...] | None, ...] | None, "group_idx": int,
-            "locality": "LOCAL" | "REMOTE" | None}
+            "kv_cache_spec_kind": str, "kv_cache_spec_sliding_window": int | None, "locality": "LOCAL" | "REMOTE" | None}
          | {"type": "BlockRemoved", "block_hashes": [int, ...], "medium": str, "group_idx": int,
             "locality": "LOCAL" | "REMOTE" | None}
          | {"type": "AllBlocksCleared"}
@@ -19,16 +19,23 @@ digests by default.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 import msgspec
 
 from cargohold.errors import ConfigError
-from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from cargohold.protocol import AllBlocksCleared, AttentionKind, BlockRemoved, BlockStored, KVCacheGroup, KVEvent
 
 MAX_QUEUED_MESSAGES = 100_000
 _HASH_BYTES = 8
+_KINDS: Final = {
+    AttentionKind.FULL: "full_attention",
+    AttentionKind.SLIDING_WINDOW: "sliding_window",
+    AttentionKind.CHUNKED_LOCAL: "chunked_local_attention",
+    AttentionKind.RECURRENT: "mamba",
+}
+"""By these names routers know which groups say how much of a prefix is there."""
 
 
 class ZmqEventPublisher:
@@ -36,6 +43,7 @@ class ZmqEventPublisher:
 
     Args:
         endpoint: where to bind, such as ``tcp://*:5557`` or ``ipc:///run/kv-events``.
+        groups: the KV-cache groups that events are of.
         topic: first frame of every message.
         data_parallel_rank: which engine replica this is.
         wall_clock: seconds since the epoch.
@@ -47,6 +55,7 @@ class ZmqEventPublisher:
     def __init__(
         self,
         endpoint: str,
+        groups: Sequence[KVCacheGroup],
         *,
         topic: str = "",
         data_parallel_rank: int = 0,
@@ -61,6 +70,7 @@ class ZmqEventPublisher:
         self._encode = msgspec.msgpack.Encoder().encode
         self._topic = topic.encode()
         self._rank = data_parallel_rank
+        self._groups = groups
         self._wall_clock = wall_clock
         self._sequence = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
@@ -75,7 +85,7 @@ class ZmqEventPublisher:
 
     def publish(self, events: Iterable[KVEvent]) -> None:
         """Send events as one message; nothing if there are none."""
-        messages = [_as_message(event) for event in events]
+        messages = [_as_message(event, self._groups) for event in events]
         if messages:
             payload = self._encode([self._wall_clock(), messages, self._rank])
             frames = (self._topic, self._sequence.to_bytes(8, "big"), payload)
@@ -87,9 +97,11 @@ class ZmqEventPublisher:
         self._socket.close(linger=200)
 
 
-def _as_message(event: KVEvent) -> dict[str, Any]:
+def _as_message(event: KVEvent, groups: Sequence[KVCacheGroup]) -> dict[str, Any]:
     match event:
         case BlockStored():
+            group = groups[event.group]
+            is_window = group.kind is AttentionKind.SLIDING_WINDOW
             return {
                 "type": "BlockStored",
                 "block_hashes": [_hash_number(block_hash) for block_hash in event.block_hashes],
@@ -101,6 +113,8 @@ def _as_message(event: KVEvent) -> dict[str, Any]:
                 "lora_name": None if event.adapter is None else event.adapter.name,
                 "extra_keys": [keys or None for keys in event.extra_keys] or None,
                 "group_idx": event.group,
+                "kv_cache_spec_kind": _KINDS[group.kind],
+                "kv_cache_spec_sliding_window": group.window_tokens if is_window else None,
                 "locality": event.locality,
             }
         case BlockRemoved():

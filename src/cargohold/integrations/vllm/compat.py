@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _EVENTS = "vllm.distributed.kv_events"
+_SPECS = "vllm.v1.kv_cache_interface"
 
 MISSING: list[str] = []
 """What this version of vLLM lacks, as sentences."""
@@ -65,6 +66,16 @@ extra_keys: Any = _find("vllm.v1.core.kv_cache_utils", "generate_block_hash_extr
 event_keys: Any = _find("vllm.v1.core.kv_cache_utils", "to_event_extra_keys") or list
 """What block hashes cover besides tokens, and how vLLM's events tell it: since 0.31 without what kind of thing each is."""
 
+_spec_kind: Any = _find(_SPECS, "get_kv_cache_spec_kind")
+_spec_window: Any = _find(_SPECS, "get_kv_cache_spec_sliding_window")
+
+
+def describe_group(spec: Any) -> tuple[str | None, int | None]:
+    """How vLLM's events tell what kind of KV a group has, and how far its window reaches; ``None`` where they do not say."""
+    kind = None if _spec_kind is None else _spec_kind(spec).value
+    return kind, None if _spec_window is None else _spec_window(spec)
+
+
 __all__ = [
     "MISSING",
     "VLLM_VERSION",
@@ -86,6 +97,7 @@ __all__ = [
     "SupportsHMA",
     "TransferResults",
     "convert_block_hash",
+    "describe_group",
     "event_keys",
     "extra_keys",
 ]

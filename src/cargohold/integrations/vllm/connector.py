@@ -13,7 +13,7 @@ from cargohold.connector.factory import connector_factory
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, ManagerTables, NotedTables
-from cargohold.integrations.vllm.events import translate_events
+from cargohold.integrations.vllm.events import EventTranslator
 from cargohold.integrations.vllm.layout import (
     Translation,
     bears_full_hits,
@@ -94,6 +94,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._obstacles: list[str] = []
         translation = self._translate()
         self._groups = translation.groups
+        self._events = EventTranslator(kv_cache_config.kv_cache_groups)
         if self._is_scheduler:
             check_stages(vllm_config)
         if self._turn_off(translation.obstacles):
@@ -286,7 +287,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if self._scheduler is None:
             return ()
         self._scheduler.end_step()
-        return list(translate_events(self._scheduler.take_events()))
+        return list(self._events.translate(self._scheduler.take_events()))
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """Counters of both sides, from the scheduler's."""

@@ -47,7 +47,7 @@ _BINDING_HOOKS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
 _EVENTS = {
     "BlockStored": (
         "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
-        "group_idx", "locality",
+        "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality",
     ),
     "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
     "AllBlocksCleared": (),
