@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
@@ -28,6 +29,7 @@ from cargohold.engine.model.runners import HFRunners
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
+from cargohold.engine.turns import Turns
 from cargohold.errors import ConfigError, RequestError
 from cargohold.interrupts import deferred_interrupt
 from cargohold.protocol import KVConnectorFactory, KVEvent, SchedulerEnvironment
@@ -53,7 +55,8 @@ class LLM:
         for out in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
             print(out.text, out.metrics)
 
-    Use it as a context manager, or call ``close``, to stop its transfers and give its memory back. Not thread-safe.
+    Use it as a context manager, or call ``close``, to stop its transfers and give its memory back. Several threads may use it:
+    what they ask for is batched, and one of them at a time computes a step for all.
 
     Ctrl-C ends a call cleanly: what it had started is aborted once the step in progress is done, ``KeyboardInterrupt`` is
     raised, and the model can be used again. A second Ctrl-C does not wait for the step, and ends the engine.
@@ -87,7 +90,10 @@ class LLM:
         if self.plan.executor.kind is not ExecutorKind.RAY:  # whose workers may have other disks
             check_places(offload, self.plan.layout)
         self.engine = build_engine(self.plan, factory)
+        self._turns = Turns()
         self._inboxes: dict[str, deque[RequestOutput]] = {}
+        # Requests that nobody wants any more; the next turn ends them.
+        self._abandoned: deque[str] = deque()
 
     def generate(
         self,
@@ -153,19 +159,23 @@ class LLM:
 
     def reset_cache(self) -> bool:
         """Forget all cached KV, on the device and below; ``False`` if requests or transfers are in flight."""
-        return self.engine.reset_cache()
+        with self._turn():
+            return self.engine.reset_cache()
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call, if ``kv_events`` is on."""
-        return self.engine.take_events()
+        with self._turn():
+            return self.engine.take_events()
 
     def stats(self) -> dict[str, float]:
         """Counters of the connector since the start: lookups, hits, blocks moved, failures; see ``docs/usage.md``."""
-        return self.engine.stats()
+        with self._turn():
+            return self.engine.stats()
 
     def close(self) -> None:
         """End everything and give the memory back. May be called twice."""
-        self.engine.shutdown()
+        with self._turns.take():
+            self.engine.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -184,33 +194,52 @@ class LLM:
         """
         inbox: deque[RequestOutput] = deque()
         positions: dict[str, int] = {}
+        served_in = get_ident()
         try:
             for at, (prompt, sampling) in enumerate(asked):
-                with deferred_interrupt(), _numbered(at, len(asked)):
+                with self._turn(), _numbered(at, len(asked)):
                     request_id = self.engine.add_request(prompt, sampling, **options)
                     positions[request_id] = at
                     self._inboxes[request_id] = inbox
             num_left = len(asked)
             while num_left:
-                self._step()
+                with self._turn():
+                    # Another thread's step may have brought something while this one waited for its turn.
+                    if not inbox:
+                        self._step()
                 while inbox:
                     output = inbox.popleft()
                     num_left -= output.finished
                     yield positions[output.request_id], output
+                    served_in = get_ident()
         finally:
             with deferred_interrupt():
                 for request_id in positions:
                     del self._inboxes[request_id]
-                    self.engine.abort(request_id)
-            self._settle()
+                self._abandoned.extend(positions)
+            # The garbage collector closes what was not read to its end in any thread, and in the middle of anything: of a
+            # turn, or of what a turn waits for.
+            if get_ident() == served_in:
+                self._settle()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Use the engine alone. An interrupt in the middle would leave scheduler and workers with different ideas of it."""
+        with deferred_interrupt(), self._turns.take() as is_whole:
+            if is_whole:
+                self._end_abandoned()
+            yield
 
     def _step(self) -> None:
-        # An interrupt in the middle of a step would leave scheduler and workers with different ideas of it.
-        with deferred_interrupt():
-            for output in self.engine.step():
-                # Whoever steps does so for everyone: another stream may wait for this.
-                if output.request_id in self._inboxes:
-                    self._inboxes[output.request_id].append(output)
+        for output in self.engine.step():
+            # Whoever steps does so for everyone: another stream, or thread, may wait for this.
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self.engine.abort(self._abandoned.popleft())
 
     def _settle(self) -> None:
         """Let transfers end, unless others have requests on their way: their steps will do it, or those of the next call.
@@ -218,8 +247,14 @@ class LLM:
         A connector may say for ever that work is pending. What was asked for is done, so nobody is to wait for that.
         """
         patience_ends = time.monotonic() + self.plan.config.load_timeout_s
-        while not self._inboxes and self.engine.has_work() and time.monotonic() < patience_ends:
-            self._step()
+        is_busy = True
+        while is_busy and time.monotonic() < patience_ends:
+            with deferred_interrupt(), self._turns.take_if_free() as is_free:
+                if is_free:
+                    self._end_abandoned()
+                is_busy = is_free and not self._inboxes and self.engine.has_work()
+                if is_busy:
+                    self._step()
 
 
 def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:

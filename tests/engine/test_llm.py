@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from cargohold import (
 )
 from cargohold.offload.transfer import TransferWorker
 from cargohold.offload.transfer.factory import make_transfer_worker
-from cargohold.protocol import ClassFactory
+from cargohold.protocol import ClassFactory, ConnectorMetadata, EmptyMetadata, StepView
 from cargohold.protocol.null import NullConnectorScheduler, NullConnectorWorker
 from tests.models import VOCAB_SIZE
 
@@ -164,6 +166,57 @@ def test_streams_may_be_read_in_turn(llama: MakeLLM) -> None:
     seen = [(next(streams[0]), next(streams[1])) for _ in range(6)]
     assert [last.token_ids for last in seen[-1]] == alone
     assert all(output.finished for output in seen[-1])
+
+
+def test_several_threads_may_ask_at_the_same_time(llama: MakeLLM) -> None:
+    """Found by trying: the engine had stopped, for "the last step's output was not handed in"."""
+    llm = llama(offload=OffloadConfig(host_bytes="1MiB"))
+    prompts = [prompt(seed, 30) for seed in range(8)]
+    expected = llama().generate(prompts, SamplingParams(max_tokens=12))
+
+    def ask(at: int) -> list[bool]:
+        right = []
+        for turn in range(3):
+            if turn == at % 3:
+                outputs = list(llm.stream(prompts[at], SamplingParams(max_tokens=12)))
+            else:
+                outputs = llm.generate([prompts[at]], SamplingParams(max_tokens=12))
+            llm.stats()
+            right.append(outputs[-1].token_ids == expected[at].token_ids)
+        return right
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(ask, range(8))) == [[True] * 3] * 8
+
+
+class Collecting(NullConnectorScheduler):
+    """Has the garbage collector run where it may run anyway: in the middle of a step."""
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        gc.collect()
+        return EmptyMetadata()
+
+
+def test_a_stream_that_the_garbage_collector_closes_in_the_middle_of_a_step_harms_nobody(llama: MakeLLM) -> None:
+    """Found by trying: its request was gone when the connector was told of its tokens, which turned the connector off."""
+    collecting = ClassFactory(lambda _: Collecting(), lambda _: NullConnectorWorker())
+    llm = llama(offload=[collecting, OffloadConfig(host_bytes="1MiB")])
+    expected = llama().generate([prompt(1, 30)], SamplingParams(max_tokens=9))[0].token_ids
+    gc.disable()  # so that it runs in that step, and not before
+    try:
+        forget_in_a_cycle(llm.stream(prompt(0, 30), SamplingParams(max_tokens=50)))
+        assert llm.generate([prompt(1, 30)], SamplingParams(max_tokens=9))[0].token_ids == expected
+    finally:
+        gc.enable()
+    assert llm.engine.num_unfinished == 0
+    assert "offloading.connectors_off" not in llm.stats()
+
+
+def forget_in_a_cycle(stream: Generator[RequestOutput]) -> None:
+    """Read the beginning of a stream, and leave it to the garbage collector: as does who keeps an exception."""
+    next(stream)
+    cycle: list[object] = [stream]
+    cycle.append(cycle)
 
 
 @pytest.mark.parametrize("tokens_read", range(1, 6))
