@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from cargohold.connector.offloading.requests import Recall
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.tier import JobKind, JobStatus, TierJob
-from cargohold.offload.tiering import Admission, TierOptions, WriteMode
+from cargohold.offload.tiering import Admission, Chain, Promotion, TierOptions, WriteMode
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
 from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.simulation.layouts import GroupPlan, layout_of
@@ -417,6 +417,36 @@ def test_who_finds_no_slot_for_a_moment_waits_for_one() -> None:
     for _ in range(10):
         engine.step()
     assert engine.requests["known"].times.first_scheduled is None
+    transfers.auto = True
+    finish(engine, tiering)
+    assert restored(engine, "known") == {"disk": 16} and engine.tokens("known") == alone(prompt(0, 17), 3)
+
+
+def test_who_finds_no_slot_does_not_look_for_one_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look goes through all chunks of the prompt. Once the tiers had answered, there was no pause between two of them."""
+    tiering = SimulatedTiering(60)
+    serve(make_engine(tiering), tiering, "first", prompt(0, 17))
+    tiering.num_slots = 4
+    engine = make_engine(tiering)
+    (transfers,) = tiering.transfers
+    transfers.auto = False
+    engine.add("other", prompt(1, 17), 1)
+    while "other" not in engine.outputs:
+        engine.step()
+    looks: list[float] = []
+    promote = tiering.lower.promote
+
+    def noted(chains: Sequence[Chain], kept: Sequence[bytes]) -> Promotion | None:
+        looks.append(engine.clock())
+        return promote(chains, kept)
+
+    monkeypatch.setattr(tiering.lower, "promote", noted)
+    engine.add("known", prompt(0, 17), 3)
+    began = engine.clock()
+    for at in range(20):
+        engine.add(str(at), prompt(2 + at, 9), 1)  # so that something is answered in every step
+        engine.step()
+    assert 2 <= len(looks) <= (engine.clock() - began) / recall.LOOK_AGAIN_S
     transfers.auto = True
     finish(engine, tiering)
     assert restored(engine, "known") == {"disk": 16} and engine.tokens("known") == alone(prompt(0, 17), 3)

@@ -100,6 +100,7 @@ class Recalls:
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:
         """Ask the tiers, or bring up what they have; end ``recall`` if that is not worth while."""
+        recall.probes = ()  # what was asked has been answered
         unknown: list[OffloadKey] = []
         hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
         if hit.undecided:
