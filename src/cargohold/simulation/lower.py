@@ -53,7 +53,6 @@ class MediumPlan:
 @dataclass(slots=True)
 class _Pending:
     job: TierJob
-    submitted: float
     ends: float
 
 
@@ -93,7 +92,7 @@ class LinkedQueue:
         takes_s = plan.latency_s * (1 + self._source.random.random()) + plan.chunk_s * len(job.keys)
         if self._source.strikes(Fault.LATE):
             takes_s += self._source.random.choice((0.05, 0.5, 3.0))
-        self._pending.append(_Pending(job, now, now + takes_s * self._slowness()))
+        self._pending.append(_Pending(job, now + takes_s * self._slowness()))
         return True
 
     def poll(self) -> Sequence[TierResult]:
@@ -138,8 +137,7 @@ class LinkedQueue:
                 answers[at] = self._medium.access(job.kind, key, buffer)
             elif job.kind is JobKind.LOAD and buffer is not None:
                 buffer[:] = bytes([GARBAGE]) * len(buffer)
-        duration_s = self._source.clock() - pending.submitted
-        self._results.append(TierResult(job, status, tuple(answers), duration_s))
+        self._results.append(TierResult(job, status, tuple(answers)))
 
 
 class MakeHostTransfers(Protocol):

@@ -99,7 +99,7 @@ class HeldQueue:
             self.medium.access(job.kind, key, buffer) if at < num_done else None
             for at, (key, buffer) in enumerate(zip(job.keys, buffers, strict=True))
         ]
-        self._results.append(TierResult(job, status, tuple(answers), 0.0))
+        self._results.append(TierResult(job, status, tuple(answers)))
 
     def poll(self) -> list[TierResult]:
         """What has ended, late jobs included."""
@@ -126,7 +126,7 @@ class HeldQueue:
 
     def _end(self, job: TierJob, status: JobStatus) -> None:
         self.pending.remove(job)
-        self._results.append(TierResult(job, status, (None,) * len(job.keys), 0.0))
+        self._results.append(TierResult(job, status, (None,) * len(job.keys)))
 
 
 class SimulatedTiering:

@@ -17,6 +17,7 @@ from cargohold.offload.tier import (
     FaultyTier,
     JobKind,
     JobStatus,
+    LoadOutcome,
     MemoryTier,
     QueueConfig,
     StoreOutcome,
@@ -27,6 +28,7 @@ from cargohold.offload.tier import (
     TierState,
 )
 from cargohold.offload.tier.io_thread import IoThread, Work
+from cargohold.offload.tier.ledger import JobLedger, LiveJob
 from cargohold.protocol import Clock
 from cargohold.simulation.clock import VirtualClock
 
@@ -118,6 +120,43 @@ def test_what_is_stored_is_found_and_loaded() -> None:
         assert (health.stored_bytes, health.loaded_bytes) == (2 * CHUNK, 2 * CHUNK)
 
 
+class Slow(MemoryTier):
+    """Takes two seconds to load and three to store, and has a damaged chunk."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(CHUNK)
+        self.clock = clock
+
+    def load(self, key: bytes, into: memoryview) -> LoadOutcome:
+        self.clock.advance(2.0)
+        return LoadOutcome.CORRUPT if key == b"damaged" else super().load(key, into)
+
+    def store(self, key: bytes, payload: memoryview, parent: bytes | None = None) -> StoreOutcome:
+        self.clock.advance(3.0)
+        return super().store(key, payload, parent)
+
+
+def test_health_tells_how_fast_the_medium_is_and_what_was_damaged() -> None:
+    clock = VirtualClock()
+    queue = TierQueue(Slow(clock), clock, QueueConfig(num_threads=1))
+
+    def run(kind: JobKind, keys: list[bytes]) -> TierResult:
+        buffers = [memoryview(chunk(1)) for _ in keys]
+        assert queue.submit(TierJob(int(clock() * 10) + len(keys), kind, keys, clock() + 100.0, buffers))
+        assert queue.drain(WAIT_S)
+        (result,) = queue.poll()
+        return result
+
+    assert run(JobKind.STORE, [b"a", b"b"]).status is JobStatus.DONE
+    answers = run(JobKind.LOAD, [b"a", b"damaged", b"b"]).answers
+    assert answers == (LoadOutcome.LOADED, LoadOutcome.CORRUPT, LoadOutcome.LOADED)
+    health = queue.health()
+    assert (health.stored_bytes, health.store_s) == (2 * CHUNK, 6.0)
+    assert (health.loaded_bytes, health.load_s) == (2 * CHUNK, 4.0), "of what was loaded"
+    assert (health.num_corrupt, health.num_failed) == (1, 0)
+    queue.shutdown(WAIT_S)
+
+
 def test_a_job_without_chunks_is_done() -> None:
     with queue_on(MemoryTier(CHUNK)) as setup:
         assert setup.run(JobKind.PROBE, []).status is JobStatus.DONE
@@ -202,11 +241,74 @@ def test_a_hanging_load_ends_at_its_deadline_and_never_writes_to_its_buffer_afte
         assert setup.queue.poll() == []
         setup.clock.advance(1.5)
         (result,) = setup.queue.poll()
-        assert (result.status, result.succeeded, result.duration_s) == (JobStatus.EXPIRED, [False], 1.5)
+        assert (result.status, result.succeeded) == (JobStatus.EXPIRED, [False])
         gate.opened.set()
         # The thread is free again when it has served the next job; what it brought late was thrown away.
         assert setup.run(JobKind.PROBE, [b"a"]).succeeded == [True]
         assert buffer == bytearray(CHUNK)
+
+
+def ledger_with(kind: JobKind, num_chunks: int) -> tuple[JobLedger, LiveJob]:
+    ledger = JobLedger(VirtualClock())
+    keys = [bytes([at]) for at in range(num_chunks)]
+    ledger.add(TierJob(1, kind, keys, 10.0, [memoryview(chunk(0)) for _ in keys]))
+    live = ledger.find(1)
+    assert live is not None
+    return ledger, live
+
+
+def test_a_job_ends_once_and_not_before_all_have_let_go_of_its_buffers() -> None:
+    ledger, live = ledger_with(JobKind.LOAD, 2)
+    pieces = [piece for _ in range(2) if (piece := ledger.take()) is not None]
+    assert [ledger.begin_copy(piece) for piece in pieces] == [True, True]
+    assert ledger.end(live, JobStatus.CANCELLED)
+    assert not ledger.end(live, JobStatus.EXPIRED, "too late for that")
+    assert not ledger.begin_copy(pieces[0])
+    assert ledger.results == [] and ledger.num_chunks[True] == 2, "its buffers are still written to"
+    assert not ledger.end_copy(pieces[0]) and ledger.results == []
+    assert not ledger.answer(pieces[0], [LoadOutcome.LOADED])
+    assert ledger.end_copy(pieces[1])
+    (result,) = ledger.results
+    assert (result.status, result.answers) == (JobStatus.CANCELLED, (None, None))
+    assert not ledger.answer(pieces[1], [LoadOutcome.LOADED]) and len(ledger) == ledger.num_chunks[True] == 0
+
+
+def test_a_job_is_done_with_the_last_answer() -> None:
+    ledger, _ = ledger_with(JobKind.LOAD, 2)
+    pieces = [piece for _ in range(2) if (piece := ledger.take()) is not None]
+    assert not ledger.answer(pieces[1], [LoadOutcome.ABSENT])
+    assert ledger.answer(pieces[0], [LoadOutcome.LOADED])
+    (result,) = ledger.results
+    assert (result.status, result.answers) == (JobStatus.DONE, (LoadOutcome.LOADED, LoadOutcome.ABSENT))
+
+
+@pytest.mark.parametrize("kind", [JobKind.LOAD, JobKind.PROBE])
+def test_of_jobs_that_have_ended_nothing_more_is_begun(kind: JobKind) -> None:
+    ledger, live = ledger_with(kind, 3)
+    ledger.add(TierJob(2, kind, [b"other"], 10.0))
+    assert kind is JobKind.PROBE or ledger.take() is not None
+    ledger.end(live, JobStatus.CANCELLED)
+    piece = ledger.take()
+    assert piece is not None and list(piece.keys) == [b"other"]
+    assert ledger.take() is None
+
+
+def test_what_a_late_thread_answers_says_nothing_of_the_medium() -> None:
+    gate = Gate("remove")
+
+    def fault(operation: str) -> str | None:
+        gate(operation)
+        return "gone" if operation == "probe" else None
+
+    config = QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=2))
+    with queue_on(faulty(fault), config, gate) as setup:
+        setup.submit(JobKind.REMOVE, [b"a"], timeout_s=1.0)
+        gate.wait_for_arrival()
+        setup.clock.advance(2.0)
+        assert [result.status for result in setup.queue.poll()] == [JobStatus.EXPIRED]
+        gate.opened.set()
+        assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.FAILED
+        assert setup.state() is TierState.RESTING, "two failures in a row: what came between was not asked for any more"
 
 
 def test_a_late_store_writes_what_the_buffer_held_while_the_job_was_live() -> None:
@@ -331,6 +433,37 @@ def test_a_job_none_of_whose_chunks_can_be_written_has_failed_and_so_has_one_wit
         tier.bad = frozenset(keys[2:6])
         result = setup.run(JobKind.STORE, keys, [chunk(at) for at in range(8)])
         assert (result.status, result.succeeded) == (JobStatus.FAILED, [True] * 2 + [False] * 6), "three are too many"
+
+
+def test_a_trial_fails_with_its_first_bad_chunk() -> None:
+    keys = [bytes([at]) for at in range(8)]
+    tier = BadSpots(CHUNK)
+    tier.bad = frozenset(keys[:3])
+    config = QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=3))
+    with queue_on(tier, config) as setup:
+        for key in keys[:3]:
+            setup.run(JobKind.STORE, [key], [chunk(1)])
+        setup.clock.advance(1.0)
+        assert setup.state() is TierState.TRYING
+        result = setup.run(JobKind.STORE, keys[2:], [chunk(at) for at in range(6)])
+        assert (result.status, setup.state()) == (JobStatus.FAILED, TierState.RESTING)
+
+
+def test_a_load_fails_with_its_first_bad_chunk() -> None:
+    """Each is of one prefix: behind a chunk that is missing the others are of no use."""
+    num_loads = 0
+
+    def fault(operation: str) -> str | None:
+        nonlocal num_loads
+        num_loads += operation == "load"
+        return "bad spot" if operation == "load" and num_loads == 2 else None
+
+    with queue_on(faulty(fault), QueueConfig(num_threads=1)) as setup:
+        keys = [bytes([at]) for at in range(4)]
+        setup.run(JobKind.STORE, keys, [chunk(at) for at in range(4)])
+        result = setup.run(JobKind.LOAD, keys, [bytearray(CHUNK) for _ in keys])
+        assert (result.status, result.reason) == (JobStatus.FAILED, "bad spot")
+        assert (result.succeeded, num_loads) == ([True, False, False, False], 2)
 
 
 def test_a_touch_is_no_trial_and_proves_nothing() -> None:
@@ -556,6 +689,16 @@ def test_a_thread_that_cannot_be_replaced_is_no_error_of_the_owner(
         assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
 
 
+def test_a_shutdown_that_is_to_wait_for_no_writes_does_not_complain_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate("store")
+    with queue_on(faulty(gate), gate=gate) as setup:
+        setup.submit(JobKind.STORE, [b"a"], [chunk(1)])
+        gate.wait_for_arrival()
+        gate.opened.set()
+        setup.queue.shutdown(WAIT_S)
+        assert caplog.text == ""
+
+
 def test_shutdown_cancels_what_is_left_and_closes_the_tier() -> None:
     gate, tier = Gate("probe"), Closing(CHUNK)
     setup = Setup(FaultyTier(tier, gate), QueueConfig(num_threads=1))
@@ -585,7 +728,8 @@ def test_a_tier_is_left_open_while_one_thread_of_several_hangs_in_it(caplog: pyt
     assert tier.num_closes == 1
 
 
-def test_shutdown_lets_writes_end_that_were_taken() -> None:
+@pytest.mark.parametrize("timeout_s", [WAIT_S, 0.0])
+def test_shutdown_lets_writes_end_that_were_taken(timeout_s: float, caplog: pytest.LogCaptureFixture) -> None:
     """Found by reading: what was stored just before an engine stopped was not on the disk after its restart."""
     gate = Gate("store")
     memory = MemoryTier(CHUNK)
@@ -594,7 +738,7 @@ def test_shutdown_lets_writes_end_that_were_taken() -> None:
     setup.submit(JobKind.STORE, [b"c"], [chunk(3)])
     gate.wait_for_arrival()
     setup.submit(JobKind.PROBE, [b"a"])
-    stopping = threading.Thread(target=setup.queue.shutdown, args=(WAIT_S,))
+    stopping = threading.Thread(target=setup.queue.shutdown, args=(timeout_s,))
     stopping.start()
     end = time.monotonic() + WAIT_S
     results: list[TierResult] = []
@@ -605,6 +749,7 @@ def test_shutdown_lets_writes_end_that_were_taken() -> None:
     stopping.join(WAIT_S)
     assert [result.status for result in setup.queue.poll()] == [JobStatus.DONE] * 2
     assert memory.probe([b"a", b"b", b"c"]) == [True] * 3
+    assert caplog.text == "", "nor is the tier left open"
 
 
 def test_shutdown_waits_for_writes_no_longer_than_it_may(caplog: pytest.LogCaptureFixture) -> None:

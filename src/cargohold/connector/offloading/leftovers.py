@@ -46,8 +46,7 @@ class Leftover:
             return self.state.next_chunk[group]  # to be offered again from before what is known
         end = min(start + len(prints), number + limit * blocks_per_chunk)
         while number < end:
-            held = prints[number - start]
-            if held is not None and _print_of(table[number], context) != held:
+            if _print_of(table[number], context) != prints[number - start]:
                 break
             number += 1
         return number // blocks_per_chunk

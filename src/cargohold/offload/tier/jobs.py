@@ -79,14 +79,12 @@ class TierResult:
         job: the job.
         status: how.
         answers: per chunk, or ``None`` where there is none.
-        duration_s: from submission to end.
         reason: of a failure, why, in one line.
     """
 
     job: TierJob
     status: JobStatus
     answers: tuple[Answer | None, ...]
-    duration_s: float
     reason: str = ""
 
     @property

@@ -31,7 +31,6 @@ class LiveJob:
 
     Attributes:
         job: what was asked.
-        submitted: when.
         answers: per chunk, once there is one.
         num_taken: chunks that pieces were made of.
         num_answered: chunks that have an answer.
@@ -40,7 +39,6 @@ class LiveJob:
     """
 
     job: TierJob
-    submitted: float
     answers: list[Answer | None]
     num_taken: int = 0
     num_answered: int = 0
@@ -96,7 +94,7 @@ class JobLedger:
     def add(self, job: TierJob) -> None:
         """A job is queued; one without chunks is done at once."""
         assert job.job_id not in self._live, f"job {job.job_id} was submitted twice"
-        live = LiveJob(job, self.clock(), [None] * len(job.keys))
+        live = LiveJob(job, [None] * len(job.keys))
         self._live[job.job_id] = live
         self.num_chunks[job.kind in URGENT] += len(job.keys)
         if not job.keys:
@@ -171,8 +169,6 @@ class JobLedger:
         if live.end and not live.num_copying and self._live.pop(live.job.job_id, None):
             status, reason = live.end
             self.num_chunks[live.job.kind in URGENT] -= len(live.job.keys)
-            self.results.append(
-                TierResult(live.job, status, tuple(live.answers), self.clock() - live.submitted, reason)
-            )
+            self.results.append(TierResult(live.job, status, tuple(live.answers), reason))
             return True
         return False

@@ -47,9 +47,9 @@ class TierQueue:
         config: limits.
     """
 
-    def __init__(self, tier: Tier, clock: Clock, config: QueueConfig | None = None) -> None:
+    def __init__(self, tier: Tier, clock: Clock, config: QueueConfig) -> None:
         self.tier = tier
-        self.config = config or QueueConfig()
+        self.config = config
         self._clock = clock
         self._changed = threading.Condition()
         self._ledger = JobLedger(clock)
@@ -91,8 +91,9 @@ class TierQueue:
         """End a job, if it has not ended yet; nobody waits for it any more."""
         with self._changed:
             live = self._ledger.find(job_id)
-            is_ended = live is not None and self._ledger.end(live, JobStatus.CANCELLED)
-            if live is not None and is_ended and self._reaches_medium(live.job.kind):
+            if live is None or not self._ledger.end(live, JobStatus.CANCELLED):
+                return
+            if self._reaches_medium(live.job.kind):
                 self._breaker.note_cancelled()
 
     @property

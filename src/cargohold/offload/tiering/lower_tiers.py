@@ -157,7 +157,7 @@ class LowerTiers:
 
     def estimate_s(self, num_chunks: Mapping[int, int]) -> float | None:
         """How long it takes to bring up so many chunks per tier; ``None`` if that is not known."""
-        times = [self.tiers[at].pace.predict(count) for at, count in num_chunks.items() if count]
+        times = [self.tiers[at].pace.predict(count) for at, count in num_chunks.items()]
         return None if None in times else sum(time for time in times if time is not None)
 
     # --- for requests -------------------------------------------------------------------------------------------------
