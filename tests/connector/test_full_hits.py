@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from cargohold.blocks import extend_hashes, root_hash
+from cargohold.blocks import NOT_YET, READY, extend_hashes, root_hash
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
 from cargohold.offload.keys import offload_key
-from cargohold.offload.manager import make_manager
+from cargohold.offload.manager import ForwardingManager, OffloadManager, make_manager
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment
 
 BLOCK_TOKENS = 4
@@ -26,7 +28,7 @@ class Asked:
 
     all_token_ids: list[int]
     request_id: str = "r"
-    kv_transfer_params: None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
     adapter: None = None
     block_hashes: list[bytes] = field(default_factory=list)
 
@@ -45,11 +47,29 @@ class Asked:
         return len(self.all_token_ids)
 
 
-def asked_of(kind: str, request: Asked, first_chunk: int = 0) -> OffloadingScheduler:
-    """A scheduler side that was told of a request whose every chunk from ``first_chunk`` on is in the tier."""
-    manager = make_manager("lru", 100)
-    handle = manager.prepare_store([offload_key(block_hash, 0) for block_hash in request.block_hashes[first_chunk:]])
-    handle.commit()
+class Slow(ForwardingManager):
+    """Does not know yet what it has of one chunk."""
+
+    unknown: bytes = b""
+    num_lookups: int = 0
+
+    def lookup_run(self, keys: Sequence[bytes]) -> bytes:
+        self.num_lookups += 1
+        return bytes(NOT_YET if key == self.unknown else READY for key in keys)
+
+
+def asked_of(kind: str, request: Asked, first_chunk: int = 0, *, unknown: int | None = None) -> OffloadingScheduler:
+    """A scheduler side that was told of a request whose every chunk from ``first_chunk`` on is in the tier.
+
+    Args:
+        unknown: of which chunk that is not known yet, if of any.
+    """
+    manager: OffloadManager = make_manager("lru", 100)
+    keys = [offload_key(block_hash, 0) for block_hash in request.block_hashes]
+    manager.prepare_store(keys[first_chunk:]).commit()
+    if unknown is not None:
+        manager = Slow(manager)
+        manager.unknown = keys[unknown]
     layout = KVCacheLayout((KINDS[kind],), 40, 64, BLOCK_TOKENS)
     environment = SchedulerEnvironment(layout, lambda: 0.0, full_hits=False)
     scheduler = OffloadingScheduler(OffloadConfig(host_bytes="1MiB"), environment, manager)
@@ -74,6 +94,31 @@ def test_a_hit_ends_before_the_last_token(kind: str) -> None:
 def test_nothing_is_found_where_only_the_last_chunk_is_missing(kind: str) -> None:
     assert matched(kind, 16, 12) == 0
     assert matched(kind, 4, 0) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wish_to_load_more_than_the_prompt_changes_nothing(kind: str) -> None:
+    for num_tokens, found in ((16, 12), (17, 16)):
+        request = Asked(list(range(num_tokens)), kv_transfer_params={"max_load_tokens": 100})
+        assert asked_of(kind, request).get_num_new_matched_tokens(request, 0)[0] == found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wish_counts_from_what_the_device_has(kind: str) -> None:
+    request = Asked(list(range(17)), kv_transfer_params={"max_load_tokens": 4})
+    assert asked_of(kind, request).get_num_new_matched_tokens(request, 8)[0] == 4
+
+
+@pytest.mark.parametrize("unknown", [0, 2, 3])
+def test_who_may_find_more_in_a_moment_is_told_to_wait(unknown: int) -> None:
+    request = Asked(list(range(17)))
+    scheduler = asked_of("full", request, unknown=unknown)
+    for _ in range(5):
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert isinstance(scheduler.manager, Slow)
+    assert scheduler.manager.num_lookups == 1, "in vain while nothing has changed"
+    assert scheduler.get_num_new_matched_tokens(request, 12) == ((None, False) if unknown == 3 else (4, True))
+    assert scheduler.get_num_new_matched_tokens(request, 16) == (0, False)
 
 
 def test_an_answer_counts_for_as_many_computed_tokens_as_it_was_asked_for() -> None:

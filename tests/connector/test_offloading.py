@@ -132,10 +132,14 @@ def test_of_what_a_window_has_left_behind_nothing_is_allocated_or_loaded() -> No
     assert engine.tokens("second") == alone(prompt(0, 41), 1)
 
 
-def test_two_requests_with_the_same_prefix_cause_one_load() -> None:
+@pytest.mark.parametrize("num_on_device", [0, 16])
+def test_two_requests_with_the_same_prefix_cause_one_load(num_on_device: int) -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)
     serve_and_lose(engine, offloading, prompt(0, 40), 1)
+    if num_on_device:
+        engine.add("start", prompt(0, num_on_device), 1, kv_transfer_params={"max_load_tokens": 0})
+        finish(engine, offloading)
     transfers = offloading.transfers[0]
     transfers.auto = False
     engine.add("a", [*prompt(0, 40), 1], 1)
@@ -534,6 +538,41 @@ def test_what_a_request_leaves_unstored_is_stored_after_its_end(blocks_per_chunk
     assert engine.tokens("again") == alone(prompt(0, 49), 3)
 
 
+def test_an_ended_request_may_have_left_unstored_what_one_group_holds_alone() -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(125, windows=(None, None)), offloading, max_num_batched_tokens=64)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 1)
+    engine.step()
+    assert not engine.scheduler.num_unfinished
+    (store,) = transfers.pending
+    assert len(store.block_ids) == 12, "all of the first group's chunks, and none of the second's"
+    transfers.auto = True
+    finish(engine, offloading)
+    evict_everything(engine)
+    engine.add("again", prompt(0, 49), 3)
+    finish(engine, offloading)
+    assert engine.outputs["again"].cache_report.restored_tokens == {"host": 48}
+    assert engine.tokens("again") == alone(prompt(0, 49), 3)
+
+
+def test_what_left_the_window_of_an_ended_request_is_passed_over() -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(60, windows=(6,)), offloading, max_num_batched_tokens=64)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 2)
+    for _ in range(2):
+        engine.step()
+    assert not engine.scheduler.num_unfinished
+    num_offered = sum(len(job.block_ids) for job in transfers.pending)
+    transfers.auto = True
+    finish(engine, offloading)
+    states = [READY] * num_offered + [ABSENT] * (11 - num_offered) + [READY]
+    assert list(offloading.manager.lookup(keys_of(prompt(0, 49), 12))) == states
+
+
 def test_of_an_ended_request_no_more_is_stored_than_was_wished() -> None:
     offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
     engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
@@ -579,6 +618,12 @@ def test_of_an_ended_request_chunks_count_up_to_the_first_block_that_is_not_what
 
     (leftover,) = leftovers()
     assert [leftover.end_chunk(0, 2, context, limit) for limit in (1, 2, 3, 9)] == [1, 2, 3, 3]
+    rest = Leftovers()
+    rest.add(leftover.state, (table,), 25, context)
+    leftover.state.note_offered(0, 2)
+    rest.add(leftover.state, (table,), 25, context)
+    leftover.state.note_offered(0, 0)
+    assert [of.end_chunk(0, 2, context, 9) for of in rest] == [3, 0], "nothing is known of what had been offered"
     pool.uncache_block(pool.get_block(table[3]))
     assert leftover.end_chunk(0, 2, context, 9) == 1, "the other half of its chunk is still there"
     (later,) = leftovers()

@@ -57,12 +57,47 @@ def test_what_was_measured_long_ago_says_nothing() -> None:
     assert engine.pace.predict(100) is not None, "of smaller ones, at least that they do not take longer"
 
 
-def test_a_step_without_tokens_is_not_measured() -> None:
+@pytest.mark.parametrize("sizes", [(), (100, 400)])
+def test_a_step_without_tokens_is_not_measured(sizes: tuple[int, ...]) -> None:
     engine = Engine()
+    for num_tokens in sizes:
+        engine.compute(num_tokens)
+    known = engine.pace.predict(200)
+    assert (known is None) is (not sizes)
     engine.pace.begin(SchedulerStep())
     engine.clock.advance(1)
     engine.pace.end()
-    assert engine.pace.predict(1) is None
+    assert engine.pace.predict(200) == known
+
+
+def test_nothing_is_said_of_steps_much_larger_than_those_that_were_measured() -> None:
+    engine = Engine()
+    engine.compute(100)
+    assert engine.pace.predict(400) is not None
+    assert engine.pace.predict(401) is None
+    engine.compute(128)
+    assert engine.pace.predict(100 * STEP_TOKENS) is not None, "of many of the largest, as of one"
+
+
+def test_steps_of_about_one_size_count_as_what_they_are_on_the_average() -> None:
+    engine = Engine()
+    engine.compute(100)
+    for _ in range(30):
+        engine.compute(300)
+        engine.compute(500)
+    assert engine.pace.predict(400) == pytest.approx(0.45, rel=0.02)
+
+
+def test_it_does_not_matter_which_size_was_measured_first() -> None:
+    def prediction(*sizes: int) -> float | None:
+        engine = Engine()
+        for num_tokens in sizes:
+            engine.begin(num_tokens)
+            engine.clock.advance(0.3 if num_tokens == 100 else 0.0)  # so that they are on no line
+            engine.end(num_tokens)
+        return engine.pace.predict(300)
+
+    assert prediction(400, 100, 200) == pytest.approx(prediction(100, 200, 400))
 
 
 def test_a_step_that_is_planned_before_the_last_one_ended_is_measured_from_there() -> None:
@@ -88,6 +123,7 @@ def test_time_in_which_nothing_was_planned_is_not_measured() -> None:
 
 def test_what_was_measured_lately_counts_most_and_one_step_alone_not_much() -> None:
     engine = Engine()
+    engine.clock.advance(2 * MAX_AGE_S)
     engine.compute(400)
     engine.begin(400)
     engine.clock.advance(0.45)

@@ -102,6 +102,38 @@ def test_a_chunk_being_written_cannot_be_read_or_removed_and_is_no_victim() -> N
     index.check()
 
 
+def test_what_is_ready_counts_and_what_is_discarded_leaves_room_at_once() -> None:
+    index = index_of(2)
+    slots = [index.reserve(key(number), None) for number in range(2)]
+    assert index.num_ready == 0
+    for at, slot in enumerate(slots):
+        assert slot is not None
+        index.commit(slot)
+        assert index.num_ready == at + 1
+    assert index.discard([key(0)]) == [0]
+    assert index.num_ready == 1 and index.has_free
+    assert index.reserve(key(2), None) == 0 and index.contains(key(1)), "nothing was evicted for it"
+    index.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "arc", "reuse-index"])
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_no_chunk_before_it_is_evicted_for_the_end_of_a_prefix(policy: str, *, is_restored: bool) -> None:
+    index = SlotIndex(4, make_policy(policy, 4))
+    index.add_slots(4)
+    if is_restored:
+        index.forget_free(range(4))
+        index.restore([key(number) for number in range(4)], range(4), b"")
+    else:
+        for number in range(4):
+            slot = index.reserve(key(number), key(number - 1) if number else None)
+            assert slot is not None
+            index.commit(slot)
+    assert index.reserve(key(4), key(3)) is None
+    assert index.num_ready == 4
+    index.check()
+
+
 def test_low_slots_come_first_and_more_can_be_added() -> None:
     index = SlotIndex(4, make_policy("lru", 4))
     assert index.reserve(key(0), None) is None

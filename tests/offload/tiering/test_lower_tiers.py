@@ -736,6 +736,228 @@ def test_the_engine_steps_on_for_a_while_to_have_things_written() -> None:
     assert (still, world.lower.is_settling) == (False, True), "until it does something"
 
 
+def test_the_engine_steps_on_no_longer_than_a_while_however_much_is_to_be_written() -> None:
+    world = World(capacity=16, max_inflight_chunks=1)
+    world.keep(KEYS)
+    num_steps = 0
+    while world.lower.is_settling:
+        (store,) = world.step()
+        world.clock.advance(1.0)
+        world.end(store, [True])
+        num_steps += 1
+    assert num_steps == 5 and world.lower.tiers[0].backlog
+
+
+def test_who_was_idle_for_long_steps_on_as_well() -> None:
+    world = World()
+    world.clock.advance(60.0)
+    world.step()
+    world.keep(KEYS[:2])
+    assert world.step() and world.lower.is_settling
+
+
+def test_the_engine_steps_on_to_have_written_what_was_used_but_not_to_tell_of_use() -> None:
+    world = World(admission=Admission.REUSED)
+    world.keep(KEYS[:2])
+    settling = []
+    for _ in range(2):
+        world.clock.advance(60.0)
+        settling.append(world.lower.is_settling)
+        world.manager.touch(KEYS[:2])
+        settling.append(world.lower.is_settling)
+        if len(settling) == 2:
+            for command in world.step():
+                world.end(command, [True] * len(command.keys))
+    assert settling == [False, True, False, False], "its second use makes it worth writing, and further ones nothing"
+    assert [command.kind for command in world.step()] == [JobKind.TOUCH], "that waits for somebody who steps"
+
+
+def test_answers_of_a_job_that_is_not_in_flight_are_ignored() -> None:
+    world = World()
+    world.learn(KEYS[:1])
+    known = world.lower.lookup(KEYS[:2])
+    world.lower.note_answers(10**9, b"\1", 1)
+    assert not world.lower.end(10**9, TransferOutcome.DONE)
+    assert world.lower.lookup(KEYS[:2]) == known
+
+
+def test_nothing_is_on_its_way_or_held_in_an_idle_tier() -> None:
+    world = World()
+    seen = []
+
+    def note() -> None:
+        seen.append((world.lower.is_idle, world.lower.is_bringing_up))
+
+    world.lower.probe(KEYS[:2])
+    note()
+    world.learn(KEYS[:2])
+    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    assert promotion is not None
+    note()
+    (load,) = world.step()
+    world.end(load, [True, False])
+    note()
+    promotion.release()
+    note()
+    world.keep(KEYS[2:3])
+    world.step()
+    note()
+    assert seen == [(True, False), (False, True), (False, True), (True, False), (False, False)]
+    stats = world.lower.take_stats()
+    assert (stats["tier0_loaded_chunks"], stats["tier0_not_loaded_chunks"]) == (1, 1)
+    assert not world.lower.take_stats(), "since the last time"
+
+
+def test_what_is_loading_for_a_released_promotion_is_still_being_brought_up() -> None:
+    world = World()
+    world.learn(KEYS[:2])
+    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    assert promotion is not None
+    (load,) = world.step()
+    promotion.release()
+    before = (world.lower.is_bringing_up, world.lower.is_settling, world.manager.reset())
+    world.end(load, [False, False], TransferOutcome.ABANDONED)
+    assert before == (True, True, False)
+    assert (world.lower.is_bringing_up, world.manager.reset()) == (False, True)
+
+
+def test_a_look_up_is_repeated_when_something_may_have_changed_and_only_then() -> None:
+    world = World(capacity=16)
+    changes = [world.lower.num_changes]
+
+    def changed() -> bool:
+        changes.append(world.lower.num_changes)
+        return changes[-1] > changes[-2]
+
+    world.lower.wake_at(world.lower.clock() + 1.0)
+    world.clock.advance(0.9)
+    assert not changed()
+    world.clock.advance(0.1)
+    assert changed(), "somebody will not wait any longer"
+    world.clock.advance(1.0)
+    assert not changed()
+    written(world, KEYS[:2])
+    assert changed()
+    world.clock.advance(11.0)
+    world.manager.touch(KEYS[:2])
+    (touch,) = world.step()
+    world.end(touch, [True, True])
+    assert touch.kind is JobKind.TOUCH and not changed()
+    promotion = world.lower.promote([], KEYS[:2])
+    assert promotion is not None
+    promotion.release()
+    assert changed(), "others may find slots"
+    world.lower.probe(KEYS[2:3])
+    (probe,) = world.step()
+    world.clock.advance(3.5)
+    world.step()
+    assert not changed()
+    for _ in range(2):
+        world.step()
+    assert changed(), "the tier is late"
+    world.end(probe, [False])
+    assert changed()
+
+
+def test_a_look_up_up_to_the_first_absent_chunk_says_nothing_of_those_behind() -> None:
+    world = World()
+    world.lower.probe(KEYS[:4])
+    (probe,) = world.step()
+    assert list(world.lower.lookup(KEYS[:4], up_to_absent=True)) == [NOT_YET] * 4
+    world.end(probe, [True, True, False, True])
+    assert list(world.lower.lookup(KEYS[:4])) == [READY, READY, ABSENT, READY]
+    assert list(world.lower.lookup(KEYS[:4], up_to_absent=True)) == [READY, READY]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_reset", "state"),
+    [
+        (TransferOutcome.DONE, False, READY),
+        (TransferOutcome.FAILED, False, UNKNOWN),
+        (TransferOutcome.DONE, True, UNKNOWN),
+    ],
+)
+def test_what_a_tier_says_when_told_of_use_counts_if_it_was_told_in_todays_words(
+    outcome: TransferOutcome, *, is_reset: bool, state: int
+) -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:2])
+    world.clock.advance(11)
+    world.manager.touch(KEYS[:2])
+    (touch,) = world.step()
+    assert touch.kind is JobKind.TOUCH
+    assert not is_reset or world.manager.reset()
+    world.end(touch, [True, True], outcome)
+    assert list(world.lower.lookup(KEYS[:2])) == [state] * 2
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_a_failed_load_wanted_is_asked_for_again_but_not_what_nobody_wanted_any_more(
+    *, is_cancelled: bool
+) -> None:
+    world = World()
+    world.learn(KEYS[:2])
+    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    assert promotion is not None
+    (load,) = world.step()
+    if is_cancelled:
+        promotion.release()
+    world.end(load, [True, False], TransferOutcome.FAILED)
+    assert list(world.lower.lookup(KEYS[:2])) == [READY if is_cancelled else UNKNOWN] * 2
+
+
+def test_of_what_came_from_further_away_nearer_tiers_get_what_arrived() -> None:
+    world = World(num_tiers=2)
+    world.learn(KEYS[:3], tier=1)
+    world.lower.promote([Chain(1, KEYS[:3], None)], ())
+    (load,) = world.step()
+    world.end(load, [True, False, True])
+    assert [(job.tier, job.keys, job.parents) for job in world.step()] == [(0, (KEYS[0], KEYS[2]), (None, KEYS[1]))]
+
+
+def test_a_trial_that_nobody_needs_any_more_leaves_it_to_another() -> None:
+    world = World(capacity=16)
+    world.learn(KEYS[:1])
+    for at in range(4, 7):
+        world.lower.probe([KEYS[at]])
+        (probe,) = world.step()
+        world.end(probe, [False], TransferOutcome.FAILED)
+    world.clock.advance(1.0)
+    promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
+    (load,) = world.step()
+    (tier,) = world.lower.tiers
+    assert promotion is not None and not tier.is_usable, "one job finds out"
+    promotion.release()
+    world.end(load, [False], TransferOutcome.ABANDONED)
+    assert tier.is_usable
+
+
+def test_a_job_that_was_late_does_not_tell_that_the_tier_is_back() -> None:
+    world = World()
+    for at in range(3):
+        world.lower.probe([KEYS[at]])
+    probes = world.step()
+    world.clock.advance(3.5)
+    for _ in range(3):
+        world.step()
+    breaker = world.lower.tiers[0].breaker
+    states = [breaker.state]
+    world.clock.advance(2.0)
+    for probe in probes:
+        world.end(probe, [True])
+        states.append(breaker.state)
+    assert states == [BreakerState.OPEN, *[BreakerState.HALF_OPEN] * 3]
+
+
+def test_who_waits_is_told_when_a_tier_is_off_or_all_is_forgotten() -> None:
+    world = World()
+    before = world.lower.num_changes
+    world.lower.turn_off(0)
+    off = world.lower.num_changes
+    world.lower.reset()
+    assert before < off < world.lower.num_changes
+
+
 def test_events_tell_what_is_known_of_a_tier() -> None:
     world = World()
     world.learn(KEYS[:3])
@@ -961,6 +1183,27 @@ def test_how_long_a_tier_takes_is_known_for_a_while_and_measured_again_then() ->
     assert world.lower.estimate_s({0: 4}) is None
 
 
+@pytest.mark.parametrize("disturbed_by", ["nothing", "a miss", "another tier", "a release", "its deadline"])
+def test_how_long_a_tier_takes_is_judged_by_what_came_undisturbed(disturbed_by: str) -> None:
+    world = World(num_tiers=2)
+    world.learn(KEYS[:2])
+    world.learn(KEYS[2:3], tier=1)
+    chains = [Chain(0, KEYS[:2], None), Chain(1, KEYS[2:3], KEYS[1])]
+    promotion = world.lower.promote(chains if disturbed_by == "another tier" else chains[:1], ())
+    assert promotion is not None
+    loads = world.step()
+    world.clock.advance(0.5)
+    if disturbed_by == "a release":
+        promotion.release()
+    if disturbed_by == "its deadline":
+        world.clock.advance(3.0)
+        for _ in range(3):
+            world.step()
+    for load in loads:
+        world.end(load, [disturbed_by != "a miss"] + [True] * (len(load.keys) - 1))
+    assert world.lower.estimate_s({0: 2}) == (0.5 if disturbed_by == "nothing" else None)
+
+
 def test_a_tier_is_asked_for_what_another_could_not_give() -> None:
     """A chunk that turns out to be gone is looked for further down the next time."""
     world = World(num_tiers=2)
@@ -997,6 +1240,16 @@ def test_what_is_in_use_is_looked_after() -> None:
     assert (store.kind, store.keys, store.parents) == (JobKind.STORE, tuple(KEYS[2:4]), tuple(KEYS[1:3]))
     world.end(store, [True, True])
     world.manager.touch(KEYS[:4])
+    assert world.step() == []
+
+
+def test_who_does_not_say_whether_it_has_what_is_in_use_is_not_written_to() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:2])
+    world.clock.advance(601)
+    world.manager.touch(KEYS[:2])
+    (probe,) = world.step()
+    world.end(probe, [False, False], TransferOutcome.FAILED)
     assert world.step() == []
 
 
