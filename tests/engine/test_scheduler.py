@@ -211,6 +211,20 @@ def test_a_connector_may_hesitate_for_as_long_as_a_load_may_take_and_no_longer()
     assert engine.tokens("a") == alone(prompt(0, 5), 3)
 
 
+def test_a_connector_that_keeps_the_blocks_that_others_wait_for_is_told_so() -> None:
+    script = Script()
+    script.keeps = {"a"}
+    engine = SimulatedEngine(simulated_layout(6), scripted_connector(script), load_timeout_s=1.0)
+    engine.add("a", prompt(0, 14), 3)
+    engine.add("b", prompt(1, 14), 3)
+    engine.run()
+    assert engine.scheduler.connector.broken is not None
+    assert engine.scheduler.connector.broken.rule == (
+        "kept 1 request(s) waiting for 1 s, and has not given back the blocks of 1 that have ended"
+    )
+    assert engine.tokens("b") == alone(prompt(1, 14), 3)
+
+
 def test_a_connector_that_keeps_a_running_request_waiting_is_turned_off() -> None:
     script = Script()
     engine = SimulatedEngine(simulated_layout(6), scripted_connector(script), load_timeout_s=1.0)

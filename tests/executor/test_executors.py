@@ -18,7 +18,14 @@ from cargohold.engine.executor.multiprocess import MultiprocessExecutor
 from cargohold.engine.executor.rank import RankPlace, RankSpec
 from cargohold.engine.executor.ray_executor import RayExecutor
 from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
-from cargohold.protocol import ClassFactory, KVConnectorFactory, OutputAggregator, WorkerEnvironment
+from cargohold.protocol import (
+    ClassFactory,
+    KVConnectorFactory,
+    KVConnectorOutput,
+    OutputAggregator,
+    UndeliveredMetadata,
+    WorkerEnvironment,
+)
 from cargohold.simulation import simulated_layout
 from tests.executor.ranks import (
     Calls,
@@ -163,6 +170,15 @@ def test_a_connector_whose_report_cannot_be_carried_is_turned_off_alone(make_exe
     assert output.connector.finished.step_failed, "what it has loaded is not known"
     assert output.connector_error is not None
     assert "worker 1: its report cannot be carried to another process: " in output.connector_error
+
+
+def test_messages_to_a_side_that_declares_none_are_not_taken_for_empty_ones() -> None:
+    carried = StepCodec().decode_step(StepCodec().encode_step(step(0, metadata=Undeclared())))
+    assert isinstance(carried.connector_metadata, UndeliveredMetadata)
+    report = KVConnectorOutput(worker_meta=Undeclared())
+    output = StepCodec().decode_output(StepCodec().encode_output(StepOutput({}, report)))
+    assert output.connector_error == "it sends messages of a type that the side which gets them does not declare"
+    assert output.connector.worker_meta is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import Mock
 
@@ -64,6 +65,14 @@ class Scripted(KVConnectorWorker):
             raise ZeroDivisionError
 
 
+@dataclass(frozen=True)
+class Orders:
+    loads: tuple[int, ...] = ()
+
+    def aggregate(self, other: Orders) -> Orders:
+        return self
+
+
 BEFORE_THE_MODEL = ["bind_connector_metadata", "handle_preemptions", "start_load_kv"]
 
 
@@ -81,6 +90,22 @@ def test_it_is_stopped_at_the_first_call_that_raises(at: int) -> None:
     guard.begin(EmptyMetadata())
     assert guard.collect(frozenset()).is_empty()
     assert guard.take_error() is None
+
+
+def test_a_message_to_a_worker_side_that_declares_none_is_refused() -> None:
+    """In another process it would be an empty one: what was to be loaded would be missing, and nobody would know."""
+    inner = Scripted()
+    guard = WorkerConnectorGuard(inner)
+    guard.begin(Orders(loads=(1,)))
+    assert inner.calls == ["shutdown"]
+    assert "it was sent a Orders, and declares no metadata_type" in (guard.take_error() or "")
+    assert guard.collect(frozenset()).finished.step_failed
+    guard.begin(Orders(loads=(2,)))  # it takes a step until the scheduler knows
+    assert guard.take_error() is None
+    inner = Scripted()
+    inner.metadata_type = Orders
+    WorkerConnectorGuard(inner).begin(Orders())
+    assert inner.calls == BEFORE_THE_MODEL
 
 
 def test_what_it_said_before_it_raised_counts() -> None:

@@ -14,6 +14,7 @@ from cargohold.protocol.messages import (
     NOTHING_ENDED,
     NOTHING_TO_REPORT,
     ConnectorMetadata,
+    EmptyMetadata,
     KVConnectorOutput,
     Stats,
     UndeliveredMetadata,
@@ -37,6 +38,7 @@ class WorkerConnectorGuard:
         self._inner = inner
         self.name = inner.name
         self.metadata_type = inner.metadata_type
+        self._takes_messages = inner.metadata_type is not EmptyMetadata
         self._error: str | None = None
         self._step_failed = False
 
@@ -60,16 +62,18 @@ class WorkerConnectorGuard:
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         """Pass on."""
-        self._call(self._inner.bind_connector_metadata, None, metadata)
+        call = self._inner.bind_connector_metadata
+        try:
+            self._bind(metadata)
+        except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
+            self._contain(error, call)
 
     def begin(self, metadata: ConnectorMetadata) -> None:
         """Pass on the calls before the forward pass: those of which a worker need not do anything in between."""
         inner = self._inner
         call: Callable[..., object] = inner.bind_connector_metadata
         try:
-            if isinstance(metadata, UndeliveredMetadata):
-                raise TypeError(metadata.reason)  # noqa: TRY301  # as if the connector had found it out itself
-            inner.bind_connector_metadata(metadata)
+            self._bind(metadata)
             call = inner.handle_preemptions
             inner.handle_preemptions()
             call = inner.start_load_kv
@@ -135,10 +139,20 @@ class WorkerConnectorGuard:
     def stop(self) -> None:
         """Let the connector finish what it has in flight, and do without it from now on."""
         inner, self._inner = self._inner, NullConnectorWorker()
+        self._takes_messages = True  # and minds none
         try:
             inner.shutdown()
         except Exception:  # a third party's code: its failure must not stop the worker
             logger.exception("connector %s raised while it was stopped", inner.name)
+
+    def _bind(self, metadata: ConnectorMetadata) -> None:
+        # As if the connector had found it out itself.
+        if isinstance(metadata, UndeliveredMetadata):
+            raise TypeError(metadata.reason)
+        if not (self._takes_messages or isinstance(metadata, EmptyMetadata)):
+            # A worker in another process would see an empty message instead, and load nothing.
+            raise TypeError(f"it was sent a {type(metadata).__name__}, and declares no metadata_type")
+        self._inner.bind_connector_metadata(metadata)
 
     def _call(self, call: Callable[..., T], otherwise: T, *args: object) -> T:
         try:

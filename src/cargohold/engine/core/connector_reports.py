@@ -70,7 +70,9 @@ class ConnectorReports:
         if late is not None:
             self._connector.break_off(f"did not end the load of request {late} within {limit:g} s")
         else:
-            self._connector.break_off(f"kept {num_kept} request(s) waiting for {limit:g} s")
+            num_sends = self._roster.transfers.num_sends
+            ended = f", and has not given back the blocks of {num_sends} that have ended" if num_sends else ""
+            self._connector.break_off(f"kept {num_kept} request(s) waiting for {limit:g} s{ended}")
 
     def absorb(self, output: StepOutput, plan: StepPlan) -> None:
         """Take in what came back with a step, before its tokens are looked at."""

@@ -47,6 +47,11 @@ class TransferTable:
         """Loads in flight."""
         return len(self._loads)
 
+    @property
+    def num_sends(self) -> int:
+        """Requests that ended, and whose blocks the connector keeps."""
+        return len(self._sending)
+
     def __bool__(self) -> bool:
         return bool(self._loads or self._sending)
 

@@ -24,6 +24,7 @@ from cargohold.protocol import (
 )
 
 _INT32 = "i"
+_EMPTY = msgspec.msgpack.encode(EmptyMetadata())
 
 
 class _WireShare(msgspec.Struct, array_like=True):
@@ -198,6 +199,8 @@ def _read(decoder: Any, raw: bytes | None) -> tuple[Any, str | None]:
     """A connector's message from bytes, or why they are none of its declared type."""
     if raw is None:
         return None, None
+    if decoder.type is EmptyMetadata and raw != _EMPTY:
+        return None, "it sends messages of a type that the side which gets them does not declare"
     try:
         return decoder.decode(raw), None
     except Exception as error:  # noqa: BLE001  # a third party's types: whatever making them of bytes raises
