@@ -44,6 +44,23 @@ class TestReplay:
         (row,) = [line.split() for line in result.out.splitlines() if line.strip().startswith("64 ")]
         assert row[2:] == ["41.57", "62.59", "76.77"]
 
+    def test_a_policy_of_ones_own(
+        self, cargohold: Command, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = tmp_path / "policies_of_mine.py"
+        module.write_text("from cargohold.offload.policy.fifo import FIFOPolicy\n\nclass Mine(FIFOPolicy): ...\n")
+        mine = "policies_of_mine:Mine"
+        asked = ("replay", small, "-p", f"fifo,{mine}", "-s", "2,3", "--disk", "4", "--disk-policy", mine, "--json")
+        assert "cannot be imported: ModuleNotFoundError" in cargohold(*asked).err
+        monkeypatch.syspath_prepend(tmp_path)
+        result = cargohold(*asked, "--jobs", "2")
+        assert result.status == 0, result.err
+        hits = {
+            (found["policy"], *found["capacity_chunks"]): found["prefix_hits"]
+            for found in json.loads(result.out)["results"]
+        }
+        assert [hits[mine, size, 4] for size in (2, 3)] == [hits["fifo", size, 4] for size in (2, 3)]
+
     def test_an_infinite_cache_alone_is_of_no_size(self, cargohold: Command, small: str) -> None:
         lines = cargohold("replay", small, "-p", "infinite").out.splitlines()
         assert ["everything", "45.45"] in [line.split() for line in lines]

@@ -29,7 +29,7 @@ from cargohold.cli.traces import (
 )
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
-from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
+from cargohold.offload.policy import DEFAULT_POLICY, POLICY_NAMES, find_policy
 from cargohold.replay.advice import Machine, advise, fits
 from cargohold.replay.html import write_page
 from cargohold.replay.planning import Budget, Plan, Planner
@@ -51,13 +51,12 @@ class PlanOptions:
     host_bytes: Annotated[str | None, typer.Option(help="Host memory that could be had, such as 256GiB.")] = None
     disk_bytes: Annotated[str | None, typer.Option(help="Disk that could be had below it, such as 4TB.")] = None
     disk_dir: Annotated[Path | None, typer.Option(help="Where on this machine, to see whether it fits.")] = None
-    policy: Annotated[str, typer.Option(help=f"One of {', '.join(sorted(POLICIES))}.")] = DEFAULT_POLICY
+    policy: Annotated[str, typer.Option(help=f"One of {POLICY_NAMES}.")] = DEFAULT_POLICY
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
 
     def budget(self) -> Budget:
         """Checked. Raises ``ConfigError``."""
-        if self.policy not in POLICIES:
-            raise ConfigError("policy", self.policy, f"it must be one of {', '.join(sorted(POLICIES))}")
+        find_policy(self.policy)
         if self.disk_bytes is not None and self.host_bytes is None:
             raise ConfigError("disk_bytes", self.disk_bytes, "a disk needs host memory above it: give --host-bytes too")
         return Budget(

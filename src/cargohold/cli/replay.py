@@ -24,7 +24,7 @@ from cargohold.cli.traces import (
     replay_all,
 )
 from cargohold.errors import ConfigError
-from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
+from cargohold.offload.policy import DEFAULT_POLICY, POLICY_NAMES
 from cargohold.replay.costs import CostModel
 from cargohold.replay.figures import describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.replay.html import write_page
@@ -44,7 +44,7 @@ class GridOptions:
 
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help=f"Several, with commas: {', '.join([*sorted(POLICIES), *BOUNDS])}."),
+        typer.Option("--policy", "-p", help=f"Several, with commas: {', '.join(BOUNDS)}, {POLICY_NAMES}."),
     ] = None
     size: Annotated[
         str, typer.Option("--size", "-s", help="Sizes of host memory: blocks, bytes (64GiB) or % of all blocks.")

@@ -17,7 +17,7 @@ from cargohold.cli.console import errors
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
-from cargohold.offload.policy import POLICIES
+from cargohold.offload.policy import POLICY_NAMES, find_policy
 from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel
 from cargohold.replay.grid import plan_tasks, run_tasks
 from cargohold.replay.kv_size import describe_kv
@@ -44,14 +44,11 @@ TracesArgument = Annotated[
 class DiskOptions:
     """The tier below host memory."""
 
-    disk_policy: Annotated[str, typer.Option(help=f"Policy of the disk: {', '.join(sorted(POLICIES))}.")] = (
-        DEFAULT_DISK_POLICY
-    )
+    disk_policy: Annotated[str, typer.Option(help=f"Policy of the disk: {POLICY_NAMES}.")] = DEFAULT_DISK_POLICY
 
     def checked_policy(self, *, has_disk: bool) -> str:
         """Its name. Raises ``ConfigError``, also where there is no disk for another policy than the default."""
-        if self.disk_policy not in POLICIES:
-            raise ConfigError("disk_policy", self.disk_policy, f"it must be one of {', '.join(sorted(POLICIES))}")
+        find_policy(self.disk_policy, "disk_policy")
         if self.disk_policy != DEFAULT_DISK_POLICY and not has_disk:
             raise ConfigError("disk_policy", self.disk_policy, "there is no disk; say how large it is")
         return self.disk_policy

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from cargohold.errors import ConfigError
-from cargohold.offload.policy import POLICIES
+from cargohold.offload.policy import find_policy
 from cargohold.offload.policy.offline import OfflineTrace
 from cargohold.replay.results import BOUNDS, INFINITE, OPTIMUM, ReplayResult
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierTraffic, run_tiers
@@ -25,7 +25,7 @@ def replay(
 
     Args:
         workload: the requests.
-        policy: one of ``cargohold.offload.policy.POLICIES`` or ``BOUNDS``.
+        policy: one of ``BOUNDS``, or see ``cargohold.offload.policy.find_policy``.
         capacities: the sizes. An infinite cache has only one result.
         disk_policy: of a second tier.
 
@@ -43,10 +43,9 @@ def replay(
 
 def check_policies(policies: Sequence[str]) -> None:
     """Raise ``ConfigError`` for a name that is neither a policy nor a bound."""
-    known = sorted([*POLICIES, *BOUNDS])
     for policy in policies:
-        if policy not in known:
-            raise ConfigError("policy", policy, f"it must be one of {', '.join(known)}")
+        if policy not in BOUNDS:
+            find_policy(policy, besides=BOUNDS)
 
 
 def _production(workload: Workload, policy: str, capacities: Capacities, disk_policy: str) -> ReplayResult:

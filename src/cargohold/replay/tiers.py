@@ -110,7 +110,7 @@ def run_tiers(
 
     Args:
         workload: the requests.
-        policy: of host memory; one of ``cargohold.offload.policy.POLICIES``.
+        policy: of host memory; see ``cargohold.offload.policy.find_policy``.
         capacities: slots of host memory, and of the disk if there is one.
         disk_policy: of the disk.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +12,12 @@ import pytest
 from cargohold import OffloadConfig
 from cargohold.errors import ConfigError
 from cargohold.offload.manager import TierManager, make_manager
-from cargohold.offload.policy import POLICIES, make_policy
+from cargohold.offload.policy import POLICIES, find_policy, make_policy
 from cargohold.offload.policy.lru import LRUPolicy
+from cargohold.offload.tier import DiskTierConfig
+from tests.conformance.oldest_ends import OldestEnds
+
+OLDEST_ENDS = "tests.conformance.oldest_ends:OldestEnds"
 
 
 @pytest.mark.parametrize("name", ["", "LRU", "belady", "lru "])
@@ -19,9 +26,44 @@ def test_an_unknown_policy_names_those_there_are(name: str) -> None:
         with pytest.raises(ConfigError) as raised:
             make(name, 8)
         assert (raised.value.key, raised.value.value) == ("policy", name)
-        assert raised.value.expected == "one of arc, fifo, lru, reuse-index"
+        assert raised.value.expected == "it must be one of arc, fifo, lru, reuse-index, or MODULE:CLASS of one's own"
     with pytest.raises(ConfigError, match="arc, fifo, lru, reuse-index"):
         OffloadConfig(host_bytes=1, policy=name)
+
+
+def test_a_policy_of_ones_own_is_named_by_where_it_is() -> None:
+    assert find_policy(OLDEST_ENDS) is OldestEnds
+    assert isinstance(make_policy(OLDEST_ENDS, 8), OldestEnds)
+    assert OffloadConfig(host_bytes=1, policy=OLDEST_ENDS).policy == OLDEST_ENDS
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no.such.module:Mine", "ModuleNotFoundError: No module named 'no'"),
+        (":Mine", "cannot be imported"),
+        (".policies:Mine", "cannot be imported"),
+        ("tests.conformance.oldest_ends:", "cannot be imported"),
+        ("tests.conformance.oldest_ends:Mine", "has no attribute 'Mine'"),
+        ("tests.conformance.oldest_ends:OrderedDict", "derived from cargohold.offload.policy.ReplacementPolicy"),
+        ("tests.conformance.oldest_ends:np", "derived from cargohold.offload.policy.ReplacementPolicy"),
+        ("tests.conformance.oldest_ends:OneByOnePolicy", "lacks __init__, add_one, check, clear, drop, make_room_for, touch"),
+        ("broken_policies:Mine", "RuntimeError: not today"),
+    ],
+)
+def test_a_policy_that_cannot_be_had_is_refused_with_the_reason(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_policies.py").write_text("raise RuntimeError('not today')")
+    monkeypatch.syspath_prepend(tmp_path)
+    makers: tuple[Callable[[str, int], object], ...] = (
+        make_policy,
+        lambda name, _: DiskTierConfig(directory="/", max_bytes=1, policy=name),
+    )
+    for make in makers:
+        with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+            make(name, 8)
+        assert (raised.value.key, raised.value.value) == ("policy", name)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

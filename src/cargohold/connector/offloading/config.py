@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
-from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
+from cargohold.offload.policy import DEFAULT_POLICY, find_policy
 from cargohold.offload.tier import TierConfig
 from cargohold.units import format_bytes, is_number, is_positive_int, is_positive_number, parse_bytes
 
@@ -23,7 +23,7 @@ class OffloadConfig:
 
     Attributes:
         host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
-        policy: what is evicted when it is full; one of ``cargohold.offload.policy.POLICIES``.
+        policy: what is evicted when it is full; see ``cargohold.offload.policy.find_policy``.
         blocks_per_chunk: blocks that are offloaded as one unit. Larger chunks cost less bookkeeping and hit less often.
         store_generated: whether KV of generated tokens is kept too, or the prompts' alone.
         max_inflight_fraction: part of the device pool that stores in flight may hold at most; above it new chunks wait.
@@ -55,7 +55,7 @@ class OffloadConfig:
         limit = memory_limit_bytes()
         if self.num_host_bytes > limit:
             raise ConfigError("host_bytes", self.host_bytes, f"this machine allows {format_bytes(limit)} in all")
-        self._require("policy", self.policy in list(POLICIES), f"one of {', '.join(sorted(POLICIES))}")
+        find_policy(self.policy)
         self._require(
             "blocks_per_chunk",
             is_positive_int(self.blocks_per_chunk),

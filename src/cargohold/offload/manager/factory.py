@@ -10,7 +10,7 @@ def make_manager(policy: str, capacity: int, *, record_events: bool = False) -> 
     """A manager for a tier of ``capacity`` slots.
 
     Args:
-        policy: one of ``cargohold.offload.policy.POLICIES``.
+        policy: see ``cargohold.offload.policy.find_policy``.
         capacity: slots.
         record_events: whether ``take_events`` is wanted.
 

@@ -1,8 +1,10 @@
-"""Policies by name."""
+"""Policies by name: ours, and those of others by where they are defined."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from inspect import isabstract
 from types import MappingProxyType
 from typing import Final
 
@@ -16,19 +18,48 @@ from cargohold.offload.policy.reuse_index import ReuseIndexPolicy
 POLICIES: Final[Mapping[str, type[ReplacementPolicy]]] = MappingProxyType(
     {policy.name: policy for policy in (ARCPolicy, FIFOPolicy, LRUPolicy, ReuseIndexPolicy)}
 )
-"""What can be chosen."""
+"""Those that come with the library."""
+
+POLICY_NAMES: Final = f"{', '.join(sorted(POLICIES))}, or MODULE:CLASS"
+"""What an option may name, for people."""
 
 DEFAULT_POLICY: Final = ReuseIndexPolicy.name
 
 
+def find_policy(name: object, key: str = "policy", *, besides: Sequence[str] = ()) -> type[ReplacementPolicy]:
+    """The policy that an option names.
+
+    Args:
+        name: one of ``POLICIES``, or ``MODULE:CLASS``, such as ``my_package.policies:Mine``; the module is imported.
+        key: the option.
+        besides: what else it may name, for the error.
+
+    Raises:
+        ConfigError: there is no such policy, or it cannot be imported.
+    """
+    if not isinstance(name, str) or (name not in POLICIES and ":" not in name):
+        raise ConfigError(key, name, f"it must be one of {', '.join([*besides, POLICY_NAMES])} of one's own")
+    if name in POLICIES:
+        return POLICIES[name]
+    module, _, class_name = name.partition(":")
+    try:
+        policy = getattr(import_module(module), class_name)
+    except Exception as error:  # a module of others may raise anything
+        raise ConfigError(key, name, f"it cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(policy, type) or not issubclass(policy, ReplacementPolicy):
+        raise ConfigError(key, name, "it must be a class derived from cargohold.offload.policy.ReplacementPolicy")
+    if isabstract(policy):
+        raise ConfigError(key, name, f"the class lacks {', '.join(sorted(policy.__abstractmethods__))}")
+    return policy
+
+
 def make_policy(name: str, capacity: int) -> ReplacementPolicy:
-    """The policy of that name for a tier of ``capacity`` slots.
+    """The policy of that name, see ``find_policy``, for a tier of ``capacity`` slots.
 
     Raises:
         ConfigError: there is no such policy, or no slot.
     """
-    if name not in POLICIES:
-        raise ConfigError("policy", name, f"one of {', '.join(sorted(POLICIES))}")
+    policy = find_policy(name)
     if capacity < 1:
         raise ConfigError("capacity", capacity, "at least one slot")
-    return POLICIES[name](capacity)
+    return policy(capacity)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Self
 
 from cargohold.errors import ConfigError
-from cargohold.offload.policy import POLICIES
+from cargohold.offload.policy import find_policy
 from cargohold.offload.tier import store_url
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.codec import ChunkCodec
@@ -116,7 +116,7 @@ class DiskTierConfig(TierConfig):
         max_bytes: what everything in it may take together, over all workers: a number, or a size such as ``200GiB``. A hard
             limit; what other models left is deleted before something of the running one is.
         reserve_bytes: free space of the file system that is never taken.
-        policy: what is evicted; one of ``cargohold.offload.policy.POLICIES``.
+        policy: what is evicted; see ``cargohold.offload.policy.find_policy``.
         max_daily_bytes: what is written in a day at most, over all workers; ``None`` for no limit.
         direct_io: go around the page cache where the file system allows: it would cost memory that host memory could use.
         lock_wait_s: how long to wait at the start for a process that still uses the same part: one that is just ending.
@@ -138,7 +138,7 @@ class DiskTierConfig(TierConfig):
         TierConfig.__post_init__(self)
         if not _is_path(self.directory):
             raise ConfigError("directory", self.directory, "it must be the path of a directory")
-        _require_one_of("policy", self.policy, sorted(POLICIES))
+        find_policy(self.policy)
         if not isinstance(self.direct_io, bool):
             raise ConfigError("direct_io", self.direct_io, "it must be True or False")
         if self.max_daily_bytes is not None:
