@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -234,6 +236,31 @@ def test_strange_files_are_counted_and_not_touched(tmp_path: Path) -> None:
 
 
 # --- disks that fill up ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_what_cannot_be_counted_does_not_pass_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Found by playing: a directory that could not be listed was taken for an empty one, and the budget was exceeded."""
+    tier = disk_tier(tmp_path, MIB)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "large").write_bytes(bytes(MIB))
+    really_scan = os.scandir
+
+    def scan(place: str | Path) -> object:
+        if Path(place) == foreign:
+            raise OSError(number, os.strerror(number))
+        return really_scan(place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scan)
+        with pytest.raises(TierError, match=os.strerror(number)):
+            store(tier, 0)
+    assert bytes_in(tmp_path) < MIB + 64 * 1024
+    shutil.rmtree(foreign)
+    assert store(tier, 0) is StoreOutcome.STORED
 
 
 def test_the_reserve_of_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,6 +537,24 @@ def test_a_forked_child_does_not_give_a_directory_away(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     with pytest.raises(ConfigError, match="another process uses it"):
         disk_tier(tmp_path)
+
+
+def test_a_lock_that_cannot_be_let_go_of_is_gone_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by playing: the error kept the file open, and with it the lock, so that nobody could make room for a while."""
+    tier = disk_tier(tmp_path)
+    really_lock = fcntl.flock
+
+    def lock(number: int, operation: int) -> None:
+        if operation == fcntl.LOCK_UN:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        really_lock(number, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", lock)
+        assert store(tier, 1) is StoreOutcome.STORED
+    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MOST_BRIEF_S", 0.0)
+    with brief_lock(tmp_path):
+        assert load(tier, 1) == payload(1)
 
 
 def test_further_replicas_of_an_engine_have_directories_and_budgets_of_their_own(tmp_path: Path) -> None:

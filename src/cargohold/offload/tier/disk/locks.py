@@ -65,10 +65,9 @@ class DirectoryLock:
     def release(self) -> None:
         """Let others use the directory."""
         file, self._file = self._file, None
-        # A child that was forked meanwhile has the file open too. It must not keep the lock, nor take it from its parent.
+        # A child that was forked meanwhile must not take the lock from its parent.
         if file is not None and os.getpid() == self._owner:
-            with suppress(OSError):
-                fcntl.flock(file.number, fcntl.LOCK_UN)
+            _unlock(file)
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def brief_lock(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        fcntl.flock(file.number, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open too
+        _unlock(file)
         del file  # also where an error's traceback would keep it
 
 
@@ -107,5 +106,14 @@ def is_in_use(directory: Path) -> bool:
         fcntl.flock(file.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    fcntl.flock(file.number, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open too
+    _unlock(file)
     return False
+
+
+def _unlock(file: Descriptor) -> None:
+    """Let go of a lock, also where a child that was forked meanwhile has the file open too.
+
+    What was done under it is done: if this fails, as it can on a file system that is elsewhere, closing the file is left.
+    """
+    with suppress(OSError):
+        fcntl.flock(file.number, fcntl.LOCK_UN)

@@ -79,11 +79,12 @@ def last_used(shard: Path) -> float:
 def bytes_in(directory: Path) -> int:
     """Bytes of all files below a directory, or on the disk if that is more; those of further engine replicas excepted.
 
-    Files that go meanwhile do not count.
+    Files that go meanwhile do not count, nor what is in directories that others do not let us see. Raises ``OSError``: what
+    could not be counted must not pass for room.
     """
     total = 0
     top = os.fspath(directory)
-    for path, directories, names in os.walk(top):
+    for path, directories, names in os.walk(top, onerror=_require_uncountable):
         if path == top:
             directories[:] = [name for name in directories if not _REPLICA_NAME.fullmatch(name)]
         for name in names:
@@ -93,6 +94,12 @@ def bytes_in(directory: Path) -> int:
                 continue
             total += max(status.st_size, 512 * status.st_blocks)
     return total
+
+
+def _require_uncountable(error: OSError) -> None:
+    """Raise it unless a directory is gone, or is not for us."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
+        raise error
 
 
 def make_room(root: Path, keep: Path, num_bytes: int, max_bytes: int) -> bool:
