@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import shutil
@@ -380,6 +381,18 @@ def test_a_shared_directory_that_was_deleted_is_made_anew_for_its_owner_only(tmp
     assert load(tier, 1) is LoadOutcome.ABSENT
     assert store(tier, 1) is StoreOutcome.STORED and load(tier, 1) == payload(1)
     assert directory.stat().st_mode & 0o077 == 0
+
+
+def test_a_probe_without_files_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by playing: where no more files could be opened, Python warned of a coroutine that nobody awaits."""
+    tier = shared(f"file://{tmp_path}")
+    store(tier, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncio.events.new_event_loop", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
+        with pytest.raises(TierError, match="Too many open files"):
+            tier.probe([key(1), key(2)])
+        gc.collect()
+    assert tier.probe([key(1), key(2)]) == [True, False]
 
 
 def test_a_file_is_no_shared_directory(tmp_path: Path) -> None:

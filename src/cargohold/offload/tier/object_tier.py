@@ -92,7 +92,8 @@ class ObjectTier(SharedTier):
         with self._errors():
             if len(keys) == 1:
                 return [self._exists(keys[0])]
-            return asyncio.run(self._exist(keys))
+            with asyncio.Runner() as runner:
+                return runner.run(self._exist(keys))
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Delete objects."""
