@@ -817,13 +817,14 @@ def test_the_time_that_a_request_waited_for_its_load_is_told() -> None:
     engine = SimulatedEngine(simulated_layout(60), offloading)
     serve_and_lose(engine, offloading, prompt(0, 30), 1)
     assert engine.requests["first"].times.load_wait_s == 0
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(50.0)
     (transfers,) = offloading.transfers
     transfers.auto = False
     engine.add("second", prompt(0, 30), 1)
     began = engine.clock()
     engine.step()
     (load,) = transfers.pending
-    assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance(3.0)
     transfers.complete(load)
     engine.step()
@@ -832,6 +833,51 @@ def test_the_time_that_a_request_waited_for_its_load_is_told() -> None:
     finish(engine, offloading)
     assert 3.0 <= engine.requests["second"].times.load_wait_s <= 3.1
     assert engine.requests["second"].num_preemptions == 0
+
+
+def test_of_a_request_that_the_tier_has_as_a_whole_the_last_token_is_computed() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
+    engine.add("second", prompt(0, 40), 3)
+    computed: list[int] = []
+    while engine.scheduler.has_work():
+        step, _ = engine.step()
+        computed += [share.num_scheduled_tokens for share in step.scheduled]
+    finish(engine, offloading)
+    assert engine.outputs["second"].cache_report.restored_tokens == {"host": 40}
+    assert computed == [1, 1, 1], "one token a step, of which each gives the next"
+
+
+def test_a_load_that_ends_is_progress_even_if_its_request_is_gone() -> None:
+    offloading = SimulatedOffloading(60)
+    first = SimulatedEngine(simulated_layout(60), offloading)
+    for at in range(2):
+        first.add(str(at), prompt(at, 40), 1)
+        finish(first, offloading)
+    engine = SimulatedEngine(simulated_layout(14), offloading, load_timeout_s=1.0)
+    assert isinstance(engine.clock, VirtualClock)
+    transfers = offloading.transfers[-1]
+    transfers.auto = False
+    engine.add("gone", [*prompt(0, 40), 1], 1)
+    engine.step()
+    engine.abort("gone")
+    engine.add("loads next", [*prompt(1, 40), 1], 1)
+    engine.add("waits", prompt(2, 40), 1)
+    for _ in range(2):
+        engine.step()
+        (load,) = transfers.pending
+        assert load.direction is Direction.LOAD
+        for _ in range(8):
+            engine.clock.advance(0.1)
+            engine.step()
+        transfers.complete(load)
+        engine.step()
+    transfers.auto = True
+    finish(engine, offloading)
+    assert broken_rule(engine) == ""
+    assert engine.outputs["loads next"].cache_report.restored_tokens == {"host": 40}
+    assert engine.tokens("waits") == alone(prompt(2, 40), 1)
 
 
 def broken_rule(engine: SimulatedEngine) -> str:

@@ -8,7 +8,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cargohold.protocol import (
+    NULL_BLOCK_ID,
     BlockIds,
     ClassFactory,
     ConnectorMetadata,
@@ -21,6 +24,7 @@ from cargohold.protocol import (
     SchedulerContext,
     StepView,
 )
+from cargohold.simulation import SimulatedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,17 @@ class Load:
     blocks: tuple[tuple[int, ...], ...]
     start: int
     end: int
+
+
+def fill(engine: SimulatedEngine, load: Load) -> None:
+    """Put the right KV into the blocks of a load."""
+    for group, table in zip(engine.layout.groups, load.blocks, strict=True):
+        coded = engine.chains.coded(load.request_id, load.end, engine.runner._salts[group.index])
+        fingerprints = np.frombuffer(bytes(coded), dtype=np.uint64)
+        for at in range(load.start, load.end):
+            number, offset = divmod(at, group.block_tokens)
+            if table[number] != NULL_BLOCK_ID:
+                engine.runner.memory[table[number], offset] = fingerprints[at]
 
 
 class Script:

@@ -14,7 +14,7 @@ from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.protocol import FinishedTransfers, RequestView
 from cargohold.simulation import SimulatedEngine, VirtualClock, WrongTokenError, simulated_layout
-from tests.engine.scripted import Load, Script, ScriptedScheduler, ScriptedWorker, scripted_connector
+from tests.engine.scripted import Load, Script, ScriptedScheduler, ScriptedWorker, fill, scripted_connector
 
 LAYOUTS = {
     "full": (None,),
@@ -349,6 +349,28 @@ def test_who_still_loads_when_a_block_of_it_turns_out_bad_keeps_its_blocks_and_s
     engine.scheduler.check_settled()
     assert engine.scheduler.connector.broken is None
     assert engine.tokens("r") == alone(prompt(0, 14), 5)
+
+
+@pytest.mark.parametrize("bad", [(1, 3), (3, 1)])
+def test_of_a_load_with_bad_blocks_in_several_groups_all_before_the_first_serves_others(bad: tuple[int, int]) -> None:
+    script = Script()
+    script.offers["r"] = (16, True)
+    engine = SimulatedEngine(simulated_layout(60, windows=(None, None)), scripted_connector(script))
+    engine.add("r", prompt(0, 18), 5)
+    engine.step()
+    load = script.loading["r"]
+    fill(engine, load)
+    for table, at in zip(load.blocks, bad, strict=True):
+        script.invalid.add(table[at])
+        engine.runner.memory[table[at]] = 0
+    engine.step()
+    script.end_load("r", failed=False)
+    for _ in range(2):
+        engine.step()
+    assert engine.requests["r"].num_device_tokens == 4
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.tokens("r") == alone(prompt(0, 18), 5)
 
 
 @pytest.mark.parametrize("failed", [True, False])

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,7 +21,7 @@ from cargohold.protocol import NULL_BLOCK_ID
 from cargohold.simulation import SimulatedEngine, simulated_layout
 from cargohold.simulation.chains import tokens_alone
 from cargohold.simulation.engine import VOCAB_SIZE
-from tests.engine.scripted import Load, Script, scripted_connector
+from tests.engine.scripted import Load, Script, fill, scripted_connector
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 1 + 14
@@ -270,13 +269,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         self.contents: dict[int, Any] = {}  # of protected blocks that are full
 
     def fill(self, load: Load) -> None:
-        runner = self.engine.runner
-        for group, table in zip(self.engine.layout.groups, load.blocks, strict=True):
-            coded = self.engine.chains.coded(load.request_id, load.end, runner._salts[group.index])
-            fingerprints = np.frombuffer(bytes(coded), dtype=np.uint64)
-            for at in range(load.start, load.end):
-                if table[at // BLOCK_TOKENS] != NULL_BLOCK_ID:
-                    runner.memory[table[at // BLOCK_TOKENS], at % BLOCK_TOKENS] = fingerprints[at]
+        fill(self.engine, load)
 
     @rule(
         shared=st.integers(0, MAX_LEN // 2),

@@ -32,6 +32,21 @@ def flipped(data: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_header_is_taken_for_that_of_its_own_chunk_alone(secret: bytes | None) -> None:
+    using = codec(secret)
+    header, _ = using.encode(key(1), memoryview(payload(1, SMALL)), key(0))
+    found = using.header_of(header, key(1), SMALL)
+    assert found is not None and (found.key, found.parent, found.num_bytes) == (key(1), key(0), SMALL)
+    assert using.header_of(header, key(2), SMALL) is None
+    assert using.header_of(header, key(1), SMALL + 1) is None
+    assert using.header_of(header[:-1], key(1), SMALL) is None
+    assert codec(secret, weights="others").header_of(header, key(1), SMALL) is None
+    assert codec(SECRET if secret is None else None).header_of(header, key(1), SMALL) is None
+    swapped = replace(found, nonce=b"" if found.is_encrypted else bytes([1] * 12))
+    assert using.header_of(swapped.pack(), key(1), SMALL) is None, "encrypted or not, as we are"
+
+
 class Damaged:
     """A tier with one chunk, whose stored bytes can be changed behind its back."""
 

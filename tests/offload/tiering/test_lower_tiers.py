@@ -61,6 +61,7 @@ class World:
         host: OffloadManager | None = None,
     ) -> None:
         self.clock = VirtualClock()
+        self.epochs: Iterator[bytes] = (bytes([at]) * 16 for at in range(1, 256))
         self.host = make_manager("lru", capacity) if host is None else host
         self.lower = LowerTiers(
             self.host,
@@ -78,7 +79,7 @@ class World:
             ],
             self.clock,
             TieringConfig(num_workers=num_workers, restore_timeout_s=2.0, store_timeout_s=5.0, record_events=True),
-            new_epoch=lambda: b"epoch",
+            new_epoch=lambda: next(self.epochs),
         )
         self.lower.clock.begin_step()  # so that time passes
         self.manager = TieringManager(self.host, self.lower)
@@ -400,6 +401,7 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
     assert world.lower.lookup([KEYS[8]])[0] == UNKNOWN
     (trial,) = world.step()
     assert trial.kind is JobKind.STORE, "one job finds out"
+    assert world.lower.lookup([KEYS[8]])[0] == ABSENT, "and nobody else waits for it"
     world.end(trial, [True] * len(trial.keys))
     world.lower.probe([KEYS[8]])
     assert [command.kind for command in world.step()] == [JobKind.PROBE, JobKind.STORE], "and the others follow"
@@ -445,13 +447,17 @@ def test_a_tier_that_a_worker_will_not_use_any_more_is_asked_for_nothing(caplog:
 
 def test_a_job_that_does_not_end_is_blamed_once_and_its_slots_stay_reserved_until_it_does() -> None:
     world = World()
+    world.clock.advance(100)
     world.learn(KEYS[:2])
     world.lower.promote([Chain(0, KEYS[:2], None)], ())
     (load,) = world.step()
-    world.clock.advance(9)
-    for _ in range(5):
-        world.step()
-    assert world.lower.tiers[0].stats["failures"] == 1
+    failures = []
+    for passed_s in (0, 9):
+        world.clock.advance(passed_s)
+        for _ in range(5):
+            world.step()
+        failures.append(world.lower.tiers[0].stats["failures"])
+    assert failures == [0, 1]
     assert load.job_id in world.lower.take_cancelled()
     assert world.manager.num_writing == 2
     world.end(load, [False, False], TransferOutcome.FAILED)
@@ -627,8 +633,14 @@ def test_after_a_reset_chunks_have_other_names() -> None:
     assert world.lower.lookup([KEYS[0]])[0] == UNKNOWN
     world.lower.probe(KEYS[:2])
     (probe,) = world.step()
-    assert not set(probe.keys) & set(store.keys)
     assert [len(key) for key in probe.keys] == [36, 36] and all(key[-4:] == bytes(4) for key in probe.keys)
+    world.end(probe, [False, False])
+    assert world.manager.reset()
+    world.lower.probe(KEYS[:2])
+    (again,) = world.step()
+    assert len({*store.keys, *probe.keys, *again.keys}) == 6, (
+        "each chunk has one of its own, and another after each reset"
+    )
 
 
 @pytest.mark.parametrize("manager", ["lru", "pool"])
@@ -913,6 +925,75 @@ def test_of_what_came_from_further_away_nearer_tiers_get_what_arrived() -> None:
     (load,) = world.step()
     world.end(load, [True, False, True])
     assert [(job.tier, job.keys, job.parents) for job in world.step()] == [(0, (KEYS[0], KEYS[2]), (None, KEYS[1]))]
+
+
+def test_a_chunk_counts_as_what_all_workers_say_together() -> None:
+    world = World(num_workers=3)
+    world.lower.probe(KEYS[:4])
+    (probe,) = world.step()
+    for answers, num_workers in ((b"\1\1\0\1", 1), (b"\1\0\1\1", 2)):
+        world.lower.note_answers(probe.job_id, answers, num_workers)
+    assert world.lower.end(probe.job_id, TransferOutcome.DONE)
+    assert list(world.lower.lookup(KEYS[:4])) == [READY, ABSENT, ABSENT, READY]
+
+
+def test_host_memory_hears_of_use_and_what_changes_in_either_is_a_change() -> None:
+    world = World(capacity=2)
+    generations = [world.manager.generation]
+    written(world, KEYS[:1])
+    generations.append(world.manager.generation)
+    world.keep(KEYS[1:2])
+    generations.append(world.manager.generation)
+    world.lower.turn_off(0)
+    generations.append(world.manager.generation)
+    assert sorted(set(generations)) == generations
+    world.manager.touch(KEYS[:1])
+    world.keep(KEYS[2:3])
+    assert list(world.manager.lookup(KEYS[:3])) == [READY, ABSENT, READY], "what was used last stays"
+
+
+def test_of_several_promotions_the_released_one_is_cancelled_and_that_counts_once() -> None:
+    world = World(capacity=16)
+    world.learn(KEYS[:4])
+    promotions = [world.lower.promote([Chain(0, KEYS[at : at + 2], None)], ()) for at in (0, 2)]
+    loads = world.step()
+    before = world.lower.num_changes
+    for _ in range(2):
+        if promotions[0] is not None:
+            promotions[0].release()
+    assert world.lower.num_changes == before + 1
+    assert world.lower.take_cancelled() == (loads[0].job_id,)
+    world.end(loads[1], [True, False])
+    world.end(loads[0], [False, False], TransferOutcome.ABANDONED)
+    assert (world.manager.num_pins, world.manager.num_removed) == (1, 0), "what did not arrive was never there"
+
+
+def test_what_waits_for_a_tier_that_is_off_is_turned_away() -> None:
+    world = World()
+    probes = world.lower.probe(KEYS[:2])
+    world.lower.turn_off(0)
+    assert world.step() == [] and all(probe.has_ended for probe in probes)
+    assert list(world.lower.lookup(KEYS[:2])) == [ABSENT, ABSENT]
+
+
+def test_what_a_tier_turned_out_to_have_is_not_written_in_its_turn() -> None:
+    world = World(max_inflight_chunks=1)
+    world.keep(KEYS[:3])
+    (store,) = world.step()
+    world.lower.probe(KEYS[1:2])
+    (probe,) = world.step()
+    world.end(probe, [True])
+    world.end(store, [True])
+    assert [job.keys for job in world.step()] == [(KEYS[2],)]
+
+
+def test_as_much_is_remembered_of_a_tier_as_is_good_for_host_memory() -> None:
+    tier = LowerTier(TierOptions(name="tier"), 10, VirtualClock(), TieringConfig())
+    tier.note_presence([key_of(at % 256, at // 256) for at in range(2000)], [True] * 2000)
+    assert len(tier.presence) == 4 * 10 + 1024
+    many = LowerTier(TierOptions(name="tier"), 2**30, VirtualClock(), TieringConfig())
+    many.note_presence([at.to_bytes(36) for at in range(2**18 + 2)], [True] * (2**18 + 2))
+    assert len(many.presence) == 2**18
 
 
 def test_a_trial_that_nobody_needs_any_more_leaves_it_to_another() -> None:

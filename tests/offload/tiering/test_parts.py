@@ -92,6 +92,18 @@ class TestPresence:
         assert len(presence) == 3
         assert [presence.get(key) for key in KEYS[:5]] == [None, None, True, True, True]
 
+    def test_what_was_heard_of_again_is_not_the_oldest(self) -> None:
+        presence = Presence(2, 10.0, VirtualClock())
+        for at in (0, 1, 0, 2):
+            presence.note(KEYS[at : at + 1], [True])
+        assert [presence.get(key) for key in KEYS[:3]] == [True, None, True]
+
+    def test_what_is_forgotten_is_not_known(self) -> None:
+        presence = Presence(9, 10.0, VirtualClock())
+        presence.note(KEYS[:2], [True, False])
+        presence.forget(KEYS[1:3])
+        assert (presence.get(KEYS[0]), presence.last(KEYS[1])) == (True, None)
+
 
 class TestPace:
     @given(
@@ -149,6 +161,16 @@ class TestAllowance:
             spent += num_chunks
         assert spent <= 1000 * (1 + 1 / 24)
 
+    def test_no_more_is_saved_up_than_for_an_hour_and_never_less_than_one_chunk(self) -> None:
+        clock = VirtualClock()
+        plenty, little = Allowance(2400, clock), Allowance(2, clock)
+        for _ in range(2):
+            assert (plenty.available, little.available) == (100, 1)
+            plenty.spend(100)
+            little.spend(1)
+            assert (plenty.available, little.available) == (0, 0)
+            clock.advance(10 * DAY_S)
+
     def test_all_of_it_can_be_used(self) -> None:
         clock = VirtualClock()
         allowance = Allowance(1000, clock)
@@ -183,6 +205,12 @@ class TestSteppedClock:
             stepped.end_step()
             clock.advance(4)
         assert stepped() - start == pytest.approx(20)
+        stepped.end_step()
+        stepped.end_step()  # an end without a beginning
+        stepped.begin_step()
+        clock.advance(4)
+        stepped.end_step()
+        assert stepped() - start == pytest.approx(24), "nobody looked while it ran"
 
     @given(st.lists(st.tuples(st.sampled_from(["look", "begin", "end"]), st.floats(0, 5)), max_size=60))
     def test_it_never_goes_back_nor_faster_than_time(self, events: list[tuple[str, float]]) -> None:
