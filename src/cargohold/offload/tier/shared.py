@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -10,10 +9,9 @@ from collections.abc import Sequence
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
 from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.damage import DamageLog
 from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.staging import copy_bytes
-
-logger = logging.getLogger(__name__)
 
 
 class SharedTier(Tier):
@@ -30,6 +28,7 @@ class SharedTier(Tier):
         self.name = "shared"
         self.chunk_bytes = chunk_bytes
         self._codec = codec
+        self._damage = DamageLog("shared", "deleted")
         self._count_lock = threading.Lock()
         self._num_stored = 0
         self._stored_bytes = 0
@@ -56,7 +55,7 @@ class SharedTier(Tier):
             return LoadOutcome.ABSENT
         if self._decode(key, value, into):
             return LoadOutcome.LOADED
-        logger.warning("shared tier: chunk %s is damaged; it is deleted", key.hex())
+        self._damage.found(key.hex())
         self.remove([key])
         return LoadOutcome.CORRUPT
 

@@ -16,6 +16,7 @@ from cargohold.offload.policy import make_policy
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import DiskTierConfig
+from cargohold.offload.tier.damage import DamageLog
 from cargohold.offload.tier.disk.recovery import restore_index
 from cargohold.offload.tier.disk.shard import Budget, Shard
 from cargohold.offload.tier.disk.slot_index import SlotIndex
@@ -67,6 +68,7 @@ class DiskTier(Tier):
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._growth_pause = 0
+        self._damage = DamageLog("disk", "forgotten")
         self._state = self._open()
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -256,7 +258,7 @@ class DiskTier(Tier):
 
     def _quarantine(self, state: _State, slot: int, key: OffloadKey) -> None:
         """A pinned chunk is bad: nobody may find it again, here or after a restart."""
-        logger.warning("disk tier: chunk %s in slot %d is damaged; it is forgotten", key.hex(), slot)
+        self._damage.found(f"{key.hex()} in slot {slot}")
         with self._lock:
             is_current = state.index.is_current(key, slot)
         if is_current:  # another reader may have found the same
