@@ -65,7 +65,7 @@ class ZmqEventPublisher:
             import zmq  # noqa: PLC0415  # an optional extra
         except ImportError as error:
             raise ConfigError(
-                "kv_events_endpoint", endpoint, "install what it needs: pip install cargohold[events]"
+                "kv_events_endpoint", endpoint, "install what it needs: pip install 'cargohold[events]'"
             ) from error
         self._encode = msgspec.msgpack.Encoder().encode
         self._topic = topic.encode()

@@ -150,7 +150,7 @@ def _connect(address: str | None) -> tuple[Any, bool]:
         import ray  # noqa: PLC0415  # an optional extra
         import ray.util.scheduling_strategies  # noqa: PLC0415  # not imported by ray itself
     except ImportError as error:
-        raise ConfigError("executor", "ray", "install what it needs: pip install cargohold[ray]") from error
+        raise ConfigError("executor", "ray", "install what it needs: pip install 'cargohold[ray]'") from error
     if ray.is_initialized():
         return ray, False
     if address is not None:

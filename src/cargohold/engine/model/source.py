@@ -187,7 +187,7 @@ def _convert_gguf(model: str, gguf_file: Path, target: Path) -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelNotFoundError(
-            model, f"reading GGUF files needs {' and '.join(missing)}; run: pip install cargohold[gguf]"
+            model, f"reading GGUF files needs {' and '.join(missing)}; run: pip install 'cargohold[gguf]'"
         )
     import torch  # noqa: PLC0415  # slow to import, and only needed once per model
     from safetensors import SafetensorError  # noqa: PLC0415
