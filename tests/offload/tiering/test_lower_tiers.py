@@ -707,6 +707,16 @@ def test_of_what_is_written_under_old_names_each_job_counts_until_it_has_ended()
         assert [len(new.keys) for new in world.step()] == [2]
 
 
+def test_a_reset_is_refused_while_chunks_are_held_for_somebody() -> None:
+    world = World()
+    world.keep(KEYS[:2])
+    promotion = world.lower.promote([], KEYS[:2])
+    assert promotion is not None
+    refused = world.manager.reset()
+    promotion.release()
+    assert (refused, world.manager.reset()) == (False, True)
+
+
 def test_a_reset_is_refused_while_chunks_are_brought_up() -> None:
     world = World()
     world.learn(KEYS[:2])

@@ -120,6 +120,12 @@ class TestPace:
         assert pace.predict(500) == pytest.approx(fixed + each * 500, rel=1e-3, abs=1e-3)
         assert pace.predict(500, times=3) == pytest.approx(3 * fixed + each * 500, rel=1e-2, abs=1e-2)
 
+    def test_nothing_takes_less_than_no_time(self) -> None:
+        pace = Pace(VirtualClock(), 30.0)
+        pace.note(5, 0.1)
+        pace.note(10, 1.0)
+        assert pace.predict(1) == pytest.approx(0.09, abs=0.02), "in proportion"
+
     def test_with_one_amount_measured_more_is_thought_cheap(self) -> None:
         pace = Pace(VirtualClock(), 60)
         pace.note(10, 1.0)
