@@ -403,6 +403,7 @@ class MediumMachine:
                 os._exit(0)
         if closes:
             assert os.waitpid(child, 0)[1] == 0
+            self.is_rivalled(random)
         else:
             self.children.append(child)
 
@@ -498,6 +499,9 @@ class MediumMachine:
         return None
 
     def make_one(self, at: int) -> Tier:
+        raise NotImplementedError
+
+    def is_rivalled(self, random: Random) -> None:
         raise NotImplementedError
 
     def die(self) -> None:
@@ -766,6 +770,7 @@ class SharedMachine(MediumMachine):
         return ObjectTier(config, using, CHUNK)
 
     def is_joined(self, random: Random) -> None:
+        """An engine with another model comes and goes."""
         try:
             other = Port(self.make(codec(self.secret, self.clock, weights="other")), has_queue=False)
         except ConfigError:
@@ -797,6 +802,9 @@ class SharedMachine(MediumMachine):
         if answers is None:
             self.die()
             return
+        is_calm = step.trouble is None and not self.obstacles and not self.is_withdrawn
+        if is_calm and kind is not JobKind.TOUCH:  # while a tier rests it is not told what is used
+            assert None not in answers, "the medium is good"
         if step.trouble is None and answers[-1] is StoreOutcome.STORED:
             assert port.ask(JobKind.LOAD, numbers[-1:]) == [LoadOutcome.LOADED], "what was just stored"
         if step.trouble is None and kind is JobKind.LOAD:
