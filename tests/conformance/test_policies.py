@@ -131,3 +131,14 @@ def test_broken_policies_fail(broken: type[ReplacementPolicy], test: str) -> Non
     arguments = (5,) if "any_traffic" in test or "offers" in test else ()
     with pytest.raises(AssertionError):
         getattr(Suite(), test)(*arguments)
+
+
+def test_what_a_policys_own_check_finds_is_told_as_that() -> None:
+    class Suite(PolicyConformance):
+        __test__ = False
+
+        def policy(self, capacity: int) -> ReplacementPolicy:
+            return Unforgetting(capacity)
+
+    with pytest.raises(AssertionError, match=r"the policy's own check fails: slots \[.*\] are in use"):
+        Suite().test_any_traffic_keeps_every_rule(5)

@@ -173,7 +173,11 @@ class StrictPolicy(ReplacementPolicy):
     def check(self, slots: Slots) -> None:
         """Compare with what was added and not given up."""
         assert self._known == set(np.asarray(slots).tolist()), "the policy and the tier disagree on what is in use"
-        self._inner.check(slots)
+        try:
+            self._inner.check(slots)
+        except AssertionError as error:
+            used = f"slots {slots.tolist()} are in use, by what it was told"
+            raise AssertionError(f"the policy's own check fails: {used}; {error}".rstrip("; ")) from error
 
     def _give_up(self, victims: Sequence[int], offers: Sequence[Offer], busy: BusyCounts, *, asks_again: bool) -> None:
         """Hold what is given up for offers to the rules, and forget it.

@@ -76,20 +76,20 @@ class TierConformance(ABC):
         """Absent, stored, found, loaded, removed, stored again."""
         tier = self.open(place)
         keys = [key(f"{number}") for number in range(4)]
-        assert tier.probe(keys) == [False] * 4
+        assert tier.probe(keys) == [False] * 4, "chunks are found before any was stored"
         assert tier.probe([]) == []
         assert self._load(tier, "0") is LoadOutcome.ABSENT
         for number in range(3):
             parent = keys[number - 1] if number else None
             payload = memoryview(self._contents(f"{number}"))
             assert tier.store(keys[number], payload, parent) is StoreOutcome.STORED
-        assert tier.probe(keys) == [True, True, True, False]
+        assert tier.probe(keys) == [True, True, True, False], "of four chunks the first three were stored"
         assert [self._load(tier, f"{number}") for number in range(3)] == [self._contents(f"{n}") for n in range(3)]
         tier.touch(keys)
         tier.remove([keys[1], keys[3]])
         tier.remove([])
         tier.touch([])
-        assert tier.probe(keys) == [True, False, True, False]
+        assert tier.probe(keys) == [True, False, True, False], "the second was removed"
         assert self._load(tier, "1") is LoadOutcome.ABSENT
         assert self._load(tier, "2") == self._contents("2")
         assert self._store(tier, "1") is StoreOutcome.STORED
