@@ -47,12 +47,13 @@ class TestReplay:
     def test_a_policy_of_ones_own(
         self, cargohold: Command, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module = tmp_path / "policies_of_mine.py"
-        module.write_text("from cargohold.offload.policy.fifo import FIFOPolicy\n\nclass Mine(FIFOPolicy): ...\n")
+        text = "from cargohold.offload.policy.fifo import FIFOPolicy\n\nclass Mine(FIFOPolicy): ...\n"
+        (tmp_path / "policies_of_mine.py").write_text(text)
+        monkeypatch.setattr(sys, "path", list(sys.path))
         mine = "policies_of_mine:Mine"
         asked = ("replay", small, "-p", f"fifo,{mine}", "-s", "2,3", "--disk", "4", "--disk-policy", mine, "--json")
-        assert "cannot be imported: ModuleNotFoundError" in cargohold(*asked).err
-        monkeypatch.syspath_prepend(tmp_path)
+        assert "cannot be imported from here (ModuleNotFoundError" in cargohold(*asked).err
+        monkeypatch.chdir(tmp_path)
         result = cargohold(*asked, "--jobs", "2")
         assert result.status == 0, result.err
         hits = {

@@ -25,6 +25,7 @@ from cargohold.cli.traces import (
     OutputOptions,
     TraceOptions,
     load_trace,
+    look_here_for,
     replay_all,
 )
 from cargohold.errors import ConfigError
@@ -56,6 +57,7 @@ class PlanOptions:
 
     def budget(self) -> Budget:
         """Checked. Raises ``ConfigError``."""
+        look_here_for([self.policy])
         find_policy(self.policy)
         if self.disk_bytes is not None and self.host_bytes is None:
             raise ConfigError("disk_bytes", self.disk_bytes, "a disk needs host memory above it: give --host-bytes too")

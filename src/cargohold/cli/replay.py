@@ -21,6 +21,7 @@ from cargohold.cli.traces import (
     TraceOptions,
     TracesArgument,
     load_trace,
+    look_here_for,
     replay_all,
 )
 from cargohold.errors import ConfigError
@@ -56,6 +57,7 @@ class GridOptions:
     def policies(self) -> list[str]:
         """Their names. Raises ``ConfigError``."""
         names = [name.strip() for text in self.policy or _DEFAULT_POLICIES for name in text.split(",")]
+        look_here_for(names)
         check_policies(names)
         return names
 

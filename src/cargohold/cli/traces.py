@@ -17,6 +17,7 @@ from cargohold.cli.console import errors
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
+from cargohold.named import search_current_directory
 from cargohold.offload.policy import POLICY_NAMES, find_policy
 from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel
 from cargohold.replay.grid import plan_tasks, run_tasks
@@ -40,6 +41,12 @@ TracesArgument = Annotated[
 ]
 
 
+def look_here_for(policies: Sequence[str]) -> None:
+    """Let policies of the user's own, ``MODULE:CLASS``, be found in the current directory, too."""
+    if any(":" in policy for policy in policies):
+        search_current_directory()
+
+
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
     """The tier below host memory."""
@@ -48,6 +55,7 @@ class DiskOptions:
 
     def checked_policy(self, *, has_disk: bool) -> str:
         """Its name. Raises ``ConfigError``, also where there is no disk for another policy than the default."""
+        look_here_for([self.disk_policy])
         find_policy(self.disk_policy, "disk_policy")
         if self.disk_policy != DEFAULT_DISK_POLICY and not has_disk:
             raise ConfigError("disk_policy", self.disk_policy, "there is no disk; say how large it is")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from types import MappingProxyType
 from typing import Any, Final, cast
 
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.errors import ConfigError, one_line
+from cargohold.named import import_named, search_current_directory
 from cargohold.offload.policy import POLICIES
 from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
@@ -160,14 +158,8 @@ def custom_factory(name: str) -> KVConnectorFactory:
     Raises:
         ConfigError: there is no such thing.
     """
-    module, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # behind all others; a command's own path lacks it
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("connector", name, f"it must be MODULE:FACTORY, importable from here ({error})") from error
+    search_current_directory()
+    found = import_named("connector", name)
     if _is_factory(found):
         return cast("KVConnectorFactory", found)
     expected = "a KVConnectorFactory, or a callable without arguments that gives one"

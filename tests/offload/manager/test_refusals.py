@@ -40,7 +40,7 @@ def test_a_policy_of_ones_own_is_named_by_where_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no.such.module:Mine", "ModuleNotFoundError: No module named 'no'"),
+        ("no.such.module:Mine", "it cannot be imported from here (ModuleNotFoundError: No module named 'no')"),
         (":Mine", "cannot be imported"),
         (".policies:Mine", "cannot be imported"),
         ("tests.conformance.oldest_ends:", "cannot be imported"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from inspect import isabstract
 from types import MappingProxyType
 from typing import Final
 
 from cargohold.errors import ConfigError
+from cargohold.named import import_named
 from cargohold.offload.policy.arc import ARCPolicy
 from cargohold.offload.policy.base import ReplacementPolicy
 from cargohold.offload.policy.fifo import FIFOPolicy
@@ -41,11 +41,7 @@ def find_policy(name: object, key: str = "policy", *, besides: Sequence[str] = (
         raise ConfigError(key, name, f"it must be one of {', '.join([*besides, POLICY_NAMES])} of one's own")
     if name in POLICIES:
         return POLICIES[name]
-    module, _, class_name = name.partition(":")
-    try:
-        policy = getattr(import_module(module), class_name)
-    except Exception as error:  # a module of others may raise anything
-        raise ConfigError(key, name, f"it cannot be imported: {type(error).__name__}: {error}") from error
+    policy = import_named(key, name)
     if not isinstance(policy, type) or not issubclass(policy, ReplacementPolicy):
         raise ConfigError(key, name, "it must be a class derived from cargohold.offload.policy.ReplacementPolicy")
     if isabstract(policy):
