@@ -12,6 +12,7 @@ import pytest
 
 from cargohold.blocks import READY
 from cargohold.conformance.chunks import Tree
+from cargohold.conformance.chunks import key as key_of
 from cargohold.offload.manager import LoadHandle, OffloadKey, StoreHandle, StoreOffer, TierManager
 from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, ReplacementPolicy, Room, Slots
 
@@ -98,6 +99,29 @@ class PolicyConformance(ABC):
                 traffic.store_several()
                 traffic.manager.check()
 
+    @pytest.mark.parametrize("is_written", [False, True])
+    def test_what_is_busy_has_offers_come_again(self, *, is_written: bool) -> None:
+        """Where everything is in use, nothing is refused for good but for its worth; it is stored when that has ended."""
+        held = [key_of(f"held {depth}") for depth in range(6)]
+        late = [StoreOffer([key_of(f"late {number} {depth}") for depth in range(2)]) for number in range(2)]
+        manager = TierManager(len(held), StrictPolicy(self.policy(len(held))))
+        manager.admit_all()
+        writing = manager.prepare_store(held)
+        if is_written:
+            writing.commit()
+        reading = manager.prepare_load(held) if is_written else None
+        refused = manager.prepare_stores(late)
+        wanted = [chunk for offer in late for chunk in offer.keys]
+        assert sorted(refused.deferred) == sorted(wanted), "everything is in use, and yet chunks are refused for good"
+        refused.commit()
+        if reading is None:
+            writing.commit()
+        else:
+            reading.release()
+        again = manager.prepare_stores(late)
+        assert sorted(again.keys) == sorted(wanted), "nothing is in use any more, and yet chunks find no slot"
+        again.commit()
+
     def test_clearing_forgets_all_slots(self) -> None:
         """After a reset the tier can be filled anew."""
         traffic = _Traffic(self.policy(10), 10, seed=1)
@@ -129,6 +153,10 @@ class StrictPolicy(ReplacementPolicy):
         self._known: set[int] = set()
         # By slot, the chunk before it, for those that were stored when that was there, while it is.
         self._parents: dict[int, int] = {}
+
+    def admit_all(self) -> None:
+        """Pass on."""
+        self._inner.admit_all()
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
         """Pass on."""
