@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cargohold.conformance.strict import CodedExecutor
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler, MultiConnectorWorker
 from cargohold.connector.multi.messages import MultiMetadata
 from cargohold.connector.offloading import OffloadingWorker
@@ -579,6 +581,71 @@ def test_a_load_whose_bad_blocks_a_child_could_not_name_is_not_read() -> None:
     connector = engine.connector
     assert isinstance(connector, MultiConnectorScheduler)
     assert [child.broken is not None for child in connector.children] == [True, False]
+
+
+class Undeclared(SimulatedOffloading):
+    """Its worker sides declare no messages, and are sent some."""
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        worker = super().make_worker_side(environment)
+        worker.metadata_type = EmptyMetadata  # type: ignore[assignment]  # that is what is wrong with it
+        return worker
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a worker says."""
+
+    text: str = "something"
+
+    def aggregate(self, other: Note) -> Note:
+        return other
+
+
+def served_over_bytes(children: Sequence[KVConnectorFactory]) -> MultiConnectorScheduler:
+    """Serve a few requests on two workers in other processes, as far as messages can tell."""
+    engine = SimulatedEngine(simulated_layout(40, world_size=2), MultiConnectorFactory(tuple(children)))
+    engine.executor = CodedExecutor(engine)
+    for name in ("a", "b"):
+        engine.add(name, prompt(0, 41), 6)
+        engine.run()
+        evict_everything(engine)
+        assert engine.tokens(name) == alone(prompt(0, 41), 6)
+    assert engine.scheduler.connector.broken is None
+    assert engine.outputs["b"].cache_report.restored_tokens["host"] == 40, "the other still works"
+    connector = engine.connector
+    assert isinstance(connector, MultiConnectorScheduler)
+    return connector
+
+
+def test_a_child_whose_workers_declare_no_messages_is_turned_off_alone_where_it_is_sent_some() -> None:
+    """Found by reading: in another process they saw empty ones, and what was to be loaded was missing."""
+    connector = served_over_bytes((Undeclared(60), SimulatedOffloading(60)))
+    undeclared, other = connector.children
+    assert undeclared.broken is not None and "declares no metadata_type" in undeclared.broken.rule
+    assert other.broken is None
+
+
+def test_a_child_that_declares_no_messages_of_its_workers_is_turned_off_alone_where_they_send_some() -> None:
+    def talkative(_: WorkerEnvironment) -> ScriptedWorker:
+        worker = ScriptedWorker("talkative")
+        worker.meta = Note()
+        return worker
+
+    children = (ClassFactory(lambda _: Scripted("talkative"), talkative), SimulatedOffloading(60))
+    deaf, other = served_over_bytes(children).children
+    assert deaf.broken is not None and "declares no worker_metadata_type" in deaf.broken.rule
+    assert other.broken is None
+
+
+def test_a_child_that_has_nothing_to_say_may_say_so_to_another_process() -> None:
+    def polite(_: WorkerEnvironment) -> ScriptedWorker:
+        worker = ScriptedWorker("polite")
+        worker.meta = EmptyMetadata()
+        return worker
+
+    children = (ClassFactory(lambda _: Scripted("polite"), polite), SimulatedOffloading(60))
+    assert all(child.broken is None for child in served_over_bytes(children).children)
 
 
 def test_what_a_child_holds_that_is_turned_off_is_not_counted() -> None:

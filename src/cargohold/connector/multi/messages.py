@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
-from cargohold.protocol import ConnectorMetadata, WorkerMetadata
+from cargohold.protocol import ConnectorMetadata, EmptyMetadata, WorkerMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,22 @@ class ChildReport:
 
 
 @dataclass(frozen=True, slots=True)
+class UndeclaredReport(ChildReport):
+    """What another process sends for a child whose scheduler side declares no messages.
+
+    Decoded as what it declares, a message would be an empty one: what it says would be missing, and nobody would know.
+    """
+
+    worker_meta: Any = None
+
+    def __post_init__(self) -> None:
+        if self.worker_meta:
+            rule = "its workers send messages, and its scheduler side declares no worker_metadata_type"
+            object.__setattr__(self, "error", f"{self.error}; {rule}" if self.error else rule)
+        object.__setattr__(self, "worker_meta", None)
+
+
+@dataclass(frozen=True, slots=True)
 class MultiWorkerMetadata:
     """One step's reports.
 
@@ -70,14 +86,20 @@ class MultiWorkerMetadata:
 
 
 def metadata_type_for(children: Sequence[type]) -> type:
-    """``MultiMetadata`` with the children's own types in it, so that an executor can decode it."""
-    return _specialized(MultiMetadata, tuple[tuple(child | None for child in children)])  # type: ignore[misc]  # made here
+    """``MultiMetadata`` with the children's own types in it, so that an executor can decode it.
+
+    A message to a child that declares none stays what it is; its guard refuses it.
+    """
+    types = tuple(Any if child is EmptyMetadata else child | None for child in children)
+    return _specialized(MultiMetadata, tuple[types])  # type: ignore[valid-type]  # made here
 
 
 def worker_metadata_type_for(children: Sequence[type]) -> type:
     """``MultiWorkerMetadata`` with the children's own types in it, so that an executor can decode it."""
     reports = tuple(
-        make_dataclass("ChildReport", [("worker_meta", child | None, None)], bases=(ChildReport,), frozen=True)
+        UndeclaredReport
+        if child is EmptyMetadata
+        else make_dataclass("ChildReport", [("worker_meta", child | None, None)], bases=(ChildReport,), frozen=True)
         for child in children
     )
     return _specialized(MultiWorkerMetadata, tuple[reports])  # type: ignore[valid-type]  # made here

@@ -66,7 +66,9 @@ class MultiConnectorWorker(KVConnectorWorker):
             self._children[at].stop()
         for at, child in enumerate(self._children):
             own = metadata.children[at] if metadata.children else None
-            child.bind_connector_metadata(EmptyMetadata() if own is None else own)
+            # To a child that declares none, another process brings messages as tables.
+            is_empty = own is None or (isinstance(own, dict) and not own)
+            child.bind_connector_metadata(EmptyMetadata() if is_empty else own)
 
     def handle_preemptions(self) -> None:
         """To all children."""
