@@ -487,7 +487,7 @@ def test_everything_is_for_its_owner_only(tmp_path: Path) -> None:
 def test_two_never_share_a_directory(tmp_path: Path) -> None:
     first = disk_tier(tmp_path)
     store(first, 1)
-    with pytest.raises(ConfigError, match="another process uses it"):
+    with pytest.raises(ConfigError, match="it is used for the same model already"):
         disk_tier(tmp_path)
     script = (
         "import sys; sys.path.insert(0, '.');"
@@ -495,7 +495,7 @@ def test_two_never_share_a_directory(tmp_path: Path) -> None:
         f"disk_tier(Path({str(tmp_path)!r}))"
     )
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert other.returncode and "another process uses it" in other.stderr
+    assert other.returncode and "it is used for the same model already" in other.stderr
     first.close()
     assert load(disk_tier(tmp_path), 1) == payload(1)
 
@@ -528,6 +528,50 @@ def test_a_forked_child_does_not_keep_a_directory(tmp_path: Path) -> None:
         assert load(disk_tier(tmp_path), 1) == payload(1)
 
 
+KILLED_WITH_A_CHILD = """
+import os, signal, sys
+from pathlib import Path
+from cargohold.offload.tier.disk.locks import brief_lock
+from tests.offload.tier.common import disk_tier, key, payload
+tier = disk_tier(Path(sys.argv[1]))
+tier.store(key(1), memoryview(payload(1)))
+with brief_lock(Path(sys.argv[1])):
+    if not os.fork():
+        os.write(1, b"forked")
+        os.read(0, 1)
+        os._exit(0)
+    signal.pause()
+"""
+
+
+def test_a_forked_child_does_not_keep_a_directory_of_a_parent_that_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_WITH_A_CHILD, str(tmp_path)]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[3], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin and process.stdout
+        assert process.stdout.read(6) == b"forked"
+        process.kill()
+        process.wait()
+        assert load(disk_tier(tmp_path), 1) == payload(1)
+        process.stdin.close()
+        assert not process.stdout.read(), "the child lived until now"
+
+
+def test_a_forked_child_writes_to_nothing_of_its_parents(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path)
+    store(tier, 1)
+    child = os.fork()
+    if not child:
+        try:
+            tier.store(key(2), memoryview(payload(2)))
+        except TierError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (load(tier, 1), load(tier, 2)) == (payload(1), LoadOutcome.ABSENT)
+
+
 def test_a_forked_child_does_not_give_a_directory_away(tmp_path: Path) -> None:
     tier = disk_tier(tmp_path)
     child = os.fork()
@@ -535,7 +579,7 @@ def test_a_forked_child_does_not_give_a_directory_away(tmp_path: Path) -> None:
         tier.close()
         os._exit(0)
     os.waitpid(child, 0)
-    with pytest.raises(ConfigError, match="another process uses it"):
+    with pytest.raises(ConfigError, match="it is used for the same model already"):
         disk_tier(tmp_path)
 
 
@@ -634,7 +678,7 @@ def test_a_process_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout and process.stdin
         assert process.stdout.readline() == "stored\n"
-        with pytest.raises(ConfigError, match="another process uses it"):
+        with pytest.raises(ConfigError, match="it is used for the same model already"):
             disk_tier(tmp_path)
         ending = threading.Timer(0.2, process.kill)
         ending.start()

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,18 @@ from cargohold.offload.tier.disk.files import Descriptor
 MOST_BRIEF_S: Final = 60.0
 """It takes a while to delete what other models left; but whoever was stopped in the middle must not stop everybody."""
 _POLL_S: Final = 0.05
+_held: Final[weakref.WeakSet[Descriptor]] = weakref.WeakSet()
+"""The files of this process that may be locked."""
+
+
+def _let_go_as_child() -> None:
+    """A forked child has its parent's files open, too: what it kept would stay locked after a parent that was killed."""
+    for file in list(_held):
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_as_child)
 
 
 class DirectoryLock:
@@ -34,13 +47,13 @@ class DirectoryLock:
     def __init__(self, directory: Path) -> None:
         self._path = directory / self.FILE
         self._owner = os.getpid()
-        self._file: Descriptor | None = Descriptor(self._path, os.O_RDWR | os.O_CREAT)
+        self._file: Descriptor | None = _open(self._path, os.O_RDWR | os.O_CREAT)
         fcntl.flock(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.note_use()
 
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted the directory, or moved it away. Raises ``OSError``."""
-        file = self._file  # another thread may release it meanwhile
+        """Whether somebody has deleted the directory, or moved it away, or this is a child's. Raises ``OSError``."""
+        file = self._own_file
         if file is None:
             return True
         try:
@@ -52,22 +65,27 @@ class DirectoryLock:
 
     def note_use(self) -> None:
         """Say that the directory is used now. A hint: that it cannot be written down harms nobody."""
-        file = self._file  # another thread may release it meanwhile
+        file = self._own_file
         if file is not None:
             with suppress(OSError):
                 os.utime(file.number)
 
     def set_last_used(self, seconds: float) -> None:
         """Say that the directory was last used then, in seconds since 1970."""
-        if self._file is not None:
-            os.utime(self._file.number, (seconds, seconds))
+        file = self._own_file
+        if file is not None:
+            os.utime(file.number, (seconds, seconds))
 
     def release(self) -> None:
         """Let others use the directory."""
-        file, self._file = self._file, None
-        # A child that was forked meanwhile must not take the lock from its parent.
-        if file is not None and os.getpid() == self._owner:
+        file, self._file = self._own_file, None
+        if file is not None:
             _unlock(file)
+
+    @property
+    def _own_file(self) -> Descriptor | None:
+        """The file, unless it was released, perhaps by another thread meanwhile; what a forked child has is not its own."""
+        return self._file if os.getpid() == self._owner else None
 
 
 @contextmanager
@@ -78,7 +96,8 @@ def brief_lock(directory: Path) -> Iterator[None]:
         OSError: the directory is not there or not writable, or another process does not let go of it.
     """
     path = directory / ".lock"
-    file = Descriptor(path, os.O_RDWR | os.O_CREAT)
+    owner = os.getpid()
+    file = _open(path, os.O_RDWR | os.O_CREAT)
     end = time.monotonic() + MOST_BRIEF_S
     while True:
         try:
@@ -92,14 +111,15 @@ def brief_lock(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _unlock(file)
+        if os.getpid() == owner:  # a forked child's is closed
+            _unlock(file)
         del file  # also where an error's traceback would keep it
 
 
 def is_in_use(directory: Path) -> bool:
     """Whether a process uses a directory. To be asked under ``brief_lock``, for it takes the lock itself for a moment."""
     try:
-        file = Descriptor(directory / DirectoryLock.FILE, os.O_RDONLY)
+        file = _open(directory / DirectoryLock.FILE, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -108,6 +128,12 @@ def is_in_use(directory: Path) -> bool:
         return True
     _unlock(file)
     return False
+
+
+def _open(path: Path, flags: int) -> Descriptor:
+    file = Descriptor(path, flags)
+    _held.add(file)
+    return file
 
 
 def _unlock(file: Descriptor) -> None:

@@ -98,7 +98,9 @@ class Shard:
                 self._lock.release()
                 raise
         except BlockingIOError as error:
-            reason = "another process uses it for the same model; give each engine a directory of its own"
+            reason = (
+                "it is used for the same model already; give each engine, and each tier of one, a directory of its own"
+            )
             raise ConfigError("directory", config.directory, reason) from error
         except OSError as error:
             raise _unusable(config, error) from error
