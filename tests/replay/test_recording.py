@@ -18,10 +18,11 @@ from cargohold.connector.recording import RecordingFactory
 from cargohold.offload.policy import POLICIES
 from cargohold.offload.transfer.base import CopyResult
 from cargohold.offload.transfer.cpu import CpuTransferWorker
-from cargohold.protocol import NULL_CONNECTOR
+from cargohold.protocol import NULL_CONNECTOR, ClassFactory, NullConnectorScheduler, SchedulerEnvironment
 from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import replay
 from cargohold.replay.traces import TraceRequest, read_trace
+from cargohold.simulation import simulated_layout
 from tests.models import VOCAB_SIZE
 
 BLOCK_TOKENS = 4
@@ -163,6 +164,21 @@ def test_a_file_that_cannot_be_made_is_refused_at_once(tiny_model: Callable[[str
     for path in (there, tmp_path / "no" / "where", ""):
         with pytest.raises(ConfigError, match="record"):
             LLM(tiny_model("llama"), record=path)
+
+
+def test_a_file_that_cannot_be_made_leaves_no_connector_open(tmp_path: Path) -> None:
+    closed = []
+
+    class Closing(NullConnectorScheduler):
+        def shutdown(self) -> None:
+            closed.append(self)
+
+    path = tmp_path / "trace"
+    factory = RecordingFactory(ClassFactory(lambda _: Closing(), NULL_CONNECTOR.make_worker_side), str(path))
+    path.touch()  # by somebody else, since it was looked at
+    with pytest.raises(ConfigError, match="record"):
+        factory.make_scheduler_side(SchedulerEnvironment(simulated_layout(20), lambda: 0.0))
+    assert len(closed) == 1
 
 
 def test_every_replica_has_a_file_of_its_own(

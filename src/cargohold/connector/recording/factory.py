@@ -43,7 +43,12 @@ class RecordingFactory:
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
         """The inner scheduler side, recorded. Raises ``ConfigError`` if the file cannot be made."""
         inner = self.inner.make_scheduler_side(environment)
-        return RecordingScheduler(inner, TraceFile(self._path()), environment)
+        try:
+            file = TraceFile(self._path())
+        except BaseException:
+            inner.shutdown()
+            raise
+        return RecordingScheduler(inner, file, environment)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
         """The inner worker side: there is nothing to record."""
