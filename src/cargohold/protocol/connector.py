@@ -132,7 +132,7 @@ class KVConnectorScheduler(ABC):
         return False
 
     def reset_cache(self) -> bool:
-        """Drop everything kept. ``False`` if something in flight forbids it, and then nothing was dropped."""
+        """Drop everything kept. ``False`` if something in flight forbids it: then all or part of it may still be found."""
         return True
 
     def get_stats(self) -> Stats:
