@@ -232,6 +232,16 @@ def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # whic
     assert caught.value.key == key
 
 
+@pytest.mark.parametrize("url", ["file:///dev/null/kv", "redis://127.0.0.1:1/0?no_such_option=1"])
+def test_stores_that_cannot_be_are_refused_before_the_weights_are_loaded(
+    url: str, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("a worker was started"))
+    with pytest.raises(ConfigError) as caught:
+        LLM(tiny_model("llama"), offload=offload(SharedTierConfig(url=url)), **OPTIONS)
+    assert caught.value.key == "url"
+
+
 def test_a_small_host_over_a_large_disk(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:

@@ -17,7 +17,7 @@ def check_places(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
     """Refuse tiers that cannot be opened on this machine. Knows nothing of other people's connectors.
 
     Raises:
-        ConfigError: a directory or its budget cannot be, or there is no key for encryption.
+        ConfigError: a directory, its budget or a URL cannot be, there is no key for encryption, or a package is missing.
     """
     match offload:
         case OffloadConfig():

@@ -239,6 +239,20 @@ class SharedTierConfig(TierConfig):
 
         return ObjectTier(self, codec, chunk_bytes)
 
+    def check(self, chunk_bytes: int, num_shards: int) -> None:
+        """Refuse what can be refused without asking the store: a package that is not installed, an incomplete URL."""
+        del chunk_bytes, num_shards
+        if self.scheme in REDIS_SCHEMES:
+            with needs_extra(self):
+                from cargohold.offload.tier.redis_tier import open_client  # noqa: PLC0415  # an optional package
+
+            open_client(self).close()
+            return
+        with needs_extra(self):
+            from cargohold.offload.tier.object_tier import open_store  # noqa: PLC0415  # an optional package
+
+        open_store(self)
+
     def describe(self) -> str:
         """The URL and the limit."""
         limit = "" if self.num_max_bytes is None else f", {format_bytes(self.num_max_bytes)} at most"

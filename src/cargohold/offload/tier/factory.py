@@ -21,10 +21,10 @@ def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
         num_shards: workers that share the limits in ``config``.
 
     Raises:
-        ConfigError: the medium cannot be used like this, or there is no key for encryption.
+        ConfigError: the medium cannot be used like this, there is no key for encryption, or a package is not installed.
     """
     if config.encryption_key is not None:
-        read_key(config.encryption_key)
+        read_key(config.encryption_key).cipher(b"")  # with the package for it
     config.check(chunk_bytes, num_shards)
 
 
