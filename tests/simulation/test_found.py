@@ -61,7 +61,7 @@ def test_a_tier_may_outlive_what_was_taken_back_of_it() -> None:
     # A bug of the simulator. A connector that is turned off takes back what it announced, but its tier keeps that, and the next
     # process evicts it.
     asks = [Ask(0.5 * at, f"r{at}", tuple(range(100 * at, 100 * at + 16)), 1) for at in range(8)]
-    results = play_raising((*asks[:4], Restart(2.0), *asks[4:]), 0.02, until_s=2.0)
+    results = play_raising((*asks[:4], Restart(2.0), *asks[4:]), 0.005, until_s=2.0)
     assert sum(result.tallies["turned off"] for result in results)
 
 
@@ -70,7 +70,7 @@ def test_the_next_process_may_refuse_what_the_last_one_took() -> None:
     first = Ask(0.0, "first", tuple(range(16)), 1)
     wishing = Ask(1.0, "wishing", tuple(range(100, 108)), 20, params={"max_load_tokens": -1})
     last = Ask(2.0, "last", tuple(range(200, 208)), 1)
-    results = play_raising((first, wishing, Restart(1.05), last), 0.1, until_s=0.9)
+    results = play_raising((first, wishing, Restart(1.05), last), 0.02, until_s=0.9)
     refused = {tuple(result.tallies[what] for what in ("turned off", "requests", "refused")) for result in results}
     assert refused == {(0, 2, 1), (1, 3, 1)}, "taken and refused later, or refused at once"
 
@@ -81,5 +81,5 @@ def test_the_next_process_finds_nothing_that_a_tier_kept_of_other_weights() -> N
     # whose namespace names the weights.
     prompt = tuple(range(16))
     asks = [Ask(0.5 * at, f"r{at}", prompt, 1) for at in range(4)]
-    results = play_raising((*asks, Reset(2.0), Restart(2.5), Ask(3.0, "again", prompt, 1)), 0.02, until_s=2.0)
+    results = play_raising((*asks, Reset(2.0), Restart(2.5), Ask(3.0, "again", prompt, 1)), 0.005, until_s=2.0)
     assert sum(result.tallies["turned off"] for result in results)

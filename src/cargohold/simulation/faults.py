@@ -38,7 +38,7 @@ class Fault(Enum):
     LATE_WORKER = "late-worker"
     """One worker reports what has ended some steps after the others."""
     RAISES = "raises"
-    """The connector raises: on a worker or in the scheduler. It must be turned off."""
+    """The connector raises, before or after any of its hooks: on a worker or in the scheduler. It must be turned off."""
     RESTART = "restart"
     """The process dies and comes back; the tier outlives it."""
 
@@ -58,7 +58,7 @@ RATES: Mapping[Fault, tuple[float, float]] = {
     Fault.FULL: (0.02, 0.5),
     Fault.UNDECIDED: (0.05, 0.6),
     Fault.LATE_WORKER: (0.05, 0.5),
-    Fault.RAISES: (0.001, 0.01),
+    Fault.RAISES: (0.0003, 0.003),
     Fault.RESTART: (0.1, 0.6),
 }
 """How likely each strikes where it could: per copy, per question, per spell of time. Drawn anew for every seed."""

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from inspect import isfunction
+from typing import Any, Final, Protocol, TypeVar
 
 from cargohold.protocol import (
-    BlockIds,
     ConnectorMetadata,
     FinishedTransfers,
     ForwardingScheduler,
     KVConnectorFactory,
-    KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorWorker,
-    RequestView,
     SchedulerEnvironment,
     Stats,
-    StepView,
     WorkerEnvironment,
     WorkerMetadata,
 )
@@ -30,6 +28,41 @@ class SimulatedMishapError(Exception):
     """What a faulty connector raises."""
 
 
+_START_AND_END: Final = frozenset({"bind_scheduler_context", "get_finished_count", "register_kv_caches", "shutdown"})
+"""Hooks that are not called in steps: who raises there is refused, or has ended anyhow."""
+
+
+class _Side(Protocol):
+    def maybe_raise(self) -> None:
+        """Raise, if that fault strikes."""
+
+
+T = TypeVar("T", bound=_Side)
+
+
+def _raises_around(contract: type) -> Callable[[type[T]], type[T]]:
+    """Lets a side raise before and after every hook of its steps."""
+
+    def around(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def call(self: T, *args: Any) -> Any:
+            self.maybe_raise()
+            answer = hook(self, *args)
+            self.maybe_raise()
+            return answer
+
+        return call
+
+    def decorate(side: type[T]) -> type[T]:
+        for name, hook in vars(contract).items():
+            if isfunction(hook) and name not in _START_AND_END:
+                setattr(side, name, around(getattr(side, name)))
+        return side
+
+    return decorate
+
+
+@_raises_around(KVConnectorScheduler)
 class FaultyScheduler(ForwardingScheduler):
     """A scheduler side that raises now and then.
 
@@ -42,39 +75,13 @@ class FaultyScheduler(ForwardingScheduler):
         super().__init__(inner)
         self._source = source
 
-    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Pass on."""
-        self._maybe_raise()
-        return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """Pass on."""
-        self._maybe_raise()
-        self.inner.update_state_after_alloc(request, blocks, num_external_tokens)
-        self._maybe_raise()
-
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        """Pass on."""
-        self._maybe_raise()
-        metadata = self.inner.build_connector_meta(step)
-        self._maybe_raise()
-        return metadata
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Pass on."""
-        self._maybe_raise()
-        self.inner.update_connector_output(output)
-
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        """Pass on."""
-        self._maybe_raise()
-        return self.inner.request_finished(request, block_ids)
-
-    def _maybe_raise(self) -> None:
+    def maybe_raise(self) -> None:
+        """Raise, if that fault strikes."""
         if self._source.strikes(Fault.RAISES):
             raise SimulatedMishapError("in the scheduler")
 
 
+@_raises_around(KVConnectorWorker)
 class FaultyWorker(KVConnectorWorker):
     """A worker side that raises now and then, or reports what has ended some steps late.
 
@@ -101,14 +108,11 @@ class FaultyWorker(KVConnectorWorker):
 
     def handle_preemptions(self) -> None:
         """Pass on."""
-        self._maybe_raise()
         self.inner.handle_preemptions()
 
     def start_load_kv(self) -> None:
         """Pass on."""
-        self._maybe_raise()
         self.inner.start_load_kv()
-        self._maybe_raise()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Pass on."""
@@ -120,12 +124,10 @@ class FaultyWorker(KVConnectorWorker):
 
     def wait_for_save(self) -> None:
         """Pass on."""
-        self._maybe_raise()
         self.inner.wait_for_save()
 
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
         """What has ended; held back for some steps if this worker is late."""
-        self._maybe_raise()
         finished = merged(self._held_back, self.inner.get_finished(finished_req_ids))
         if self._steps_late == 0 and self._source.strikes(Fault.LATE_WORKER):
             self._steps_late = self._source.random.randint(1, 4)
@@ -157,7 +159,8 @@ class FaultyWorker(KVConnectorWorker):
         """Pass on."""
         self.inner.shutdown()
 
-    def _maybe_raise(self) -> None:
+    def maybe_raise(self) -> None:
+        """Raise, if that fault strikes."""
         if self._source.strikes(Fault.RAISES):
             raise SimulatedMishapError("on a worker")
 

@@ -245,6 +245,8 @@ class Run:
             self._step(float("inf"))
 
     def _finish(self) -> None:
+        # All has settled, maybe long before faults would have stopped: none may strike while oracles ask.
+        self._world.source.until = self._clock.now
         for oracle in self._oracles:
             oracle.at_end()
         self._count_engine()
