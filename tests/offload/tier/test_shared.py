@@ -6,15 +6,17 @@ import errno
 import gc
 import os
 import resource
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import obstore
@@ -171,6 +173,94 @@ def test_a_database_that_the_server_does_not_have_is_refused_at_the_start() -> N
     """Found by use: the server was said not to answer yet, and every request failed."""
     with key_value_server("valkey") as server, pytest.raises(ConfigError, match="no such database"):
         shared(f"valkey://127.0.0.1:{server.port}/99")
+
+
+def node_of_a_cluster(directory: Path) -> AbstractContextManager[Server]:
+    options = ["--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--dir", str(directory)]
+    directory.mkdir()
+    return key_value_server("valkey", *options)
+
+
+def test_one_server_of_several_of_a_cluster_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Found by use: it was said not to answer yet, for a number and an address, and nearly every request failed."""
+    redis = pytest.importorskip("redis", reason="needs the extra cargohold[redis]")
+    with node_of_a_cluster(tmp_path / "a") as one, node_of_a_cluster(tmp_path / "b") as other:
+        with redis.Redis(port=one.port) as client, redis.Redis(port=other.port) as far:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 8191)
+            far.execute_command("CLUSTER", "ADDSLOTSRANGE", 8192, 16383)
+            bus = far.config_get("cluster-port")["cluster-port"]
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", other.port, bus)
+            while b"cluster_state:ok" not in client.execute_command("CLUSTER", "INFO"):
+                pass
+        with pytest.raises(ConfigError, match="one of several of a cluster"):
+            shared(f"valkey://127.0.0.1:{one.port}")
+
+
+def test_a_cluster_of_one_server_is_a_server(tmp_path: Path) -> None:
+    redis = pytest.importorskip("redis", reason="needs the extra cargohold[redis]")
+    with node_of_a_cluster(tmp_path / "a") as server:
+        with redis.Redis(port=server.port) as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            while b"cluster_state:ok" not in client.execute_command("CLUSTER", "INFO"):
+                pass
+        tier = shared(f"valkey://127.0.0.1:{server.port}")
+        assert [store(tier, number) for number in range(3)] == [StoreOutcome.STORED] * 3
+        tier.remove([key(0), key(1)])
+        assert tier.probe([key(number) for number in range(3)]) == [False, False, True]
+        tier.close()
+
+
+class Doubling:
+    """What passes on between a client and a server; an answer twice if it is told to."""
+
+    def __init__(self, server_port: int) -> None:
+        self._server_port = server_port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.is_due = False
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """For one connection after the other."""
+        thread = threading.Thread(target=self._serve)
+        with self._listening:
+            thread.start()
+            try:
+                yield
+            finally:
+                self._listening.shutdown(socket.SHUT_RDWR)
+                thread.join()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                client = self._listening.accept()[0]
+                with client, socket.create_connection(("127.0.0.1", self._server_port)) as server:
+                    self._pass_on(client, server)
+
+    def _pass_on(self, client: socket.socket, server: socket.socket) -> None:
+        while True:
+            for source in select.select([client, server], [], [])[0]:
+                data = source.recv(2**16)
+                if not data:
+                    return
+                if source is client:
+                    server.sendall(data)
+                else:
+                    num_times, self.is_due = 1 + self.is_due, False
+                    client.sendall(num_times * data)
+
+
+def test_what_is_left_of_an_earlier_answer_is_not_taken_for_another_chunk() -> None:
+    """Found by playing: every later load on that connection found another chunk than its own, and deleted its own."""
+    with key_value_server("valkey") as server, (between := Doubling(server.port)).serving():
+        with closing(shared(f"redis://127.0.0.1:{between.port}")) as tier:
+            for number in range(3):
+                store(tier, number)
+            between.is_due = True
+            assert tier.probe([key(0)]) == [True]
+            assert not between.is_due
+            assert [load(tier, number) for number in range(3)] == [payload(number) for number in range(3)]
 
 
 def test_an_error_of_the_server_is_told_without_keys() -> None:

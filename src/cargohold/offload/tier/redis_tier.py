@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final, Literal
 
 import redis
 
@@ -22,7 +22,8 @@ from cargohold.offload.tier.shared import SharedTier
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "cargohold:"
-_NO_KEY: Final = b"\0"
+_NO_KEYS: Final = tuple(bytes([number]) for number in range(16))
+"""So many that hardly one node of a cluster holds them all."""
 _NO_SUCH_DATABASE: Final = "DB index is out of range"
 
 
@@ -36,7 +37,12 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
     url = config.scheme.replace("valkey", "redis") + config.url[len(config.scheme) :]
     try:
         client = redis.Redis.from_url(
-            url, socket_timeout=config.request_timeout_s, socket_connect_timeout=config.request_timeout_s
+            url,
+            socket_timeout=config.request_timeout_s,
+            socket_connect_timeout=config.request_timeout_s,
+            # With the later protocol the package looks no more whether a connection has what is left of an earlier answer:
+            # then every load on it would get another chunk, and delete its own.
+            protocol=2,
         )
         pool = client.connection_pool
         # Made for its checks alone: of an option that there is none of, the package speaks at the first connection.
@@ -69,21 +75,13 @@ class RedisTier(SharedTier):
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask for all keys in one round trip."""
-        with self._errors(), self._client.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.exists(self._name(key))
-            # Where the package raises errors by itself, it puts the key's bytes before what the server says.
-            counts = pipeline.execute(raise_on_error=False)
-            for count in counts:
-                if isinstance(count, redis.exceptions.RedisError):
-                    raise count
-            return list(map(bool, counts))
+        with self._errors():
+            return list(map(bool, self._of_each("exists", keys)))
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Delete values; the server frees them in the background."""
-        if keys:
-            with self._errors():
-                self._client.unlink(*map(self._name, keys))
+        with self._errors():
+            self._of_each("unlink", keys)
 
     def close(self) -> None:
         """Close all connections."""
@@ -102,6 +100,18 @@ class RedisTier(SharedTier):
             value = self._client.get(self._name(key))
         return memoryview(value) if isinstance(value, bytes) else None
 
+    def _of_each(self, command: Literal["exists", "unlink"], keys: Sequence[OffloadKey]) -> list[Any]:
+        """The answers to a command for each key by itself, in one round trip: no cluster, even of one node, takes several."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                getattr(pipeline, command)(self._name(key))
+            # Where the package raises errors by itself, it puts the key's bytes before what the server says.
+            answers = pipeline.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, redis.exceptions.RedisError):
+                raise answer
+        return answers
+
     def _name(self, key: OffloadKey) -> bytes:
         return b"%b:%b" % (self._prefix, key)
 
@@ -110,10 +120,15 @@ class RedisTier(SharedTier):
         try:
             self._client.set(self._prefix, json.dumps(self._codec.namespace.describe()))
             self._client.get(self._prefix)
-            self._client.exists(self._name(_NO_KEY))
-            self._client.unlink(self._name(_NO_KEY))
+            self._of_each("exists", _NO_KEYS)
+            self._of_each("unlink", _NO_KEYS)
         except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError) as error:
             raise ConfigError("url", config.shown_url, f"the server refuses access: {one_line(error)}") from error
+        except redis.exceptions.MovedError as error:
+            reason = (
+                "the server is one of several of a cluster, and has only some of the keys; name one that has them all"
+            )
+            raise ConfigError("url", config.shown_url, reason) from error
         except redis.exceptions.RedisError as error:
             if _NO_SUCH_DATABASE in str(error):
                 raise ConfigError("url", config.shown_url, "the server has no such database") from error
