@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -167,6 +168,62 @@ class Boasting(ShelfScheduler):
 def test_reports_are_true() -> None:
     with pytest.raises(AssertionError):
         suite(Boasting).test_it_explains_what_it_has_restored()
+
+
+class Remembering(ShelfScheduler):
+    def __init__(self, environment: SchedulerEnvironment) -> None:
+        super().__init__(environment)
+        self.ended: set[str] = set()
+
+    def explain(self, request_id: str) -> CacheReport:
+        self.ended.add(request_id)
+        return super().explain(request_id)
+
+
+class RememberingTheAborted(Remembering):
+    def explain(self, request_id: str) -> CacheReport:
+        if self._requests[request_id].num_tokens == self._requests[request_id].num_prompt_tokens:
+            return super().explain(request_id)
+        return ShelfScheduler.explain(self, request_id)
+
+
+@pytest.mark.parametrize("broken", [Remembering, RememberingTheAborted])
+def test_ended_requests_are_forgotten(broken: type[ShelfScheduler]) -> None:
+    forgetful = suite(broken)
+    type(forgetful).max_remembered = 200  # it is told sooner
+    with pytest.raises(AssertionError, match="288 requests have come and gone, and it holds"):
+        forgetful.test_it_forgets_requests_that_have_ended()
+
+
+class BoundedlyRemembering(ShelfScheduler):
+    def __init__(self, environment: SchedulerEnvironment) -> None:
+        super().__init__(environment)
+        self.ended: deque[str] = deque(maxlen=500)
+
+    def explain(self, request_id: str) -> CacheReport:
+        self.ended.append(request_id)
+        return super().explain(request_id)
+
+
+def test_a_connector_may_keep_something_of_so_many_requests_as_it_says() -> None:
+    bounded = suite(BoundedlyRemembering)
+    bounded.test_it_forgets_requests_that_have_ended()
+    type(bounded).max_remembered = 400
+    with pytest.raises(AssertionError, match="480 requests have come and gone"):
+        bounded.test_it_forgets_requests_that_have_ended()
+
+
+class Foreseeing(ShelfScheduler):
+    def build_connector_meta(self, step: StepView) -> Orders:
+        for share in step.scheduled:
+            end = share.num_computed_tokens + share.num_scheduled_tokens
+            assert len(self._requests[share.request_id].block_hashes) >= end // self._size, "a hash is not there"
+        return super().build_connector_meta(step)
+
+
+def test_steps_may_be_planned_before_all_tokens_are_known() -> None:
+    with pytest.raises(AssertionError, match="a hash is not there"):
+        suite(Foreseeing).test_tokens_blocks_and_endings_are_right("shared-prefix")
 
 
 class Shrinking(ShelfScheduler):

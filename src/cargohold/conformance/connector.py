@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from cargohold.conformance.reach import num_reachable
 from cargohold.conformance.spoiler import Failure, SpoilerFactory, SpoilingScheduler
 from cargohold.conformance.strict import CodedExecutor, StrictFactory
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
@@ -31,6 +32,9 @@ BLOCK_TOKENS = 4
 PROMPT_TOKENS = 40
 OUTPUT_TOKENS = 3
 NUM_BLOCKS = 24
+NUM_REPEATS = 96
+MAX_GROWTH = 8
+"""Objects more after as many requests again that pass for chance."""
 MAX_REFUSALS = 5
 """Scenarios to try for each that is to be played, because a connector may refuse some."""
 
@@ -47,6 +51,7 @@ class ConnectorConformance(ABC):
         needs_prefix_caching: whether the engine must keep prefixes.
         takes_real_time: whether it copies by itself, in real time, so that a simulation must wait for it when nothing happens.
         may_forget: whether what was stored may not be found a moment later, with nothing else stored in between.
+        max_remembered: of how many requests that have ended it may keep something.
     """
 
     num_seeds: ClassVar[int] = 3
@@ -54,6 +59,7 @@ class ConnectorConformance(ABC):
     needs_prefix_caching: ClassVar[bool] = False
     takes_real_time: ClassVar[bool] = False
     may_forget: ClassVar[bool] = False
+    max_remembered: ClassVar[int] = 2000
 
     @abstractmethod
     def factory(self) -> KVConnectorFactory:
@@ -181,6 +187,20 @@ class ConnectorConformance(ABC):
             self._ask(engine, "again", prompt)
         _require_sound(engine)
 
+    def test_it_forgets_requests_that_have_ended(self) -> None:
+        """The same prompts again and again, served to the end or aborted: what it holds does not grow with their number."""
+        engine = self._engine(self.factory())
+        held: list[int] = []
+        # What is kept up to a limit stops to grow; what is tidied up now and then shrinks.
+        while len(held) < 2 or held[-1] - held[-2] >= MAX_GROWTH:
+            num_ended = len(engine.requests)
+            assert num_ended <= self.max_remembered, (
+                f"{num_ended} requests have come and gone, and it holds {held[-1] - held[0]} objects more than at first"
+            )
+            for number in range(NUM_REPEATS):
+                self._repeat(engine, number)
+            held.append(self._num_held(engine))
+
     @pytest.mark.parametrize("num_steps", range(8))
     def test_an_abort_at_any_step_leaves_nothing_behind(self, num_steps: int) -> None:
         """A request is aborted while its prompt is being restored or computed."""
@@ -231,9 +251,8 @@ class ConnectorConformance(ABC):
         if self.needs_prefix_caching:
             shape = replace(shape, scheduler={**shape.scheduler, "prefix_caching": True})
         with_context = self.needs_context or Random(seed).random() < 0.6  # noqa: S311  # repeatable, on purpose
-        plan = ConnectorPlan(
-            type(self).__name__, (), with_context=with_context, custom=(StrictFactory(self.factory()),)
-        )
+        strict = StrictFactory(self.factory(), plans_early=seed % 2 == 1)
+        plan = ConnectorPlan(type(self).__name__, (), with_context=with_context, custom=(strict,))
         return replace(scenario, shape=shape, connector=plan)
 
     def _engine(self, factory: KVConnectorFactory, **options: Any) -> SimulatedEngine:
@@ -260,6 +279,24 @@ class ConnectorConformance(ABC):
         engine.scheduler.check_settled()
         broken = engine.scheduler.connector.broken
         assert broken is None, f"the connector was turned off: {broken}"
+
+    def _repeat(self, engine: SimulatedEngine, number: int) -> None:
+        """Serve one of a few prompts under a new name; half of them are aborted on the way."""
+        name = f"request {len(engine.requests)}"
+        if number % 2:
+            self._ask(engine, name, self._prompt(number % 3))
+            return
+        engine.add(name, self._prompt(number % 3), OUTPUT_TOKENS)
+        for _ in range(number // 2 % 4):
+            engine.step()
+        engine.abort(name)
+        self._settle(engine)
+
+    def _num_held(self, engine: SimulatedEngine) -> int:
+        """Objects that the connector's two sides hold. What they have counted is taken out of them before."""
+        engine.scheduler.connector.get_stats()
+        engine.scheduler.take_events()
+        return num_reachable([engine.connector, *engine.worker_sides])
 
     def _overwrite_device(self, engine: SimulatedEngine) -> None:
         """Serve other prompts until the device pool has lost the first."""

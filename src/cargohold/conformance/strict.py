@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from random import Random
+from typing import Any
 
+from cargohold.conformance.early import EarlyViews
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.engine.executor import Worker
 from cargohold.engine.executor.codec import StepCodec
 from cargohold.engine.executor.merge import merge_outputs
 from cargohold.protocol import (
+    BlockIds,
+    CacheReport,
     ConnectorMetadata,
     KVConnectorFactory,
     KVConnectorScheduler,
@@ -31,14 +36,38 @@ class StrictScheduler(FaultyScheduler):
     Args:
         inner: the connector.
         source: the run's faults, none of which strike here.
+        plans_early: whether it is shown requests as if each step were planned before the last one's tokens are known.
     """
+
+    def __init__(self, inner: KVConnectorScheduler, source: FaultSource, *, plans_early: bool) -> None:
+        super().__init__(inner, source)
+        self._views = EarlyViews() if plans_early else None
+
+    def on_new_request(self, request: RequestView) -> None:
+        """Pass on."""
+        super().on_new_request(self._shown(request))
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask twice."""
+        request = self._shown(request)
         first = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
         second = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
         assert first == second, f"get_num_new_matched_tokens answered {first}, and asked again {second}"
         return second
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        """Pass on."""
+        super().update_state_after_alloc(self._shown(request), blocks, num_external_tokens)
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
+        """Pass on."""
+        return super().request_finished(self._shown(request), block_ids)
+
+    def explain(self, request_id: str) -> CacheReport:
+        """Pass on."""
+        if self._views is not None:
+            self._views.forget(request_id)
+        return super().explain(request_id)
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         """Compare the step with what it was."""
@@ -47,21 +76,27 @@ class StrictScheduler(FaultyScheduler):
         assert step == before, "build_connector_meta changed the step"
         return metadata
 
+    def _shown(self, request: RequestView) -> RequestView:
+        return request if self._views is None else self._views.of(request)
+
 
 class StrictFactory:
     """Makes strict scheduler sides of another factory's connectors. Satisfies ``KVConnectorFactory``.
 
     Args:
         inner: the other factory.
+        plans_early: see ``StrictScheduler``.
     """
 
-    def __init__(self, inner: KVConnectorFactory) -> None:
+    def __init__(self, inner: KVConnectorFactory, *, plans_early: bool = False) -> None:
         self._inner = inner
+        self._plans_early = plans_early
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
         """A strict scheduler side."""
         no_faults = FaultSource({}, Random(0), environment.clock, until=0.0)  # noqa: S311  # nothing is drawn
-        return StrictScheduler(self._inner.make_scheduler_side(environment), no_faults)
+        inner = self._inner.make_scheduler_side(environment)
+        return StrictScheduler(inner, no_faults, plans_early=self._plans_early)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
         """The worker side itself."""

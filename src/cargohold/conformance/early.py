@@ -1,0 +1,79 @@
+"""Requests as an engine shows them that plans a step before it has the tokens of the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cargohold.engine.core.request import Request, RequestStatus
+from cargohold.protocol import Adapter, ExtraKey, RequestView
+
+
+class EarlyView:
+    """A request whose last generated token is not known yet while it runs. Satisfies ``RequestView``.
+
+    Args:
+        request: the request, with all of its tokens.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._num_known = 0
+
+    @property
+    def request_id(self) -> str:
+        """As it is."""
+        return self._request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """As it is."""
+        return self._request.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """One less than there are while it runs, but what was known once stays known."""
+        request = self._request
+        is_early = request.status is RequestStatus.RUNNING and request.num_output_tokens > 0
+        self._num_known = max(self._num_known, request.num_tokens - is_early)
+        return self._num_known
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Those that are known."""
+        return self._request.all_token_ids[: self.num_tokens]
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Those of the tokens that are known."""
+        return self._request.block_hashes[: self.num_tokens // self._request.hash_block_tokens]
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """As it is."""
+        return self._request.adapter
+
+    def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
+        """As they are."""
+        return self._request.extra_keys(start, end)
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """As they are."""
+        return self._request.kv_transfer_params
+
+
+class EarlyViews:
+    """The same view of a request for as long as it is alive."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, EarlyView] = {}
+
+    def of(self, request: RequestView) -> RequestView:
+        """The view of a request."""
+        assert isinstance(request, Request)
+        return self._views.setdefault(request.request_id, EarlyView(request))
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._views.pop(request_id, None)
