@@ -253,14 +253,17 @@ class Doubling:
 
 def test_what_is_left_of_an_earlier_answer_is_not_taken_for_another_chunk() -> None:
     """Found by playing: every later load on that connection found another chunk than its own, and deleted its own."""
-    with key_value_server("valkey") as server, (between := Doubling(server.port)).serving():
-        with closing(shared(f"redis://127.0.0.1:{between.port}")) as tier:
-            for number in range(3):
-                store(tier, number)
-            between.is_due = True
-            assert tier.probe([key(0)]) == [True]
-            assert not between.is_due
-            assert [load(tier, number) for number in range(3)] == [payload(number) for number in range(3)]
+    with (
+        key_value_server("valkey") as server,
+        (between := Doubling(server.port)).serving(),
+        closing(shared(f"redis://127.0.0.1:{between.port}")) as tier,
+    ):
+        for number in range(3):
+            store(tier, number)
+        between.is_due = True
+        assert tier.probe([key(0)]) == [True]
+        assert not between.is_due
+        assert [load(tier, number) for number in range(3)] == [payload(number) for number in range(3)]
 
 
 def test_an_error_of_the_server_is_told_without_keys() -> None:
