@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,18 @@ def test_a_rank_that_hangs_ends_the_engine_in_bounded_time(kind: str, rank: int,
     executor = make_executor(kind, Trouble("hang", "forward", rank, 1), step_timeout_s=1.0)
     executor.execute(step(0))
     with pytest.raises(EngineDeadError, match=rf"worker {rank} did not answer within 1 s"):
+        executor.execute(step(1))
+    assert not multiprocessing.active_children()
+
+
+def test_of_ranks_that_may_wait_for_each_other_none_is_blamed_alone(make_executor: MakeExecutor) -> None:
+    """Found by use: a rank was stopped, and the one that waited for it was said to hang."""
+    executor = make_executor("multiprocess", step_timeout_s=1.0)
+    executor.execute(step(0))
+    assert isinstance(executor, MultiprocessExecutor)
+    for process_id in executor.process_ids:
+        os.kill(process_id, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"workers 0, 1 did not answer within 1 s: one of them hangs"):
         executor.execute(step(1))
     assert not multiprocessing.active_children()
 

@@ -18,7 +18,7 @@ from cargohold.engine.executor.channel import Channel, ChannelClosedError
 from cargohold.engine.executor.codec import StepCodec
 from cargohold.engine.executor.merge import merge_outputs
 from cargohold.engine.executor.rank import RankPlace, RankSpec
-from cargohold.engine.executor.rank_frames import open_frame
+from cargohold.engine.executor.rank_frames import describe_silence, open_frame
 from cargohold.engine.executor.worker_process import STOP, run_rank
 from cargohold.errors import ConfigError, EngineDeadError
 from cargohold.protocol import OutputAggregator
@@ -137,7 +137,7 @@ class MultiprocessExecutor:
             waiting = {self._channels[rank].fileno(): rank for rank in range(len(self._channels)) if rank not in frames}
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise EngineDeadError(f"worker {min(waiting.values())} did not answer within {timeout_s:g} s: it hangs")
+                raise EngineDeadError(describe_silence(list(waiting.values()), timeout_s))
             for rank in (rank for descriptor, rank in waiting.items() if descriptor in ready):
                 frames[rank] = self._receive(rank, max(1.0, deadline - time.monotonic()))
         return [frames[rank] for rank in range(len(self._channels))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Sequence
 
 import msgspec
 
@@ -78,3 +79,11 @@ def _encode_refusal(error: ConfigError | ModelError) -> bytes:
 def _decode_refusal(content: bytes) -> CargoholdError:
     kind, facts = msgspec.msgpack.decode(content, type=tuple[str, list[str]])
     return _REFUSALS[kind](*facts)
+
+
+def describe_silence(ranks: Sequence[int], timeout_s: float) -> str:
+    """What is said of ranks that did not answer. Those that wait for another one in a collective cannot be told from it."""
+    if len(ranks) == 1:
+        return f"worker {ranks[0]} did not answer within {timeout_s:g} s: it hangs"
+    names = ", ".join(map(str, ranks))
+    return f"workers {names} did not answer within {timeout_s:g} s: one of them hangs, and others may be waiting for it"

@@ -11,7 +11,7 @@ from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.engine.executor.codec import StepCodec
 from cargohold.engine.executor.merge import merge_outputs
 from cargohold.engine.executor.rank import RankPlace, RankSpec
-from cargohold.engine.executor.rank_frames import FramedRank, open_frame
+from cargohold.engine.executor.rank_frames import FramedRank, describe_silence, open_frame
 from cargohold.errors import ConfigError, EngineDeadError
 from cargohold.protocol import OutputAggregator
 
@@ -123,8 +123,7 @@ class RayExecutor:
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
             if not ready:
-                slowest = min(ranks[reference] for reference in waiting)
-                raise EngineDeadError(f"worker {slowest} did not answer within {timeout_s:g} s: it hangs")
+                raise EngineDeadError(describe_silence(sorted(ranks[reference] for reference in waiting), timeout_s))
             rank = ranks[ready[0]]
             try:
                 frames[rank] = open_frame(rank, ray.get(ready[0]))
