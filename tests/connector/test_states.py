@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.blocks import ABSENT, READY
+from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.connector.offloading.states import DeepStates
 from cargohold.offload.keys import ChunkKeys
 from cargohold.offload.manager import ForwardingManager, OffloadKey, make_manager
@@ -15,7 +15,7 @@ from cargohold.offload.tiering import LowerTiers, TieringConfig, TierOptions
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from cargohold.simulation import VirtualClock
 
-HOST, DISK, NOWHERE = "host", "disk", "nowhere"
+HOST, DISK, NOWHERE, UNASKED = "host", "disk", "nowhere", "unasked"
 
 
 class CountingManager(ForwardingManager):
@@ -32,7 +32,7 @@ class CountingManager(ForwardingManager):
         return self.inner.lookup_run(keys)
 
 
-def states_of(places: Sequence[str]) -> tuple[DeepStates, CountingManager]:
+def states_of(places: Sequence[str], unknown: list[OffloadKey] | None = None) -> tuple[DeepStates, CountingManager]:
     keys = ChunkKeys(KVCacheGroup(0, AttentionKind.FULL, 1, ("0",)), 1, 1)
     keys.extend([at.to_bytes(32, "big") for at in range(len(places))])
     host = CountingManager(make_manager("lru", len(places) + 1))
@@ -41,8 +41,9 @@ def states_of(places: Sequence[str]) -> tuple[DeepStates, CountingManager]:
         if place == HOST:
             handle = host.prepare_store([key], keys.keys[at - 1] if at else None)
             handle.commit()
-    lower.tiers[0].note_presence(keys.keys, [place == DISK for place in places])
-    return DeepStates(host, lower, keys, []), host
+    asked = [(key, place == DISK) for key, place in zip(keys.keys, places, strict=True) if place != UNASKED]
+    lower.tiers[0].note_presence([key for key, _ in asked], [is_there for _, is_there in asked])
+    return DeepStates(host, lower, keys, [] if unknown is None else unknown), host
 
 
 @given(
@@ -57,6 +58,28 @@ def test_a_run_goes_to_the_first_chunk_that_is_nowhere(runs: list[tuple[str, int
     part = [*places[first:end], NOWHERE]
     assert states.run(first, end) == bytes([READY]) * part.index(NOWHERE)
     assert states.window(first, end) == bytes(ABSENT if place == NOWHERE else READY for place in places[first:end])
+
+
+@given(
+    runs=st.lists(st.tuples(st.sampled_from([HOST, DISK, UNASKED, NOWHERE]), st.integers(1, 40)), max_size=9),
+    first=st.integers(0, 20),
+)
+def test_what_no_tier_was_asked_about_counts_as_not_yet_and_is_named(runs: list[tuple[str, int]], first: int) -> None:
+    places = [place for place, count in runs for _ in range(count)]
+    first = min(first, len(places))
+    meaning = {HOST: READY, DISK: READY, UNASKED: NOT_YET, NOWHERE: ABSENT}
+    expected = bytes(meaning[place] for place in places[first:])
+    unasked = [at.to_bytes(32, "big") for at in range(first, len(places)) if places[at] == UNASKED]
+
+    named: list[OffloadKey] = []
+    states, _ = states_of(places, named)
+    assert states.window(first, len(places)) == expected
+    assert [key[:32] for key in named] == unasked
+
+    named.clear()
+    length = [*places[first:], NOWHERE].index(NOWHERE)
+    assert states.run(first, len(places)) == expected[:length]
+    assert [key[:32] for key in named] == [key for key in unasked if int.from_bytes(key, "big") < first + length]
 
 
 def test_chunks_in_turn_here_and_there_are_looked_up_a_few_times_each() -> None:
