@@ -1,0 +1,120 @@
+"""What is brought up for a hit, and where each token of it is said to come from, against plain definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cargohold.connector.offloading.recall_plan import chains_to_promote, needed_keys, sources_per_token
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.offload.manager import OffloadKey, OffloadManager, make_manager
+from cargohold.offload.tiering import LowerTiers, TieringConfig, TierOptions
+from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
+from tests.connector.common import prompt
+
+HOST, DISK, SHARED, NOWHERE = "host", "disk", "shared", "nowhere"
+CHUNK = 8
+NUM_CHUNKS = 9
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (11,), (None, 11), (3, 30)]
+
+
+def state_of(windows: tuple[int | None, ...]) -> RequestState:
+    layout = simulated_layout(60, windows=windows)
+    request = SimulatedEngine(layout).add("r", prompt(0, CHUNK * NUM_CHUNKS + 1), 1)
+    state = RequestState.create(request, layout, CHUNK // layout.hash_block_tokens)
+    state.extend_keys()
+    return state
+
+
+def needed(state: RequestState, group: int, first: int, end: int) -> list[int]:
+    """Chunks of a group with a token that is not computed and that the first query behind the hit still sees."""
+    window = state.keys[group].group.window_tokens
+    query = min(CHUNK * end, state.request.num_tokens - 1)
+    seen = 0 if window is None else query - window + 1
+    return [chunk for chunk in range(first, end) if CHUNK * (chunk + 1) > seen]
+
+
+def put(state: RequestState, places: Sequence[Sequence[str]]) -> tuple[OffloadManager, LowerTiers]:
+    host = make_manager("lru", 100)
+    lower = LowerTiers(host, [TierOptions(name=DISK), TierOptions(name=SHARED)], VirtualClock(), TieringConfig())
+    for keys, of_group in zip(state.keys, places, strict=True):
+        for at, (key, place) in enumerate(zip(keys.keys, of_group, strict=True)):
+            if place == HOST:
+                host.prepare_store([key], keys.keys[at - 1] if at else None).commit()
+        for tier in lower.tiers:
+            tier.note_presence(keys.keys, [place == tier.name for place in of_group])
+    return host, lower
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> tuple[int, int]:
+    first = draw(st.integers(0, NUM_CHUNKS - 1))
+    return first, draw(st.integers(first + 1, NUM_CHUNKS))
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@given(span=spans(), data=st.data())
+def test_what_host_memory_lacks_is_brought_up_in_pieces_of_one_prefix_and_one_tier(
+    windows: tuple[int | None, ...], span: tuple[int, int], data: st.DataObject
+) -> None:
+    state = state_of(windows)
+    of_chunk = st.sampled_from([HOST, DISK, DISK, SHARED, NOWHERE])
+    places = [data.draw(st.lists(of_chunk, min_size=NUM_CHUNKS, max_size=NUM_CHUNKS)) for _ in windows]
+    host, lower = put(state, places)
+    first, end = span
+    asked = [(group, chunk) for group in range(len(windows)) for chunk in needed(state, group, first, end)]
+    key_of = {(group, chunk): state.keys[group].keys[chunk] for group, chunk in asked}
+    assert needed_keys(state, CHUNK * first, CHUNK * end) == list(key_of.values())
+
+    chains = chains_to_promote(state, host, lower, CHUNK * first, CHUNK * end)
+    names = [[lower.tiers[chain.tier].name] * len(chain.keys) for chain in chains]
+    brought = {
+        key: name
+        for chain, of_chain in zip(chains, names, strict=True)
+        for key, name in zip(chain.keys, of_chain, strict=True)
+    }
+    assert brought == {
+        key: places[group][chunk] for (group, chunk), key in key_of.items() if places[group][chunk] in (DISK, SHARED)
+    }
+    at_of = {key: at for at, key in key_of.items()}
+    for chain in chains:
+        group, chunk = at_of[chain.keys[0]]
+        assert [at_of[key] for key in chain.keys] == [(group, chunk + at) for at in range(len(chain.keys))]
+        assert chain.parent == (state.keys[group].keys[chunk - 1] if chunk else None)
+    for one, other in pairwise(chains):
+        (group, chunk), after = at_of[one.keys[-1]], at_of[other.keys[0]]
+        assert one.tier != other.tier or after != (group, chunk + 1), "two pieces where one would do"
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@given(span=spans(), computed_more=st.integers(0, CHUNK - 1), data=st.data())
+def test_a_token_comes_from_the_slowest_tier_that_any_group_needs_for_it(
+    windows: tuple[int | None, ...], span: tuple[int, int], computed_more: int, data: st.DataObject
+) -> None:
+    state = state_of(windows)
+    first, end = span
+    num_computed = CHUNK * first + computed_more
+    brought = st.dictionaries(
+        st.sampled_from([key for keys in state.keys for key in keys.keys]), st.integers(0, 1), max_size=12
+    )
+    sources: dict[OffloadKey, int] = data.draw(brought)
+    expected: list[int | None] = []
+    for token in range(num_computed, CHUNK * end):
+        tiers = [
+            sources.get(keys.keys[token // CHUNK], -1) + 1
+            for group, keys in enumerate(state.keys)
+            if token // CHUNK in needed(state, group, first, end)
+        ]
+        expected.append(max(tiers, default=None))
+    known = [source for source in expected if source is not None]
+    filled = [known[0] if source is None else source for source in expected]
+    assert list(sources_per_token(state, sources, num_computed, CHUNK * end)) == filled
+
+
+def test_where_nothing_is_read_host_memory_is_named() -> None:
+    state = state_of((None,))
+    assert sources_per_token(state, {}, CHUNK, CHUNK) == b""
