@@ -7,6 +7,7 @@ from dataclasses import replace
 from inspect import isfunction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cargohold.blocks import BlockPool
@@ -34,6 +35,7 @@ from cargohold.protocol import (
 )
 
 NUM_BLOCKS = 6
+NUM_GROUPS = 2
 
 
 class Context:
@@ -127,7 +129,7 @@ def inner() -> Scripted:
 
 @pytest.fixture
 def guard(inner: Scripted, context: Context) -> ConnectorGuard:
-    guard = ConnectorGuard(inner, NUM_BLOCKS)
+    guard = ConnectorGuard(inner, NUM_BLOCKS, NUM_GROUPS)
     guard.bind_scheduler_context(context)
     return guard
 
@@ -154,6 +156,20 @@ def test_possible_answers_pass(guard: ConnectorGuard, inner: Scripted) -> None:
     assert guard.broken is None
 
 
+EVENT_FIELDS_OF_OTHER_TYPES: list[dict[str, Any]] = [
+    {"block_hashes": ("a",)},
+    {"parent_block_hash": 7},
+    {"token_ids": tuple(np.arange(2))},
+    {"block_tokens": "4"},
+    {"group": NUM_GROUPS},
+    {"group": -1},
+    {"medium": None},
+    {"locality": "HERE"},
+    {"adapter": "french"},
+    {"extra_keys": ((object(),),)},
+]
+"""What a publisher could make no bytes of; it ran in the engine's step, and the engine ended."""
+
 ANSWERS_OF_OTHER_TYPES: list[tuple[str, object]] = [
     ("explain", None),
     ("explain", {"restored_tokens": {}}),
@@ -171,6 +187,12 @@ ANSWERS_OF_OTHER_TYPES: list[tuple[str, object]] = [
     ("get_stats", {3: 1}),
     ("take_events", None),
     ("take_events", [("stored", 1)]),
+    *(
+        ("take_events", [replace(BlockStored((b"a",), None, (), 4, 0, MEDIUM_HOST), **wrong)])
+        for wrong in EVENT_FIELDS_OF_OTHER_TYPES
+    ),
+    ("take_events", [BlockRemoved((b"a",), NUM_GROUPS, MEDIUM_HOST)]),
+    ("take_events", [AllBlocksCleared(None)]),  # type: ignore[arg-type]  # that is the point
     ("get_finished_count", "all"),
 ]
 

@@ -6,9 +6,9 @@ connectors that merge it. All raise ``TypeError``, as if the connector had stumb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Final
 
 from cargohold.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from cargohold.protocol.messages import (
@@ -19,6 +19,9 @@ from cargohold.protocol.messages import (
     Stats,
     TransferOutcome,
 )
+from cargohold.protocol.request import Adapter
+
+_LOCALITIES: Final = (None, "LOCAL", "REMOTE")
 
 
 def checked_transfers(finished: object) -> FinishedTransfers:
@@ -89,12 +92,38 @@ def checked_report(report: Any) -> CacheReport:
     raise TypeError(f"{report!r} is no CacheReport of tokens by tier and notes")
 
 
-def checked_events(events: Iterable[Any]) -> tuple[KVEvent, ...]:
-    """What ``take_events`` answered."""
+def checked_events(events: Iterable[Any], num_groups: int | None = None) -> tuple[KVEvent, ...]:
+    """What ``take_events`` answered. A publisher makes bytes of all that is in them."""
     checked = tuple(events)
-    if not _are_all(checked, BlockStored | BlockRemoved | AllBlocksCleared):
-        raise TypeError(f"{events!r} are no KV events")
+    for event in checked:
+        if not isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared):
+            raise TypeError(f"{event!r} is no KV event")
+        for name, is_right in _fields_of_event(event, num_groups):
+            if not is_right:
+                # The value is not shown: it may be a prompt.
+                raise TypeError(f"{name} of a {type(event).__name__} is not of its type, or not in its range")
     return checked
+
+
+def _fields_of_event(event: Any, num_groups: int | None) -> Iterator[tuple[str, bool]]:
+    """Names of fields, and whether each is of its type. Of chunks stored there are many, and thousands of tokens."""
+    yield "medium", type(event.medium) is str
+    if type(event) is AllBlocksCleared:
+        return
+    group = event.group
+    yield "block_hashes", _is_sequence_of(event.block_hashes, {bytes})
+    yield "group", type(group) is int and group >= 0 and (num_groups is None or group < num_groups)
+    yield "locality", event.locality in _LOCALITIES
+    if type(event) is BlockStored:
+        yield "parent_block_hash", event.parent_block_hash is None or type(event.parent_block_hash) is bytes
+        yield "token_ids", _is_sequence_of(event.token_ids, {int})
+        yield "block_tokens", type(event.block_tokens) is int
+        yield "adapter", event.adapter is None or isinstance(event.adapter, Adapter)
+        yield "extra_keys", all(_is_sequence_of(keys, {str, bytes, tuple}) for keys in event.extra_keys)
+
+
+def _is_sequence_of(items: object, kinds: AbstractSet[type]) -> bool:
+    return isinstance(items, (tuple, list)) and set(map(type, items)) <= kinds
 
 
 def _are_all(items: Iterable[object], kind: Any) -> bool:

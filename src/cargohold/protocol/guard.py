@@ -93,11 +93,13 @@ class ConnectorGuard(KVConnectorScheduler):
     Args:
         inner: the connector.
         num_blocks: blocks of the device pool, the null block included: locks name one of them.
+        num_groups: KV-cache groups: events name one of them. ``None`` leaves that open.
     """
 
-    def __init__(self, inner: KVConnectorScheduler, num_blocks: int) -> None:
+    def __init__(self, inner: KVConnectorScheduler, num_blocks: int, num_groups: int | None = None) -> None:
         self._inner = inner
         self._num_blocks = num_blocks
+        self._num_groups = num_groups
         self._context: SchedulerContext | None = None
         self._touched = BlockLedger()
         self._locked = BlockLedger()
@@ -278,7 +280,7 @@ class ConnectorGuard(KVConnectorScheduler):
         return stats
 
     def _events(self) -> Sequence[KVEvent]:
-        events = checked_events(self._inner.take_events())
+        events = checked_events(self._inner.take_events(), self._num_groups)
         if events:
             self._announced.follow(events)
         return events

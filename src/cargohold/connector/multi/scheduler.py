@@ -54,7 +54,8 @@ class MultiConnectorScheduler(KVConnectorScheduler):
     def __init__(self, children: Sequence[KVConnectorScheduler], environment: SchedulerEnvironment) -> None:
         if not children:
             raise ConfigError("offload", [], "a composed connector needs at least one to compose")
-        self._children = [ConnectorGuard(child, environment.layout.num_blocks) for child in children]
+        layout = environment.layout
+        self._children = [ConnectorGuard(child, layout.num_blocks, len(layout.groups)) for child in children]
         self.worker_metadata_type = worker_metadata_type_for([child.worker_metadata_type for child in children])
         # Who was found to have something for a waiting request, and whether it would load asynchronously.
         self._chosen: dict[str, tuple[int, bool]] = {}

@@ -91,7 +91,7 @@ class SchedulerSide:
         clock: Callable[[], float],
         options: SideOptions,
     ) -> None:
-        self.guard = ConnectorGuard(inner, layout.num_blocks)
+        self.guard = ConnectorGuard(inner, layout.num_blocks, len(layout.groups))
         self.layout = layout
         self._tables = tables
         self._room = room
