@@ -677,6 +677,15 @@ class TestDoNoHarm:
         assert restored(engine, "now") == {}
         assert any("faster than loading from disk" in note for note in engine.outputs["now"].cache_report.notes)
 
+    def test_what_host_memory_has_does_not_count_as_computing_that_a_tier_saves(self) -> None:
+        """Computing all of it would take longer than loading what host memory lacks; computing that alone would not."""
+        engine, tiering = self.measure(step_s=0.8, job_s=0.2)
+        serve(engine, tiering, "its start", prompt(5, 41))
+        evict_everything(engine)
+        serve(engine, tiering, "now", prompt(5, 60))
+        assert restored(engine, "now") == {"host": 40}
+        assert any("faster than loading from disk" in note for note in engine.outputs["now"].cache_report.notes)
+
     def test_what_was_decided_holds_while_the_request_waits_for_room(self) -> None:
         engine, tiering = self.measure(step_s=0.001, job_s=0.2)
         engine.add("large", prompt(9, 210), 20)
