@@ -29,6 +29,7 @@ from cargohold.protocol import AllBlocksCleared, AttentionKind, BlockRemoved, Bl
 
 MAX_QUEUED_MESSAGES = 100_000
 _HASH_BYTES = 8
+_LINGER_MS = 200
 _KINDS: Final = {
     AttentionKind.FULL: "full_attention",
     AttentionKind.SLIDING_WINDOW: "sliding_window",
@@ -73,12 +74,15 @@ class ZmqEventPublisher:
         self._groups = groups
         self._wall_clock = wall_clock
         self._sequence = 0
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        # Followers within this process share its context. Others have no part in one: its end waits until the address is free.
+        self._own_context = None if endpoint.startswith("inproc:") else zmq.Context[zmq.Socket[bytes]]()
+        self._socket: zmq.Socket[bytes] = (self._own_context or zmq.Context.instance()).socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)  # also for one that nobody closes
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self._close(linger_ms=0)
             raise ConfigError("kv_events_endpoint", endpoint, f"it cannot be bound: {error}") from error
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._dont_wait = zmq.DONTWAIT
@@ -93,8 +97,13 @@ class ZmqEventPublisher:
             self._sequence += 1
 
     def close(self) -> None:
-        """Close the socket, letting what was sent go out for a moment. May be called twice."""
-        self._socket.close(linger=200)
+        """Close the socket, letting what was sent go out for a moment: then the address is free. May be called twice."""
+        self._close(linger_ms=_LINGER_MS)
+
+    def _close(self, linger_ms: int) -> None:
+        self._socket.close(linger=linger_ms)
+        if self._own_context is not None:
+            self._own_context.term()
 
 
 def _as_message(event: KVEvent, groups: Sequence[KVCacheGroup]) -> dict[str, Any]:
