@@ -61,7 +61,7 @@ METRICS: Mapping[str, Metric] = {
     "stores_deferred": Metric(
         "cargohold_deferred_stores", "Times that stores waited for room in the tier or in flight."
     ),
-    "stored_chunks": Metric("cargohold_stored_chunks", "Chunks that entered host memory."),
+    "stored_chunks": Metric("cargohold_stored_chunks", "Chunks that entered host memory from the device."),
     "removed_chunks": Metric(
         "cargohold_removed_chunks", "Chunks that left host memory: evicted, found damaged, or dropped by a reset."
     ),

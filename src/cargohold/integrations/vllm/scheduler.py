@@ -110,7 +110,7 @@ class SchedulerSide:
         self._parked: dict[str, Any] = {}
         # Requests whose load failed: asking again might fail again, for ever.
         self._failed: set[str] = set()
-        # Tokens on the device when the connector was last asked, for those it has something for.
+        # Tokens on the device when vLLM last asked.
         self._num_computed: dict[str, int] = {}
         # Requests whose prompt was counted: after a failed load or a preemption they come again.
         self._admitted: set[str] = set()
@@ -177,6 +177,7 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, always asynchronously."""
         request_id = request.request_id
+        self._num_computed[request_id] = num_computed_tokens
         if not self._may_load_for(request):
             self._deferrals.forget(request_id)
             return 0, False
@@ -186,7 +187,6 @@ class SchedulerSide:
             self._stats["deferred_lookups"] += self._deferrals.note(request_id)
             return None, False
         self._deferrals.forget(request_id)
-        self._num_computed[request_id] = num_computed_tokens
         if num_tokens and not is_async:
             self.guard.break_off("wants to load within a step, which the adapter for vLLM does not carry")
             return 0, False
@@ -203,15 +203,15 @@ class SchedulerSide:
         request_id = request.request_id
         if isinstance(self._tables, NotedTables):
             self._tables.note(request_id, blocks.blocks)
-        seen = self._requests.get(request_id)
-        if seen is None:
-            return
-        tables = block_ids(blocks.blocks)
         num_computed = self._num_computed.get(request_id)
         if num_computed is not None and request_id not in self._admitted:
             self._admitted.add(request_id)
             self._stats["device_tokens"] += num_computed
             self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
+        seen = self._requests.get(request_id)
+        if seen is None:
+            return
+        tables = block_ids(blocks.blocks)
         if num_external_tokens:
             self._loading[request_id] = _Load(self._clock(), num_external_tokens)
             self._parked[request_id] = request
