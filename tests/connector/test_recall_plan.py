@@ -19,12 +19,12 @@ from tests.connector.common import prompt
 HOST, DISK, SHARED, NOWHERE = "host", "disk", "shared", "nowhere"
 CHUNK = 8
 NUM_CHUNKS = 9
-WINDOWS: list[tuple[int | None, ...]] = [(None,), (11,), (None, 11), (3, 30)]
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (11,), (None, 9), (3, 30)]
 
 
-def state_of(windows: tuple[int | None, ...]) -> RequestState:
+def state_of(windows: tuple[int | None, ...], num_more: int = 0) -> RequestState:
     layout = simulated_layout(60, windows=windows)
-    request = SimulatedEngine(layout).add("r", prompt(0, CHUNK * NUM_CHUNKS + 1), 1)
+    request = SimulatedEngine(layout).add("r", prompt(0, CHUNK * NUM_CHUNKS + num_more), 1)
     state = RequestState.create(request, layout, CHUNK // layout.hash_block_tokens)
     state.extend_keys()
     return state
@@ -61,7 +61,7 @@ def spans(draw: st.DrawFn) -> tuple[int, int]:
 def test_what_host_memory_lacks_is_brought_up_in_pieces_of_one_prefix_and_one_tier(
     windows: tuple[int | None, ...], span: tuple[int, int], data: st.DataObject
 ) -> None:
-    state = state_of(windows)
+    state = state_of(windows, num_more=data.draw(st.integers(0, 1)))
     of_chunk = st.sampled_from([HOST, DISK, DISK, SHARED, NOWHERE])
     places = [data.draw(st.lists(of_chunk, min_size=NUM_CHUNKS, max_size=NUM_CHUNKS)) for _ in windows]
     host, lower = put(state, places)
@@ -95,7 +95,7 @@ def test_what_host_memory_lacks_is_brought_up_in_pieces_of_one_prefix_and_one_ti
 def test_a_token_comes_from_the_slowest_tier_that_any_group_needs_for_it(
     windows: tuple[int | None, ...], span: tuple[int, int], computed_more: int, data: st.DataObject
 ) -> None:
-    state = state_of(windows)
+    state = state_of(windows, num_more=data.draw(st.integers(0, 1)))
     first, end = span
     num_computed = CHUNK * first + computed_more
     brought = st.dictionaries(
