@@ -47,7 +47,10 @@ def test_a_policy_of_ones_own_is_named_by_where_it_is() -> None:
         ("tests.conformance.oldest_ends:Mine", "has no attribute 'Mine'"),
         ("tests.conformance.oldest_ends:OrderedDict", "derived from cargohold.offload.policy.ReplacementPolicy"),
         ("tests.conformance.oldest_ends:np", "derived from cargohold.offload.policy.ReplacementPolicy"),
-        ("tests.conformance.oldest_ends:OneByOnePolicy", "lacks __init__, add_one, check, clear, drop, make_room_for, touch"),
+        (
+            "tests.conformance.oldest_ends:OneByOnePolicy",
+            "lacks __init__, add_one, check, clear, drop, make_room_for, touch",
+        ),
         ("broken_policies:Mine", "RuntimeError: not today"),
     ],
 )
