@@ -15,6 +15,8 @@ from tests.vllm.models import VOCAB_SIZE
 HOST = "64MiB"
 EAGER: dict[str, Any] = {"host_bytes": HOST}
 LAZY: dict[str, Any] = {"mode": "lazy", "host_bytes": HOST}
+RESTARTED: dict[str, Any] = {**EAGER, "restore": "always", "restore_timeout_s": 60.0, "shutdown_timeout_s": 20.0}
+"""For engines that come after each other: those of a server are over before a busy machine has read, or written, its disk."""
 EVENTS: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
 COMPOSED: dict[str, Any] = {"mode": "multi", "connectors": [EAGER, LAZY]}
 

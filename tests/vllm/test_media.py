@@ -14,7 +14,7 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from tests.vllm.common import EAGER, EVENTS, LAZY, follow_events, forget, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, EVENTS, LAZY, RESTARTED, follow_events, forget, make_prompts, restored, tokens
 from tests.vllm.engine import BLOCK_TOKENS, Answer, Engine
 from tests.vllm.models import PICTURE_SIZE, PICTURE_TOKENS
 
@@ -73,7 +73,7 @@ def test_pictures_are_found_again_on_disk(
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
     tier = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}
-    extra = {**EAGER, "restore": "always", "restore_timeout_s": 60.0, "tiers": [tier]}
+    extra = {**RESTARTED, "tiers": [tier]}
     engine = start(vllm_model("blip2"), extra, **OPTIONS)
     expected = tokens(look(engine))
     engine.settle()

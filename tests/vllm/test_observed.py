@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cargohold.offload.transfer.base import Direction
@@ -19,7 +20,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.lora.request import LoRARequest
 
 from cargohold.integrations.vllm.metrics import PromMetrics, metric_of
-from tests.vllm.common import EAGER, EVENTS, ask_twice, follow_events, forget, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, EVENTS, RESTARTED, ask_twice, follow_events, forget, make_prompts, restored, tokens
 from tests.vllm.engine import BLOCK_TOKENS
 from tests.vllm.models import save_adapter
 
@@ -182,6 +183,14 @@ def test_events_say_of_adapters_and_salts_what_vllm_says(
     assert first[2]["extra_keys"] == ("mine",)
 
 
+def test_prompts_of_numpys_numbers_are_told_of(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
+    engine = start(vllm_model("llama"), EAGER, **EVENTS)
+    prompt = list(np.array(make_prompts(1, 330)[0]))
+    told = follow_events(engine, lambda: engine.ask_for([{"prompt_token_ids": prompt}]))
+    assert len(told["CPU"]) == 330 // BLOCK_TOKENS
+    assert {type(token) for block in told["CPU"].values() for token in block["tokens"]} == {int}
+
+
 def test_events_say_of_windows_what_vllm_says(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
     engine = start(vllm_model("gemma3"), EAGER, num_blocks=150, **EVENTS)
     told = follow_events(engine, lambda: engine.ask(make_prompts(1, 330)))
@@ -195,12 +204,7 @@ def test_a_directory_outlives_the_engine_but_not_the_weights(
     vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
-    extra = {
-        **EAGER,
-        "restore": "always",
-        "restore_timeout_s": 60.0,  # that of a server is over before a busy machine has read its disk
-        "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}],
-    }
+    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
     prompts = make_prompts(2, 330)
     engine = start(vllm_model("llama"), extra)
     expected = tokens(ask_twice(engine, prompts))
@@ -219,12 +223,7 @@ def test_states_that_are_arranged_otherwise_are_not_found_again(
 ) -> None:
     """Found by reading: after a restart with another ``VLLM_SSM_CONV_STATE_LAYOUT`` a disk gave other tokens."""
     model = vllm_model("lfm2")
-    extra = {
-        **EAGER,
-        "restore": "always",
-        "restore_timeout_s": 60.0,
-        "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}],
-    }
+    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
     options = {"mamba_cache_mode": "align", "enable_prefix_caching": True}
     prompts = make_prompts(4, 322)  # two tokens behind the last state
     engine = start(model, extra, **options)

@@ -61,7 +61,8 @@ class TierEvents:
             self._pending[key] = BlockStored(
                 block_hashes=(split_key(key)[0],),
                 parent_block_hash=split_key(keys.keys[at - 1])[0] if at else None,
-                token_ids=tuple(request.all_token_ids[start:end]),
+                # Prompts may come as numbers of numpy, which no publisher can make bytes of.
+                token_ids=tuple(map(int, request.all_token_ids[start:end])),
                 block_tokens=size,
                 group=keys.group.index,
                 medium=self._medium,
