@@ -179,7 +179,7 @@ def test_who_waits_at_a_terminal_is_told_for_what(
 
 def test_an_empty_store_is_told_without_its_password() -> None:
     with key_value_server("valkey") as server:
-        shown = run("ls", f"valkey://127.0.0.1:{server.port}?password=hunter2")
+        shown = run("ls", f"valkey://127.0.0.1:{server.port}?username=default&password=hunter2")
     assert "nothing is stored in valkey://" in shown and "hunter2" not in shown
 
 
