@@ -481,6 +481,17 @@ class MediumMachine:
     def somebody_else(self, step: Step) -> None:
         self.act(step.acts[0])
 
+    def draw_call(self, random: Random) -> tuple[Port, JobKind, list[int]]:
+        """Who is asked for what of which keys; opened before, if need be."""
+        at = random.randrange(len(self.ports))
+        kind, numbers = random.choice(KINDS), random.sample(range(NUM_KEYS), random.randint(1, 4))
+        if self.ports[at] is None:
+            self.recover()
+            self.open_all(None, [])
+        port = self.ports[at]
+        assert port is not None
+        return port, kind, numbers
+
     def open_all(self, trouble: Trouble | None, acts: Sequence[Act]) -> None:
         """Open what is not open. It may be refused only while there is trouble."""
         if trouble is not None and trouble.kind is Kind.DIES and self.has_queue:
@@ -677,13 +688,7 @@ class DiskMachine(MediumMachine):
 
     def call(self, step: Step) -> None:
         random = Random(step.seed)
-        shard = random.randrange(len(self.ports))
-        kind, numbers = random.choice(KINDS), random.sample(range(NUM_KEYS), random.randint(1, 4))
-        if self.ports[shard] is None:
-            self.recover()
-            self.open_all(None, [])
-        port = self.ports[shard]
-        assert port is not None
+        port, kind, numbers = self.draw_call(random)
         with self.within_budget():
             answers = self.ask(port, kind, numbers, step.trouble, step.acts)
             if answers is None:
@@ -798,13 +803,7 @@ class SharedMachine(MediumMachine):
 
     def call(self, step: Step) -> None:
         random = Random(step.seed)
-        at = random.randrange(len(self.ports))
-        kind, numbers = random.choice(KINDS), random.sample(range(NUM_KEYS), random.randint(1, 4))
-        if self.ports[at] is None:
-            self.recover()
-            self.open_all(None, [])
-        port = self.ports[at]
-        assert port is not None
+        port, kind, numbers = self.draw_call(random)
         with self.within_limit():
             answers = self.ask(port, kind, numbers, step.trouble, step.acts)
         if answers is None:
