@@ -21,6 +21,7 @@ from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, Bloc
 from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.simulation.layouts import GroupPlan, layout_of
 from cargohold.simulation.tiers import HeldQueue, SimulatedTiering
+from cargohold.simulation.transfers import HeldTransfers
 from tests.connector.common import alone, evict_everything, prompt
 
 DISK = TierOptions(name="disk")
@@ -402,7 +403,8 @@ def test_what_host_memory_has_is_held_while_the_rest_is_brought_up() -> None:
     assert restored(engine, "all of it") == {"host": 16, "disk": 28}
 
 
-def test_who_finds_no_slot_for_a_moment_waits_for_one() -> None:
+def play_out_of_slots() -> tuple[SimulatedTiering, SimulatedEngine, HeldTransfers]:
+    """The disk has the first prompt, and host memory is full of another's chunks on their way into it."""
     tiering = SimulatedTiering(60)
     serve(make_engine(tiering), tiering, "first", prompt(0, 17))
     tiering.num_slots = 4
@@ -412,6 +414,11 @@ def test_who_finds_no_slot_for_a_moment_waits_for_one() -> None:
     engine.add("other", prompt(1, 17), 1)
     while "other" not in engine.outputs:
         engine.step()
+    return tiering, engine, transfers
+
+
+def test_who_finds_no_slot_for_a_moment_waits_for_one() -> None:
+    tiering, engine, transfers = play_out_of_slots()
     assert tiering.manager.num_writing == 4
     engine.add("known", prompt(0, 17), 3)
     for _ in range(10):
@@ -424,15 +431,7 @@ def test_who_finds_no_slot_for_a_moment_waits_for_one() -> None:
 
 def test_who_finds_no_slot_does_not_look_for_one_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look goes through all chunks of the prompt. Once the tiers had answered, there was no pause between two of them."""
-    tiering = SimulatedTiering(60)
-    serve(make_engine(tiering), tiering, "first", prompt(0, 17))
-    tiering.num_slots = 4
-    engine = make_engine(tiering)
-    (transfers,) = tiering.transfers
-    transfers.auto = False
-    engine.add("other", prompt(1, 17), 1)
-    while "other" not in engine.outputs:
-        engine.step()
+    tiering, engine, transfers = play_out_of_slots()
     looks: list[float] = []
     promote = tiering.lower.promote
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from random import Random
 from typing import Any
 
 from cargohold.conformance.early import EarlyViews
@@ -16,6 +15,7 @@ from cargohold.protocol import (
     BlockIds,
     CacheReport,
     ConnectorMetadata,
+    ForwardingScheduler,
     KVConnectorFactory,
     KVConnectorScheduler,
     KVConnectorWorker,
@@ -26,21 +26,18 @@ from cargohold.protocol import (
 )
 from cargohold.simulation.engine import SimulatedEngine
 from cargohold.simulation.executor import SimulatedExecutor
-from cargohold.simulation.faults import FaultSource
-from cargohold.simulation.faulty_connector import FaultyScheduler
 
 
-class StrictScheduler(FaultyScheduler):
-    """Asks everything twice, and watches that steps stay as they are. Injects no faults.
+class StrictScheduler(ForwardingScheduler):
+    """Asks everything twice, and watches that steps stay as they are.
 
     Args:
         inner: the connector.
-        source: the run's faults, none of which strike here.
         plans_early: whether it is shown requests as if each step were planned before the last one's tokens are known.
     """
 
-    def __init__(self, inner: KVConnectorScheduler, source: FaultSource, *, plans_early: bool) -> None:
-        super().__init__(inner, source)
+    def __init__(self, inner: KVConnectorScheduler, *, plans_early: bool) -> None:
+        super().__init__(inner)
         self._views = EarlyViews() if plans_early else None
 
     def on_new_request(self, request: RequestView) -> None:
@@ -94,9 +91,7 @@ class StrictFactory:
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
         """A strict scheduler side."""
-        no_faults = FaultSource({}, Random(0), environment.clock, until=0.0)  # noqa: S311  # nothing is drawn
-        inner = self._inner.make_scheduler_side(environment)
-        return StrictScheduler(inner, no_faults, plans_early=self._plans_early)
+        return StrictScheduler(self._inner.make_scheduler_side(environment), plans_early=self._plans_early)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
         """The worker side itself."""

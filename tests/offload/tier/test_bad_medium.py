@@ -481,6 +481,14 @@ class MediumMachine:
     def somebody_else(self, step: Step) -> None:
         self.act(step.acts[0])
 
+    def lose_some(self, step: Step) -> None:
+        """Nothing was synchronised: a third of the files is not what was written."""
+        random = Random(step.seed)
+        for path in self.paths(files=True):
+            if random.randrange(3) == 0:
+                with suppress(PermissionError):
+                    self.num_cut += damage(random, path)
+
     def draw_call(self, random: Random) -> tuple[Port, JobKind, list[int]]:
         """Who is asked for what of which keys; opened before, if need be."""
         at = random.randrange(len(self.ports))
@@ -713,11 +721,7 @@ class DiskMachine(MediumMachine):
         if self.has_queue:
             return
         self.die()
-        random = Random(step.seed)
-        for path in self.paths(files=True):
-            if random.randrange(3) == 0:
-                with suppress(PermissionError):
-                    self.num_cut += damage(random, path)
+        self.lose_some(step)
 
     @contextmanager
     def within_budget(self) -> Iterator[None]:
@@ -825,11 +829,7 @@ class SharedMachine(MediumMachine):
         self.open_all(step.trouble, step.acts)
 
     def lose_power(self, step: Step) -> None:
-        random = Random(step.seed)
-        for path in self.paths(files=True):
-            if random.randrange(3) == 0:
-                with suppress(PermissionError):
-                    self.num_cut += damage(random, path)
+        self.lose_some(step)
 
     @contextmanager
     def within_limit(self) -> Iterator[None]:

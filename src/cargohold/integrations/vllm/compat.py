@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _EVENTS = "vllm.distributed.kv_events"
+_HASHES = "vllm.v1.core.kv_cache_utils"
 _SPECS = "vllm.v1.kv_cache_interface"
 
 MISSING: list[str] = []
@@ -59,11 +60,11 @@ MultiprocExecutor: Any = _find("vllm.v1.executor.multiproc_executor", "Multiproc
 CacheHitSource: Any = _find("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
 """Since 0.32: where an external hit came from, for vLLM's own statistics."""
 
-convert_block_hash: Any = _find("vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash") or (lambda digest: digest)
+convert_block_hash: Any = _find(_HASHES, "maybe_convert_block_hash") or (lambda digest: digest)
 """Block hashes as vLLM's events name them."""
 
-extra_keys: Any = _find("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys") or (lambda *_: (None, 0))
-event_keys: Any = _find("vllm.v1.core.kv_cache_utils", "to_event_extra_keys") or list
+extra_keys: Any = _find(_HASHES, "generate_block_hash_extra_keys") or (lambda *_: (None, 0))
+event_keys: Any = _find(_HASHES, "to_event_extra_keys") or list
 """What block hashes cover besides tokens, and how vLLM's events tell it: since 0.31 without what kind of thing each is."""
 
 _spec_kind: Any = _find(_SPECS, "get_kv_cache_spec_kind")

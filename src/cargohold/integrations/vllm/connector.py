@@ -88,13 +88,13 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         # Makes the scheduler side, once all workers have said what they hold.
         self._begin: Callable[[Parts], None] | None = None
         self._mean_block_bytes = 0.0
+        self._events = EventTranslator(())  # until there is a scheduler side
         replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
         self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config).of_replica(replica)
         self._is_scheduler = role is compat.KVConnectorRole.SCHEDULER
         self._obstacles: list[str] = []
         translation = self._translate()
         self._groups = translation.groups
-        self._events = EventTranslator(kv_cache_config.kv_cache_groups)
         if self._is_scheduler:
             check_stages(vllm_config)
         if self._turn_off(translation.obstacles):
@@ -347,6 +347,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     def _make_scheduler(self, pool: Any, tables: BlockTables, layout: KVCacheLayout, parts: Parts) -> None:
         layout = replace(layout, block_bytes=parts.largest_block_bytes)
         self._mean_block_bytes = parts.all_block_bytes / layout.world_size
+        self._events = EventTranslator(self._kv_cache_config.kv_cache_groups)
         events = getattr(self._vllm_config, "kv_events_config", None)
         environment = SchedulerEnvironment(
             layout=layout,

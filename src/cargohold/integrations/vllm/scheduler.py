@@ -107,7 +107,7 @@ class SchedulerSide:
         self._deferrals = Deferrals(clock)
         self._patience = Patience(clock)
         # Requests that were given blocks for a load and have not run since.
-        self._parked: dict[str, Any] = {}
+        self._parked: dict[str, SeenRequest] = {}
         # Requests whose load failed: asking again might fail again, for ever.
         self._failed: set[str] = set()
         # Tokens on the device when vLLM last asked.
@@ -214,7 +214,7 @@ class SchedulerSide:
         tables = block_ids(blocks.blocks)
         if num_external_tokens:
             self._loading[request_id] = _Load(self._clock(), num_external_tokens)
-            self._parked[request_id] = request
+            self._parked[request_id] = seen
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
         self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
 

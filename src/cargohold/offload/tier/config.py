@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from cargohold.errors import ConfigError
 from cargohold.offload.policy import find_policy
@@ -20,6 +20,10 @@ from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.store_url import REDIS_SCHEMES
 from cargohold.protocol import Locality
 from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
+
+if TYPE_CHECKING:
+    from cargohold.offload.tier.object_tier import ObjectTier
+    from cargohold.offload.tier.redis_tier import RedisTier
 
 KEY_SOURCE: Final = re.compile(r"(file|env):[^\0\n]+")
 REPLICA_DIRECTORY: Final = "replica-{}"
@@ -229,29 +233,12 @@ class SharedTierConfig(TierConfig):
     def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
         """See ``TierConfig``: a package that is not installed, missing or wrong credentials are refused."""
         del num_shards
-        if self.scheme in REDIS_SCHEMES:
-            with needs_extra(self):
-                from cargohold.offload.tier.redis_tier import RedisTier  # noqa: PLC0415  # an optional package
-
-            return RedisTier(self, codec, chunk_bytes)
-        with needs_extra(self):
-            from cargohold.offload.tier.object_tier import ObjectTier  # noqa: PLC0415  # an optional package
-
-        return ObjectTier(self, codec, chunk_bytes)
+        return self._tier_class()(self, codec, chunk_bytes)
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:
         """Refuse what can be refused without asking the store: a package that is not installed, an incomplete URL."""
         del chunk_bytes, num_shards
-        if self.scheme in REDIS_SCHEMES:
-            with needs_extra(self):
-                from cargohold.offload.tier.redis_tier import open_client  # noqa: PLC0415  # an optional package
-
-            open_client(self).close()
-            return
-        with needs_extra(self):
-            from cargohold.offload.tier.object_tier import open_store  # noqa: PLC0415  # an optional package
-
-        open_store(self)
+        self._tier_class().check_place(self)
 
     def describe(self) -> str:
         """The URL and the limit."""
@@ -272,6 +259,17 @@ class SharedTierConfig(TierConfig):
     def shown_url(self) -> str:
         """The URL without user and password, for messages."""
         return store_url.without_secrets(self.url)
+
+    def _tier_class(self) -> type[RedisTier | ObjectTier]:
+        """What opens it; its package may not be installed."""
+        with needs_extra(self):
+            if self.scheme in REDIS_SCHEMES:
+                from cargohold.offload.tier.redis_tier import RedisTier  # noqa: PLC0415  # an optional package
+
+                return RedisTier
+            from cargohold.offload.tier.object_tier import ObjectTier  # noqa: PLC0415  # an optional package
+
+            return ObjectTier
 
 
 @contextmanager

@@ -87,6 +87,11 @@ class ObjectTier(SharedTier):
         self._prefix = codec.namespace.id
         self._introduce(config)
 
+    @staticmethod
+    def check_place(config: SharedTierConfig) -> None:
+        """Refuse a URL or options that cannot be, without asking the store. Raises ``ConfigError``."""
+        open_store(config)
+
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask for each object, several at a time."""
         with self._errors():

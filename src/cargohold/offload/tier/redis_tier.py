@@ -73,6 +73,11 @@ class RedisTier(SharedTier):
         self._prefix = f"{PREFIX}{codec.namespace.id}".encode()
         self._introduce(config)
 
+    @staticmethod
+    def check_place(config: SharedTierConfig) -> None:
+        """Refuse a URL or options that cannot be, without asking the server. Raises ``ConfigError``."""
+        open_client(config).close()
+
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask for all keys in one round trip."""
         with self._errors():
