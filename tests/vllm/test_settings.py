@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,32 @@ def test_what_cannot_be_is_refused_by_name(extra: dict[str, Any], key: str) -> N
     with pytest.raises(ConfigError) as caught:
         Settings.parse(extra)
     assert caught.value.key == f"kv_connector_extra_config.{key}"
+
+
+@pytest.mark.parametrize(
+    ("tier", "module", "extra"),
+    [
+        ({"kind": "shared", "url": "redis://localhost"}, "cargohold.offload.tier.redis_tier", "redis"),
+        ({"kind": "shared", "url": "s3://bucket/kv"}, "cargohold.offload.tier.object_tier", "objects"),
+        (
+            {"kind": "disk", "directory": "/not/made", "max_bytes": "1GiB", "encryption_key": "env:NOT_SET_HERE"},
+            "cryptography.hazmat.primitives.ciphers.aead",
+            "encryption",
+        ),
+    ],
+)
+def test_a_package_that_is_missing_is_told_without_touching_a_medium(
+    tier: dict[str, Any], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: inside vLLM, workers told it, once they had loaded the model."""
+    options: dict[str, Any] = {"host_bytes": "1GiB", "tiers": [tier]}
+    for given in (options, {"mode": "multi", "connectors": [{**options, "mode": "lazy"}]}):
+        settings = Settings.parse(given)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)  # its import fails
+            with pytest.raises(ConfigError, match=rf"pip install 'cargohold\[{extra}\]'"):
+                settings.require_packages()
+    Settings.parse({"host_bytes": "1GiB"}).require_packages()
 
 
 def test_data_parallel_replicas_have_disks_of_their_own() -> None:

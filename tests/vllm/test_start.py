@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -94,6 +95,17 @@ def test_impossible_options_stop_the_server_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=f"kv_connector_extra_config.{key}="):
         start(vllm_model("llama"), extra)
+
+
+def test_what_vllm_asks_before_it_loads_the_model_refuses_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.polcy="):
+        CargoholdConnector.requires_piecewise_for_cudagraph({**EAGER, "polcy": "lru"})
+    monkeypatch.setitem(sys.modules, "cargohold.offload.tier.redis_tier", None)  # its import fails
+    with pytest.raises(ConfigError, match=r"pip install 'cargohold\[redis\]'"):
+        CargoholdConnector.requires_piecewise_for_cudagraph(
+            {**EAGER, "tiers": [{"kind": "shared", "url": "redis://h"}]}
+        )
+    assert not CargoholdConnector.requires_piecewise_for_cudagraph(dict(EAGER))
 
 
 def test_a_model_that_cannot_be_served_is_served_without_in_one_line_or_refused(

@@ -489,6 +489,7 @@ def test_a_probe_answered_from_an_index_is_no_trial_either() -> None:
     tier = faulty(fault)
     tier.has_index = True
     with queue_on(tier, QueueConfig(breaker=BreakerConfig(failures_to_open=2))) as setup:
+        setup.run(JobKind.STORE, [b"a"], [chunk(1)])
         for _ in range(2):
             assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
             assert setup.run(JobKind.LOAD, [b"a"], [chunk(1)]).status is JobStatus.FAILED
@@ -500,6 +501,44 @@ def test_a_probe_answered_from_an_index_is_no_trial_either() -> None:
         trouble.clear()
         assert setup.run(JobKind.LOAD, [b"a"], [chunk(1)]).status is JobStatus.DONE
         assert setup.state() is TierState.ON
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_what_an_index_answers_for_the_medium_ends_no_trial(has_index: bool) -> None:
+    """Found by reading: a store of what was there already, and a load of what was not, ended a disk's rest."""
+    trouble = ["gone"]
+
+    def fault(operation: str) -> str | None:
+        return trouble[0] if trouble and operation == "load" else None
+
+    tier = faulty(fault)
+    tier.has_index = has_index
+    with queue_on(tier, QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=1))) as setup:
+        setup.run(JobKind.STORE, [b"a"], [chunk(1)])
+        setup.run(JobKind.LOAD, [b"a"], [chunk(1)])
+        setup.clock.advance(1.0)
+        assert setup.run(JobKind.STORE, [b"a"], [chunk(1)]).answers == (StoreOutcome.PRESENT,)
+        assert setup.state() is (TierState.TRYING if has_index else TierState.ON), "who has no index asked the medium"
+        trouble.clear()
+        assert setup.run(JobKind.LOAD, [b"b"], [chunk(1)]).answers == (LoadOutcome.ABSENT,)
+        assert setup.state() is (TierState.TRYING if has_index else TierState.ON)
+        assert setup.run(JobKind.LOAD, [b"a"], [chunk(1)]).status is JobStatus.DONE
+        assert setup.state() is TierState.ON
+
+
+def test_writes_that_fail_beside_chunks_that_are_there_are_failures_in_a_row() -> None:
+    """Found by reading: the chunks that were there counted as successes of a disk that could write none."""
+    tier = BadSpots(CHUNK)
+    tier.has_index = True
+    keys = [bytes([at]) for at in range(4)]
+    with queue_on(tier, QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=2))) as setup:
+        setup.run(JobKind.STORE, keys[:3], [chunk(at) for at in range(3)])
+        tier.bad = frozenset(keys[3:])
+        for expected in (TierState.ON, TierState.RESTING):
+            result = setup.run(JobKind.STORE, keys, [chunk(at) for at in range(4)])
+            assert (result.status, result.succeeded) == (JobStatus.DONE, [True, True, True, False])
+            assert setup.state() is expected
+        assert setup.queue.health().num_failed == 2, "per chunk, and not once more per job"
 
 
 def test_one_trial_at_a_time() -> None:

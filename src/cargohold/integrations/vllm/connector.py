@@ -119,7 +119,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No: nothing happens between layers. Bad options are refused here already, before the model is loaded."""
-        Settings.parse(extra_config)
+        Settings.parse(extra_config).require_packages()
         return False
 
     @classmethod

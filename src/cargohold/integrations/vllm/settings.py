@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeGuard
 
 from cargohold.connector.factory import Offload, connector_factory
 from cargohold.connector.lazy import LazyOffloadConfig
@@ -12,6 +12,7 @@ from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.options import parse_dataclass, parse_offload
 from cargohold.connector.recording import RecordingFactory
 from cargohold.errors import ConfigError
+from cargohold.offload.tier import TierConfig, require_packages
 from cargohold.protocol import KVConnectorFactory
 from cargohold.units import is_positive_number
 
@@ -85,20 +86,30 @@ class Settings:
     @property
     def has_tiers(self) -> bool:
         """Whether something is kept that could outlive the server."""
-        children = self.offload if isinstance(self.offload, Sequence) else [self.offload]
-        return any(map(_has_tiers, children))
+        return bool(self._tiers)
+
+    def require_packages(self) -> None:
+        """Raise ``ConfigError`` where a package for a tier is not installed."""
+        for tier in self._tiers:
+            require_packages(tier)
 
     def factory(self) -> KVConnectorFactory:
         """What makes the connector. Raises ``ConfigError`` if the trace cannot be recorded."""
         factory = connector_factory(self.offload)
         return factory if self.adapter.record is None else RecordingFactory(factory, self.adapter.record)
 
+    @property
+    def _tiers(self) -> list[TierConfig]:
+        """Those of all connectors."""
+        children = self.offload if isinstance(self.offload, Sequence) else [self.offload]
+        return [tier for child in children if _is_ours(child) for tier in child.tiers]
+
 
 def _of_replica(offload: Offload, replica: int) -> Offload:
-    if isinstance(offload, OffloadConfig | LazyOffloadConfig):
+    if _is_ours(offload):
         return replace(offload, tiers=tuple(tier.of_replica(replica) for tier in offload.tiers))
     return offload
 
 
-def _has_tiers(offload: Offload) -> bool:
-    return isinstance(offload, OffloadConfig | LazyOffloadConfig) and bool(offload.tiers)
+def _is_ours(offload: Offload) -> TypeGuard[OffloadConfig | LazyOffloadConfig]:
+    return isinstance(offload, OffloadConfig | LazyOffloadConfig)

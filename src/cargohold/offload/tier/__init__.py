@@ -4,7 +4,7 @@ from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsa
 from cargohold.offload.tier.breaker import BreakerConfig, BreakerState
 from cargohold.offload.tier.config import DiskTierConfig, SharedTierConfig, TierConfig
 from cargohold.offload.tier.encryption import EncryptionKey
-from cargohold.offload.tier.factory import check_tier, open_tier
+from cargohold.offload.tier.factory import check_tier, open_tier, require_packages
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState
 from cargohold.offload.tier.host import ByteRows, HostMemory
 from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult
@@ -44,4 +44,5 @@ __all__ = [
     "check_tier",
     "digest_weights",
     "open_tier",
+    "require_packages",
 ]

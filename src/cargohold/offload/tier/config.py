@@ -93,6 +93,9 @@ class TierConfig(ABC):
             num_shards: workers that share the limits in these options.
         """
 
+    def require_packages(self) -> None:  # noqa: B027  # most need none
+        """Refuse what a package is not installed for, on any machine and without touching a medium. Raises ``ConfigError``."""
+
     def check(self, chunk_bytes: int, num_shards: int) -> None:  # noqa: B027  # most have nothing to check
         """Refuse, before anything is loaded, what ``open`` would, with the same arguments."""
 
@@ -234,6 +237,10 @@ class SharedTierConfig(TierConfig):
         """See ``TierConfig``: a package that is not installed, missing or wrong credentials are refused."""
         del num_shards
         return self._tier_class()(self, codec, chunk_bytes)
+
+    def require_packages(self) -> None:
+        """See ``TierConfig``: each kind of store has one."""
+        self._tier_class()
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:
         """Refuse what can be refused without asking the store: a package that is not installed, an incomplete URL."""

@@ -111,6 +111,11 @@ def read_key(source: str) -> EncryptionKey:
     return EncryptionKey(_decode(source, data))
 
 
+def require_package() -> None:
+    """Raise ``ConfigError`` where the package for encryption is not installed."""
+    _aes(bytes(KEY_BYTES))
+
+
 def _read_private(source: str, path: Path) -> bytes:
     try:
         mode = path.stat().st_mode

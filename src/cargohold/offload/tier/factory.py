@@ -8,8 +8,15 @@ from collections.abc import Callable
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import TierConfig
-from cargohold.offload.tier.encryption import read_key
+from cargohold.offload.tier.encryption import read_key, require_package
 from cargohold.offload.tier.namespace import Namespace
+
+
+def require_packages(config: TierConfig) -> None:
+    """Refuse a tier that a package is missing for, wherever it will be opened: no medium is touched. Raises ``ConfigError``."""
+    if config.encryption_key is not None:
+        require_package()
+    config.require_packages()
 
 
 def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:

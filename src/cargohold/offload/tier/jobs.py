@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome
@@ -47,6 +47,9 @@ class JobStatus(Enum):
 
 Answer: TypeAlias = bool | LoadOutcome | StoreOutcome
 """For one chunk: of a probe or touch, whether it is there; of a removal, ``True``; of loads and stores, what became of it."""
+
+FROM_INDEX: Final[frozenset[Answer]] = frozenset({LoadOutcome.ABSENT, StoreOutcome.PRESENT, StoreOutcome.REFUSED})
+"""What a tier that knows by itself what it holds answers without its medium: they say nothing of that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from cargohold.offload.tier.base import StoreOutcome, Tier
 from cargohold.offload.tier.breaker import BreakerState, CircuitBreaker
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
 from cargohold.offload.tier.io_thread import IoThread
-from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult, reaches_medium
+from cargohold.offload.tier.jobs import FROM_INDEX, Answer, JobKind, JobStatus, TierJob, TierResult, reaches_medium
 from cargohold.offload.tier.ledger import URGENT, JobLedger, LiveJob, Piece
 from cargohold.protocol import Clock
 
@@ -204,8 +205,18 @@ class TierQueue:
     def _note_answers(self, piece: Piece, answers: list[Answer]) -> None:
         if self._ledger.answer(piece, answers):
             if self._reaches_medium(piece.kind):
-                self._breaker.note_success()
+                self._note_end(piece.live.answers)
             self._changed.notify_all()
+
+    def _note_end(self, answers: Sequence[Answer | None]) -> None:
+        """A job on the medium was carried out: what that says of the medium."""
+        told = set(answers) - (FROM_INDEX if self.tier.has_index else set())
+        if told - {StoreOutcome.FAILED}:
+            self._breaker.note_success()
+        elif told:
+            self._note_failure(self._totals.last_failure)
+        else:
+            self._breaker.note_cancelled()
 
     def _may_go_on(self, piece: Piece) -> bool:
         """Whether a job is worth going on with though a chunk failed: not when all do, or so many that the medium seems to."""
@@ -233,10 +244,13 @@ class TierQueue:
         if not self._ledger.end(live, status, reason):
             return
         self._totals.note_failure(reason)
+        self._note_failure(reason)
+        self._changed.notify_all()
+
+    def _note_failure(self, reason: str) -> None:
         if self._breaker.note_failure():
             logger.warning("tier %s rests for a while, after failures in a row: %s", self.tier.name, reason)
             self._end_all(f"the tier rests: {reason}")
-        self._changed.notify_all()
 
     def _end_all(self, reason: str) -> None:
         for live in self._ledger.all():
