@@ -235,3 +235,31 @@ def test_an_impossible_endpoint_is_refused_before_the_weights_are_loaded(
     monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("it is too late"))
     with pytest.raises(ConfigError, match="kv_events_endpoint"):
         LLM(tiny_model("llama"), kv_events_endpoint=endpoint)
+
+
+def test_what_waits_for_a_follower_that_does_not_read_is_bounded() -> None:
+    """Found by reading: 100,000 messages were kept for each, which are gigabytes where prompts are long."""
+    publisher = ZmqEventPublisher("inproc://stalled", GROUPS)
+    follower = zmq.Context.instance().socket(zmq.SUB)
+    follower.setsockopt(zmq.RCVHWM, 1)
+    follower.connect("inproc://stalled")
+    follower.subscribe(b"")
+    try:
+        while True:  # within a process, a subscription is there at once, or a moment later
+            publisher.publish([AllBlocksCleared("GPU")])
+            if follower.poll(20):
+                break
+        for _ in range(10_100):
+            publisher.publish([AllBlocksCleared("GPU")])
+        numbers = []
+        while follower.poll(100):
+            numbers.append(int.from_bytes(follower.recv_multipart()[1], "big"))
+        assert len(numbers) <= 10_001
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), (
+            "the oldest are kept: what comes is dropped"
+        )
+        publisher.publish([AllBlocksCleared("GPU")])
+        assert int.from_bytes(follower.recv_multipart()[1], "big") > numbers[-1] + 1, "it sees the gap"
+    finally:
+        follower.close(linger=0)
+        publisher.close()

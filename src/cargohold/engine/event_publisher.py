@@ -27,7 +27,8 @@ import msgspec
 from cargohold.errors import ConfigError
 from cargohold.protocol import AllBlocksCleared, AttentionKind, BlockRemoved, BlockStored, KVCacheGroup, KVEvent
 
-MAX_QUEUED_MESSAGES = 100_000
+MAX_QUEUED_MESSAGES = 10_000
+"""For each follower; one per step. A step that computes thousands of tokens makes one of tens of kilobytes."""
 _HASH_BYTES = 8
 _LINGER_MS = 200
 _KINDS: Final = {
