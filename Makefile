@@ -23,7 +23,7 @@ demo: $(VENV)/.demo ## Serve a real model, without and with offloading
 	$(BIN)/cargohold demo $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.demo ## Run the test suite
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation
 	$(BIN)/ruff format --check .
@@ -37,7 +37,7 @@ bench: $(VENV)/.dev $(VENV)/.demo ## Run benchmarks: all of them, or NAME=...
 
 test-vllm: $(VLLM_VENV)$(VLLM_SUFFIX)/.installed ## Test the connectors inside vLLM, on the CPU, in an environment of its own; in another version: VLLM=0.28.0
 	OMP_NUM_THREADS=1 $(if $(filter $(VLLM_CUDA),$(VLLM)),VLLM_TARGET_DEVICE=cpu) $(VLLM_VENV)$(VLLM_SUFFIX)/bin/python -m pytest -o filterwarnings=default --timeout 600 \
-		--numprocesses auto --dist loadfile tests/vllm $(ARGS)
+		--numprocesses auto --dist loadfile --no-loadscope-reorder tests/vllm $(ARGS)
 
 demo-vllm: $(VLLM_VENV)/.installed ## Serve a real model with vLLM, without and with offloading
 	$(VLLM_VENV)/bin/cargohold demo-vllm $(ARGS)

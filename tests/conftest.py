@@ -26,6 +26,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_LONGEST_FILES = (
+    "executor/test_tensor_parallel.py",
+    "engine/test_real_model.py",
+    "executor/test_executors.py",
+    "connector/test_with_models.py",
+    "connector/test_tiers_with_models.py",
+    "cli/test_interrupts.py",
+    "vllm/test_workers.py",
+    "vllm/test_stages.py",
+    "vllm/test_speculation.py",
+    "vllm/test_served_model.py",
+    "vllm/test_drafted_states.py",
+    "vllm/test_models.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: a file is run by one process, and with one of them at the end the others would wait for it."""
+    here = Path(__file__).parent
+    turns = {here / name: turn for turn, name in enumerate(_LONGEST_FILES)}
+    items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
 @pytest.fixture(scope="session")
 def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tiny models are saved, once per session."""
