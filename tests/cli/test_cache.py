@@ -116,6 +116,15 @@ def test_namespaces_are_listed_with_what_they_hold(place: Place) -> None:
         assert text in table
 
 
+@pytest.mark.parametrize("label", ["/models/[v1]/x", "model[/oops]", "\x1b]52;c;aGk=\x07", "two\nlines"])
+def test_what_a_store_says_is_shown_and_nothing_else(tmp_path: Path, label: str) -> None:
+    """Found by forging: brackets were markup, an error where it was wrong, and a terminal did what it was told."""
+    disk_place(tmp_path).fill(1, label=label)
+    shown = "".join(char if char.isprintable() else "?" for char in label)
+    (line,) = run("ls", str(tmp_path)).splitlines()[1:]
+    assert shown in line and line.isprintable()
+
+
 def test_the_directories_of_further_replicas_are_part_of_their_place(tmp_path: Path) -> None:
     """An engine's data-parallel replicas have the same namespaces, each in a directory of its own."""
     directories = {"": tmp_path, "replica-1/": tmp_path / "replica-1", "replica-10/": tmp_path / "replica-10"}

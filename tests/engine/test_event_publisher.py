@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,20 @@ def test_an_impossible_endpoint_is_refused_before_the_weights_are_loaded(
     monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("it is too late"))
     with pytest.raises(ConfigError, match="kv_events_endpoint"):
         LLM(tiny_model("llama"), kv_events_endpoint=endpoint)
+
+
+def test_what_a_stranger_sends_takes_no_memory(publisher: ZmqEventPublisher, subscriber: Any) -> None:
+    """Found by forging: whoever can connect could send a message of any size, which was kept until it was whole."""
+    host, _, port = publisher.endpoint.removeprefix("tcp://").partition(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type" + len(b"SUB").to_bytes(4, "big") + b"SUB"
+    with socket.create_connection((host, int(port)), timeout=30) as stranger:
+        stranger.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+        stranger.sendall(b"\x02" + (1 << 30).to_bytes(8, "big"))
+        with pytest.raises(ConnectionError):
+            stranger.sendall(bytes(64 << 20))
+    publisher.publish([AllBlocksCleared("GPU")])
+    assert len(subscriber.recv_multipart()) == 3, "others go on"
 
 
 def test_what_waits_for_a_follower_that_does_not_read_is_bounded() -> None:

@@ -64,6 +64,12 @@ def test_texts_and_chats_are_tokenised() -> None:
     assert chat.hash_ids == decode({"token_ids": tokens}).hash_ids
 
 
+def test_a_line_that_is_nested_without_end_is_named() -> None:
+    """Found by forging: it ended in a RecursionError."""
+    with pytest.raises(TraceError, match="line 7"):
+        RequestLogDecoder(4)(Line("log", 7, b'{"token_ids": [1], "hash_ids": ' + b"[" * 100_000))
+
+
 def test_texts_need_a_tokenizer() -> None:
     with pytest.raises(ConfigError, match="tokenizer"):
         decode({"prompt": "Good morning"})

@@ -12,6 +12,7 @@ import pytest
 import zstandard
 
 from cargohold.errors import TraceError
+from cargohold.replay import lines
 from cargohold.replay.loading import load_workload
 from cargohold.replay.traces import TraceRequest, read_trace
 
@@ -65,6 +66,24 @@ def test_a_cut_off_file_is_noticed(compression: str, write: Callable[[bytes], Pa
     data = COMPRESSORS[compression](TEXT)
     with pytest.raises(TraceError, match="cut off"):
         list(read_trace([write(data[: len(data) // 2])]))
+
+
+def of_one_byte(byte: bytes, num_blocks: int) -> bytes:
+    """A frame of Zstandard in which four bytes stand for each 128 KiB."""
+    size = 1 << 17
+    last = [0] * (num_blocks - 1) + [1]
+    blocks = b"".join((size << 3 | 0b010 | is_last).to_bytes(3, "little") + byte for is_last in last)
+    return COMPRESSORS["zstd"](b"")[:4] + b"\x00\x58" + blocks
+
+
+def test_a_small_file_that_stands_for_a_large_one_takes_no_memory_for_it(write: Callable[[bytes], Path]) -> None:
+    """Found by forging: 128 KiB of a file were decompressed at once, which can be 4 GiB, and much more as lines."""
+    data = of_one_byte(b" ", 4096)
+    assert len(data) < 17_000
+    pieces = [len(piece) for piece in lines._pieces(io.BytesIO(data), None)]  # what is in memory at once
+    assert sum(pieces) == 4096 << 17 and max(pieces) <= 64 << 20
+    with pytest.raises(TraceError, match="no end of the line within 256 MiB"):
+        list(read_trace([write(data)]))
 
 
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])
@@ -127,6 +146,7 @@ def test_blank_lines_and_a_missing_last_newline_do_not_matter(write: Callable[[b
         b'{"hash_ids": [1], "timestamp_ms": "noon"}',
         b'{"hash_ids": [1], "timestamp": ' + b"9" * 400 + b"}",
         b'{"hash_ids": [1',
+        pytest.param(b'{"hash_ids": [1], "x": ' + b"[" * 100_000, id="nested"),  # found by forging: a RecursionError
         b'\xff{"hash_ids": [1]}',
     ],
 )

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.console import Answers, errors
@@ -195,10 +196,15 @@ def _table(holdings: Sequence[Holding]) -> Table:
     for holding in holdings:
         facts = holding.facts
         remarks = ["in use"] * holding.is_in_use + ["encrypted"] * bool(facts.get("encryption"))
-        names = [facts.get(name, "?") for name in ("label", "split")]
+        names = [_shown(facts.get(name, "?")) for name in ("label", "split")]
         sizes = [f"{holding.num_chunks:,}", format_bytes(holding.num_bytes), _ago(holding)]
         table.add_row(holding.short_id, *names, *sizes, ", ".join(remarks))
     return table
+
+
+def _shown(fact: str) -> Text:
+    """What a store says, for a terminal: whoever can write there must not command it. Brackets are no markup."""
+    return Text("".join(char if char.isprintable() else "?" for char in fact))
 
 
 def _ago(holding: Holding) -> str:

@@ -29,6 +29,8 @@ from cargohold.protocol import AllBlocksCleared, AttentionKind, BlockRemoved, Bl
 
 MAX_QUEUED_MESSAGES = 10_000
 """For each follower; one per step. A step that computes thousands of tokens makes one of tens of kilobytes."""
+_MAX_RECEIVED_BYTES = 4096
+"""Of one message. Followers send topics and nothing else; without a limit anybody who connects could fill our memory."""
 _HASH_BYTES = 8
 _LINGER_MS = 200
 _KINDS: Final = {
@@ -79,6 +81,7 @@ class ZmqEventPublisher:
         self._own_context = None if endpoint.startswith("inproc:") else zmq.Context[zmq.Socket[bytes]]()
         self._socket: zmq.Socket[bytes] = (self._own_context or zmq.Context.instance()).socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)  # also for one that nobody closes
         try:
             self._socket.bind(endpoint)

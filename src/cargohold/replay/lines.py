@@ -16,6 +16,8 @@ from cargohold.errors import TraceError, one_line
 STDIN: Final = "-"
 
 _PIECE_BYTES: Final = 1 << 17
+_COMPRESSED_BYTES: Final = 1 << 10
+"""What is decompressed at once: of Zstandard, four bytes may stand for 128 KiB."""
 _MAX_LINE_BYTES: Final = 1 << 28
 _ZSTD_WINDOW_BYTES: Final = 1 << 28
 _GZIP_MAGIC: Final = b"\x1f\x8b"
@@ -124,12 +126,13 @@ def _raw_pieces(stream: BinaryIO, on_progress: Callable[[int], None] | None) -> 
 def _decompressed(pieces: Iterable[bytes], new_frame: Callable[[], _Decompressor]) -> Iterator[bytes]:
     frame = new_frame()
     for piece in pieces:
-        data = piece
-        while data:
-            if frame.eof:  # files may be several compressed ones, one behind the other
-                frame = new_frame()
-            yield _decompress(frame, data)
-            data = frame.unused_data if frame.eof else b""
+        for at in range(0, len(piece), _COMPRESSED_BYTES):
+            data = piece[at : at + _COMPRESSED_BYTES]
+            while data:
+                if frame.eof:  # files may be several compressed ones, one behind the other
+                    frame = new_frame()
+                yield _decompress(frame, data)
+                data = frame.unused_data if frame.eof else b""
     if not frame.eof:
         raise EOFError("the compressed file is cut off here")
 

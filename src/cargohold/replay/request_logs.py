@@ -88,7 +88,7 @@ class RequestLogDecoder:
             return decode_request(line)  # nearly always all lines, and there are many
         try:
             logged = self._decoder.decode(line.text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TraceError(line.file, line.number, one_line(error)) from error
         if bytes(logged.hash_ids):
             return decode_request(line)

@@ -106,7 +106,7 @@ def decode_request(line: Line) -> TraceRequest:
     """The request that a line describes. Raises ``TraceError``, naming the line."""
     try:
         request = _DECODER.decode(line.text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(line.file, line.number, one_line(error)) from error
     check_numbers(request, line)
     return request

@@ -87,7 +87,7 @@ class Header:
 
 
 def unpack_header(data: bytes | memoryview) -> Header | None:
-    """A header from its bytes; ``None`` if they are none, damaged, or of another format version."""
+    """A header from its bytes; ``None`` if they are none, damaged, of another format version, or impossible."""
     if len(data) != HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
         return None
     if _CHECK.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
@@ -95,7 +95,7 @@ def unpack_header(data: bytes | memoryview) -> Header | None:
     (_, version, flags, num_bytes, namespace, key_length, key, parent_length, parent, nonce, tag, checksum, stored) = (
         _FIELDS.unpack_from(data)
     )
-    if version != FORMAT_VERSION:
+    if version != FORMAT_VERSION or not 0 < key_length <= MAX_KEY_BYTES or parent_length > MAX_KEY_BYTES:
         return None
     is_encrypted = bool(flags & _ENCRYPTED)
     return Header(

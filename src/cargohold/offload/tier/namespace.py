@@ -7,15 +7,19 @@ stored before is invisible rather than wrong.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import xxhash
 
 FORMAT_VERSION: Final = 1
 """Of headers and of the names of files and objects."""
+
+MAX_DESCRIPTION_BYTES: Final = 16 * 1024**2
+"""More than any model's configuration; what is larger was not written by us."""
 
 _ID_BYTES = 16
 
@@ -62,6 +66,15 @@ class Namespace:
     def describe(self) -> dict[str, str]:
         """For people and tools: all fields, and the full digest."""
         return {**asdict(self), "format": str(FORMAT_VERSION), "digest": self.digest.hex()}
+
+
+def parse_description(data: bytes) -> Mapping[str, Any]:
+    """What was written about a namespace, and with it, as JSON; nothing if that cannot be read."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):  # anybody may have written it, however deep
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def digest_facts(facts: Mapping[str, str]) -> bytes:

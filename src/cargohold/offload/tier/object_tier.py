@@ -24,6 +24,7 @@ from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there
 from cargohold.offload.tier.shared import SharedTier
 from cargohold.offload.tier.shared_directory import directory_of, is_full, make_directory
@@ -130,7 +131,10 @@ class ObjectTier(SharedTier):
     def _get(self, key: OffloadKey) -> memoryview | None:
         with self._errors():
             try:
-                return memoryview(obstore.get(self._store, self._path(key)).bytes())
+                found = obstore.get(self._store, self._path(key))
+                if found.meta["size"] > HEADER_BYTES + self.chunk_bytes:
+                    return memoryview(b"")  # no chunk of ours, and perhaps too large for our memory
+                return memoryview(found.bytes())
             except FileNotFoundError:
                 return None
 

@@ -44,16 +44,17 @@ def is_full(error: Exception) -> bool:
 
 
 def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Files where ours can be, whosever they are, by path. Raises ``OSError``.
+    """Files where ours can be, whosever they are, by path. What links lead to is not ours to delete. Raises ``OSError``.
 
     Args:
         directory: where.
         prefix: how their paths start: empty, or a namespace's id and a slash.
     """
     for namespace in _entries(directory):
-        if _NAMESPACE.fullmatch(namespace.name) and f"{namespace.name}/".startswith(prefix):
+        is_ours = _NAMESPACE.fullmatch(namespace.name) and f"{namespace.name}/".startswith(prefix)
+        if is_ours and not namespace.is_symlink():
             for entry in _entries(namespace):
-                if _FOLDER.fullmatch(entry.name):
+                if _FOLDER.fullmatch(entry.name) and not entry.is_symlink():
                     yield from _files([namespace.name, entry.name], _entries(entry))
                 else:
                     yield from _files([namespace.name], [entry])
@@ -90,8 +91,8 @@ def _entries(directory: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
 def _files(names: list[str], entries: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, os.stat_result]]:
     for entry in entries:
         try:
-            status = entry.stat()
+            status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
-            continue  # it goes meanwhile, or is a link to nowhere
+            continue  # it goes meanwhile
         if stat.S_ISREG(status.st_mode):
             yield "/".join([*names, entry.name]), status

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,18 +26,33 @@ from cargohold.offload.tier.staging import PAGE_BYTES, address_of, bounce_buffer
 _NO_HEADER: Final = bytes(HEADER_BYTES)
 USE_BYTES: Final = 8
 _PRIVATE: Final = 0o600
+_NO_FILES: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR})
+"""What opening says of links, of sockets, and of directories."""
 
 
 class Descriptor:
     """An open file, closed when nobody refers to it any more: then no thread can still be using its number.
 
+    Who else may write to the directory could have put something else in its place: a link, through which we would write to what
+    is ours elsewhere, or a pipe, at which we would wait for ever.
+
     Args:
         path: of the file.
         flags: as for ``os.open``.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
     """
 
     def __init__(self, path: Path, flags: int) -> None:
-        self.number = os.open(path, flags | os.O_CLOEXEC, _PRIVATE)
+        try:
+            self.number = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, _PRIVATE)
+        except OSError as error:
+            if error.errno not in _NO_FILES:
+                raise
+            raise _irregular(path) from error
+        if not stat.S_ISREG(os.fstat(self.number).st_mode):
+            raise _irregular(path)
 
     def close(self) -> None:
         """Close it now: for who knows that no other thread uses it."""
@@ -143,14 +159,15 @@ class Segment:
         assert len(uses) <= self._geometry.use_bytes
         _require(os.pwrite(self._uses.number, uses, 0) == len(uses))
 
-    def read_payload(self, slot: int, into: memoryview) -> None:
-        """Read the start of a slot."""
+    def read_payload(self, slot: int, into: memoryview, skipped: int = 0) -> None:
+        """Read the start of a slot, or what is behind the first ``skipped`` bytes, which are whole pages."""
+        at = self._offset(slot) + skipped
         if not self._is_direct:
-            _require(os.preadv(self._data.number, [into], self._offset(slot)) == len(into))
+            _require(os.preadv(self._data.number, [into], at) == len(into))
             return
         main = _aligned_part(into)
         rest = bounce_buffer(len(into) - main)
-        _require(os.preadv(self._data.number, [into[:main], rest], self._offset(slot)) == padded(len(into)))
+        _require(os.preadv(self._data.number, [into[:main], rest], at) == padded(len(into)))
         copy_bytes(into[main:], rest[: len(into) - main])
 
     def write_payload(self, slot: int, payload: memoryview) -> None:
@@ -176,6 +193,24 @@ class Segment:
         return True
 
 
+def read_small(path: Path, max_bytes: int) -> bytes:
+    """A whole file that should be small. Raises ``OSError``, also if it is larger."""
+    file = Descriptor(path, os.O_RDONLY)
+    data = os.pread(file.number, max_bytes + 1, 0)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"{path} is larger than anything that belongs there")
+    return data
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file for its owner only, all or nothing. Raises ``OSError``."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    file = Descriptor(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    _require(os.pwrite(file.number, data, 0) == len(data))
+    temporary.replace(path)
+
+
 def segment_files(path: Path) -> tuple[Path, Path]:
     """Payloads and headers of a segment."""
     return path.with_suffix(".data"), path.with_suffix(".headers")
@@ -189,6 +224,10 @@ def uses_file(path: Path) -> Path:
 def _aligned_part(view: memoryview) -> int:
     """How many of the leading bytes can be read or written in place: whole pages, or none."""
     return 0 if address_of(view) % PAGE_BYTES else len(view) // PAGE_BYTES * PAGE_BYTES
+
+
+def _irregular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, f"{path} is no regular file")
 
 
 def _require(is_complete: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Final
@@ -79,7 +80,14 @@ def _sort_out(tables: Iterable[bytes], codec: ChunkCodec) -> tuple[list[tuple[He
         if other is not None:
             bad.append(other[1])
         newest[header.key] = (header, slot)
+    bad += [newest.pop(key)[1] for key in _strange(newest)]
     return sorted(newest.values(), key=lambda found: (found[0].stored_ns, found[1])), bad
+
+
+def _strange(keys: Collection[bytes]) -> list[bytes]:
+    """Keys that are not as long as most: an engine's are all of one length, which policies rely on, so others wrote those."""
+    lengths = Counter(map(len, keys))
+    return [key for key in keys if len(key) != lengths.most_common(1)[0][0]] if len(lengths) > 1 else []
 
 
 def _used_slots(tables: Iterable[bytes]) -> Iterator[tuple[int, memoryview]]:

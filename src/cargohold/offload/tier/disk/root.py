@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from cargohold.offload.tier.config import REPLICA_DIRECTORY
-from cargohold.offload.tier.disk.files import Geometry
+from cargohold.offload.tier.disk.files import Geometry, read_small, write_whole
 from cargohold.offload.tier.disk.locks import DirectoryLock, is_in_use
+from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, parse_description
 
 DESCRIPTION_FILE: Final = "shard.json"
 _SHARD_NAME: Final = re.compile(r"[0-9a-f]{32}")
@@ -127,18 +128,14 @@ def make_room(root: Path, keep: Path, num_bytes: int, max_bytes: int) -> bool:
 def write_description(shard: Path, namespace: dict[str, str], geometry: Geometry) -> None:
     """Say what a shard holds; all or nothing. Raises ``OSError``."""
     sizes = {"slot_bytes": geometry.slot_bytes, "slots_per_segment": geometry.slots_per_segment}
-    temporary = shard / f"{DESCRIPTION_FILE}.new"
-    temporary.write_text(json.dumps({"namespace": namespace, **sizes}, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(shard / DESCRIPTION_FILE)
+    write_whole(shard / DESCRIPTION_FILE, json.dumps({"namespace": namespace, **sizes}, indent=2).encode() + b"\n")
 
 
 def read_description(shard: Path) -> ShardDescription:
     """What a shard says it holds, as far as that can be read."""
     try:
-        data = json.loads((shard / DESCRIPTION_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        data = None
-    if not isinstance(data, dict):
+        data = parse_description(read_small(shard / DESCRIPTION_FILE, MAX_DESCRIPTION_BYTES))
+    except OSError:
         return ShardDescription({}, None)
     namespace = data.get("namespace")
     facts = {str(key): str(value) for key, value in namespace.items()} if isinstance(namespace, dict) else {}

@@ -236,7 +236,7 @@ class Shard:
     def _delete_segments(self, first: int) -> None:
         for file in self.path.glob("segment-*"):
             number = file.stem.removeprefix("segment-")
-            if not number.isdigit() or int(number) >= first:
+            if not number.isdecimal() or int(number) >= first:
                 file.unlink()
 
     def _add_segment(self) -> bool:

@@ -156,11 +156,11 @@ class SlotIndex:
         return Offer(keys, slot, lambda: self._ancestors(slot))
 
     def _ancestors(self, slot: int) -> Slots:
-        chain = []
-        while slot != NO_SLOT:
-            chain.append(slot)
+        chain: dict[int, None] = {}
+        while slot != NO_SLOT and slot not in chain:  # a header that somebody wrote may name its own descendant
+            chain[slot] = None
             slot = self._slot_of.get(self._parent_at[slot], NO_SLOT)
-        return np.array(chain[::-1], dtype=np.intp)
+        return np.array(list(chain)[::-1], dtype=np.intp)
 
     def _evict(self, offer: Offer) -> None:
         if offer.parent != NO_SLOT:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
-from cargohold.offload.tier.codec import payload_checksum
+import xxhash
+
 from cargohold.offload.tier.header import HEADER_BYTES, Header, unpack_header
 
 
@@ -82,13 +84,20 @@ class Inventory(ABC):
         return holding.num_bytes
 
 
-def is_good(header: Header | None, payload: memoryview) -> bool:
-    """Whether a payload is what its header says."""
-    return header is not None and len(payload) == header.num_bytes and payload_checksum(payload) == header.checksum
+def is_good(header: Header, payload: Iterable[memoryview]) -> bool:
+    """Whether a payload, in pieces, is what its header says. What may be of any size is never in memory as a whole."""
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    for piece in payload:
+        digest.update(piece)
+        num_bytes += len(piece)
+    return (num_bytes, digest.digest()) == (header.num_bytes, header.checksum)
 
 
-def check_value(value: memoryview, namespace_id: str, key: bytes) -> Finding:
-    """Check a header and the payload behind it, stored for a key."""
-    header = unpack_header(value[:HEADER_BYTES])
-    is_right = header is not None and header.key == key and header.namespace.hex().startswith(namespace_id)
-    return Finding.GOOD if is_right and is_good(header, value[HEADER_BYTES:]) else Finding.DAMAGED
+def check_value(value: Iterable[memoryview], namespace_id: str, key: bytes) -> Finding:
+    """Check a header and the payload behind it, stored for a key; in pieces, the first of which is no shorter than a header."""
+    pieces = iter(value)
+    first = next(pieces, memoryview(b""))
+    header = unpack_header(first[:HEADER_BYTES])
+    if header is None or header.key != key or not header.namespace.hex().startswith(namespace_id):
+        return Finding.DAMAGED
+    return Finding.GOOD if is_good(header, chain([first[HEADER_BYTES:]], pieces)) else Finding.DAMAGED

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier.disk.files import Segment, segment_files
+from cargohold.offload.tier.disk.files import Descriptor, Segment, segment_files
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock, is_in_use
 from cargohold.offload.tier.disk.root import bytes_in, last_used, read_description, replicas_in, shards_in
 from cargohold.offload.tier.header import HEADER_BYTES, unpack_header
@@ -17,6 +18,7 @@ from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, i
 
 _NAME = "disk"
 _EMPTY = bytes(HEADER_BYTES)
+_PIECE_BYTES = 8 * 1024**2
 _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
@@ -90,12 +92,17 @@ class DiskInventory(Inventory):
             return lock
 
 
-def _count_headers(file: Path) -> int:
+def _count_headers(path: Path) -> int:
     try:
-        data = file.read_bytes()
+        file = Descriptor(path, os.O_RDONLY)
     except FileNotFoundError:
         return 0  # an engine that starts deletes what is above its budget
-    return sum(data[at : at + HEADER_BYTES] != _EMPTY for at in range(0, len(data) - HEADER_BYTES + 1, HEADER_BYTES))
+    count = at = 0
+    while data := os.pread(file.number, _PIECE_BYTES, at):
+        at += len(data)
+        ends = range(HEADER_BYTES, len(data) + 1, HEADER_BYTES)
+        count += sum(data[end - HEADER_BYTES : end] != _EMPTY for end in ends)
+    return count
 
 
 def _segments(shard: Path) -> Iterator[tuple[Segment, int]]:
@@ -120,13 +127,21 @@ def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
         is_ours = header is not None and header.namespace.hex().startswith(namespace_id)
         if header is None or not is_ours or header.num_bytes > segment.slot_bytes:
             return Finding.DAMAGED
-        payload = memoryview(bytearray(header.num_bytes))
-        segment.read_payload(slot, payload)
+        is_sound = is_good(header, _payload(segment, slot, header.num_bytes))
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return Finding.DAMAGED  # a bad place on the disk; the slots behind it may well be good
-    return Finding.GOOD if is_good(header, payload) else Finding.DAMAGED
+    return Finding.GOOD if is_sound else Finding.DAMAGED
+
+
+def _payload(segment: Segment, slot: int, num_bytes: int) -> Iterator[memoryview]:
+    """What a header says is in a slot, in pieces that are valid until the next one."""
+    piece = memoryview(bytearray(min(num_bytes, _PIECE_BYTES)))
+    for at in range(0, num_bytes, _PIECE_BYTES):
+        part = piece[: num_bytes - at]
+        segment.read_payload(slot, part, at)
+        yield part
 
 
 def _is_in_use(shard: Path) -> bool:

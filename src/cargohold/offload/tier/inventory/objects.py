@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +13,13 @@ from obstore.store import ObjectStore
 
 from cargohold.errors import TierError
 from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, check_value
+from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, parse_description
 from cargohold.offload.tier.object_listing import DESCRIPTION, StoredObject, delete_if_there, list_ours
 from cargohold.offload.tier.object_tier import first_line, lacks_credentials
 from cargohold.offload.tier.shared_directory import delete_unfinished
 
 _NAME = "shared"
+_PIECE_BYTES = 8 * 1024**2
 
 
 @dataclass(slots=True)
@@ -52,10 +53,10 @@ class ObjectInventory(Inventory):
         with _errors():
             for chunk in self._namespace(namespace_id).chunks:
                 try:
-                    value = memoryview(obstore.get(self._store, chunk.path).bytes())
+                    found = obstore.get(self._store, chunk.path)
                 except FileNotFoundError:
                     continue  # it went meanwhile
-                finding = check_value(value, namespace_id, chunk.key)
+                finding = check_value(map(memoryview, found.stream(_PIECE_BYTES)), namespace_id, chunk.key)
                 if finding is Finding.DAMAGED and delete:
                     delete_if_there(self._store, chunk.path)
                 yield finding
@@ -101,10 +102,11 @@ class ObjectInventory(Inventory):
 
     def _facts(self, name: str) -> dict[str, str]:
         try:
-            data = json.loads(bytes(obstore.get(self._store, f"{name}/{DESCRIPTION}").bytes()))
-        except (FileNotFoundError, ValueError):
+            found = obstore.get(self._store, f"{name}/{DESCRIPTION}")
+        except FileNotFoundError:
             return {}
-        return {str(key): str(value) for key, value in data.items()} if isinstance(data, dict) else {}
+        data = parse_description(bytes(found.bytes())) if found.meta["size"] <= MAX_DESCRIPTION_BYTES else {}
+        return {str(key): str(value) for key, value in data.items()}
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 import redis
 
 from cargohold.errors import TierError, one_line
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, check_value
+from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, parse_description
 from cargohold.offload.tier.redis_tier import PREFIX
 
 _NAME = "shared"
@@ -59,10 +58,7 @@ class RedisInventory(Inventory):
                 value = self._client.get(name)
                 if not isinstance(value, bytes):
                     continue  # it went meanwhile
-                is_long_enough = len(value) >= HEADER_BYTES
-                finding = (
-                    check_value(memoryview(value), namespace_id, _key_of(name)) if is_long_enough else Finding.DAMAGED
-                )
+                finding = check_value([memoryview(value)], namespace_id, _key_of(name))
                 if finding is Finding.DAMAGED and delete:
                     self._client.unlink(name)
                 yield finding
@@ -83,12 +79,9 @@ class RedisInventory(Inventory):
                 yield name
 
     def _facts(self, namespace_id: str) -> dict[str, str]:
-        value = self._client.get(f"{PREFIX}{namespace_id}")
-        try:
-            data = json.loads(value) if isinstance(value, bytes) else None
-        except ValueError:
-            data = None
-        return {str(key): str(fact) for key, fact in data.items()} if isinstance(data, dict) else {}
+        value = self._client.getrange(f"{PREFIX}{namespace_id}", 0, MAX_DESCRIPTION_BYTES)
+        data = parse_description(value) if isinstance(value, bytes) else {}
+        return {str(key): str(fact) for key, fact in data.items()}
 
 
 def _namespace_of(name: bytes) -> str:
