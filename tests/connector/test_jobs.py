@@ -29,7 +29,7 @@ class Jobs:
         blocks = tuple(range(1, 1 + 2 * len(keys)))  # two of each chunk
         block_keys = [key for key in keys for _ in range(2)]
         job_id = self.table.new_id()
-        load = Load(job_id, "r", handle, 0, blocks, block_keys, range(len(blocks)), Origins((), b""))
+        load = Load(job_id, "r", handle, 0, blocks, block_keys, range(len(blocks)), Origins((), b""), is_first=True)
         self.table.add_load(load)
         self.loads[job_id] = load
         return job_id

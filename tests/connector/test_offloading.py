@@ -707,6 +707,29 @@ def test_one_engine_prefills_and_another_decodes(windows: tuple[int | None, ...]
     assert decode.tokens("r")[:1] == prefill.tokens("r")
 
 
+def test_what_found_no_place_or_was_lost_is_not_said_to_be_there_for_remote_decode() -> None:
+    offloading = SimulatedOffloading(4)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("too long", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": True})
+    finish(engine, offloading)
+    num_there = len(offloading.manager.lookup_run(keys_of(prompt(0, 41), 10)))
+    assert 0 < num_there <= 4
+    told = {"do_remote_prefill": True, "num_offloaded_tokens": 4 * num_there}
+    assert engine.outputs["too long"].kv_transfer_params == told
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=8)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("unlucky", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": True})
+    for _ in range(3):
+        engine.step()
+    lost = transfers.pending[1]
+    transfers.complete(lost, TransferOutcome.FAILED)
+    transfers.auto = True
+    finish(engine, offloading)
+    assert engine.outputs["unlucky"].kv_transfer_params == {"do_remote_prefill": True, "num_offloaded_tokens": 8}
+
+
 @pytest.mark.parametrize("remote", [True, False])
 def test_a_request_for_remote_decode_streams_its_hits_too(remote: bool) -> None:
     offloading = SimulatedOffloading(60)
@@ -798,6 +821,26 @@ def test_a_failed_load_is_logged_once_and_not_per_block(caplog: pytest.LogCaptur
     assert engine.scheduler.connector.get_stats()["loads_failed"] == 1
 
 
+@pytest.mark.parametrize("outcome", [TransferOutcome.ABANDONED, TransferOutcome.FAILED])
+@pytest.mark.parametrize("direction", Direction)
+def test_what_was_not_copied_is_not_counted_as_copied(direction: Direction, outcome: TransferOutcome) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 60), 1)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("second", prompt(0, 60) if direction is Direction.LOAD else prompt(1, 60), 1)
+    engine.step()
+    (job,) = transfers.pending
+    transfers.complete(job, outcome)
+    _, output = engine.step()
+    assert job.direction is direction
+    assert output.connector.finished.jobs == {job.job_id: outcome}
+    assert output.connector.stats == {}
+    transfers.auto = True
+    finish(engine, offloading)
+
+
 def test_blocks_loaded_for_a_request_that_was_aborted_serve_the_next() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)
@@ -833,6 +876,44 @@ def test_the_time_that_a_request_waited_for_its_load_is_told() -> None:
     finish(engine, offloading)
     assert 3.0 <= engine.requests["second"].times.load_wait_s <= 3.1
     assert engine.requests["second"].num_preemptions == 0
+
+
+@pytest.mark.parametrize("end", ["abort", "turned off"])
+def test_the_time_that_a_request_waited_in_vain_is_told(end: str) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("second", prompt(0, 30), 1)
+    engine.step()
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(3.0)
+    if end == "abort":
+        engine.abort("second")
+    else:
+        engine.scheduler.connector.break_off("made for this test")
+    transfers.auto = True
+    engine.run()
+    assert 3.0 <= engine.requests["second"].times.load_wait_s <= 3.1
+
+
+def test_the_tokens_of_a_prompt_are_counted_once_however_often_it_starts_over() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(15), offloading)
+    prompts = [prompt(number, 21) for number in range(3)]
+    for turn in range(2):
+        for number, tokens in enumerate(prompts):
+            engine.add(f"{number} in turn {turn}", tokens, 24)
+        finish(engine, offloading)
+    stats = engine.scheduler.connector.get_stats()
+    requests = engine.requests.values()
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert stats["asked_tokens"] == 2 * 3 * 21
+    assert stats["device_hit_tokens"] == sum(request.num_first_device_tokens for request in requests)
+    told = sum(sum(output.cache_report.restored_tokens.values()) for output in engine.outputs.values())
+    assert 0 < stats["host_hit_tokens"] < told, "a request is told of all that was loaded for it"
+    assert stats["device_hit_tokens"] + stats["host_hit_tokens"] <= stats["asked_tokens"]
 
 
 def test_of_a_request_that_the_tier_has_as_a_whole_the_last_token_is_computed() -> None:

@@ -83,6 +83,49 @@ def test_what_is_worth_little_in_host_memory_reaches_the_disk_all_the_same() -> 
     assert len(tiering.media[0][0].chunks) == 4 + 40 * 8
 
 
+def test_the_time_that_a_request_waited_for_a_lower_tier_is_told() -> None:
+    tiering = SimulatedTiering(60)
+    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
+    engine = make_engine(tiering, max_num_seqs=1)
+    assert isinstance(engine.clock, VirtualClock)
+    (queue,) = tiering.all_queues()
+    queue.auto = False
+    engine.add("second", prompt(0, 45), 3)
+    for kind in (JobKind.PROBE, JobKind.LOAD):
+        engine.step()
+        (job,) = queue.pending
+        assert job.kind is kind
+        engine.clock.advance(1.0)
+        queue.complete(job)
+        engine.step()
+    queue.auto = True
+    finish(engine, tiering)
+    assert restored(engine, "second") == {"disk": 44}
+    assert 2.0 <= engine.requests["second"].times.load_wait_s <= 2.5
+
+
+def test_the_time_that_a_request_waited_for_a_place_is_none_of_a_lower_tiers() -> None:
+    tiering = SimulatedTiering(60)
+    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
+    engine = make_engine(tiering, max_num_seqs=2)
+    assert isinstance(engine.clock, VirtualClock)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LOAD})
+    engine.add("runs", prompt(1, 9), 30)
+    engine.step()
+    engine.step()
+    engine.add("second", prompt(0, 45), 3)
+    engine.step()
+    engine.add("urgent", prompt(2, 9), 20)
+    for _ in range(4):
+        engine.step()
+    assert engine.requests["urgent"].num_output_tokens > 0, "it has taken the only place"
+    engine.clock.advance(50.0)
+    queue.held = frozenset()
+    finish(engine, tiering)
+    assert engine.requests["second"].times.load_wait_s < 1.0
+
+
 def test_without_the_medium_the_prompt_is_computed() -> None:
     """The control: it is the disk that gives the tokens back."""
     tiering = SimulatedTiering(60)

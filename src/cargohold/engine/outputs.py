@@ -18,7 +18,7 @@ class RequestMetrics:
         restored_tokens: tokens loaded from each tier, by the tier's name; over the request's whole life, so that a request
             which lost its blocks and came back counts twice what was loaded twice.
         ttft_s: from arrival to the first generated token; ``None`` if there was none.
-        load_wait_s: spent waiting for loads.
+        load_wait_s: spent waiting for loads, and for what lower tiers had to say or to bring up before.
         total_s: from arrival to the end.
         preemptions: how often it lost its blocks and started over.
     """

@@ -42,6 +42,7 @@ class Load:
         block_keys: which chunk fills each of them, parallel to ``block_ids``.
         block_starts: the first token of each of them, counted from the request's start, parallel to ``block_ids``.
         origins: where its tokens came from.
+        is_first: whether the request had not been admitted before.
     """
 
     job_id: int
@@ -52,6 +53,7 @@ class Load:
     block_keys: Sequence[OffloadKey]
     block_starts: Sequence[int]
     origins: Origins
+    is_first: bool
 
 
 @dataclass(slots=True)

@@ -69,7 +69,15 @@ class Loads:
         shared.holder.hold(block_ids)
         request_id = state.request.request_id
         load = Load(
-            shared.jobs.new_id(), request_id, handle, num_computed_tokens, block_ids, block_keys, block_starts, origins
+            shared.jobs.new_id(),
+            request_id,
+            handle,
+            num_computed_tokens,
+            block_ids,
+            block_keys,
+            block_starts,
+            origins,
+            is_first=not state.was_admitted,
         )
         shared.jobs.add_load(load)
         self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), shared.config.transfer_timeout_s))
@@ -118,8 +126,8 @@ class Loads:
 
     def _note_restored(self, load: Load, num_tokens: int) -> None:
         counts = load.origins.count(num_tokens)
-        for tier, count in counts.items():
-            self._shared.stats[f"{tier}_hit_tokens"] += count
+        if load.is_first:
+            self._shared.stats.update({f"{tier}_hit_tokens": count for tier, count in counts.items()})
         state = self._requests.get(load.request_id)
         if state is not None:
             state.restored_tokens.update(counts)

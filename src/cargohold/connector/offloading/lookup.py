@@ -6,7 +6,7 @@ from cargohold.blocks import GroupUnits, longest_hit
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.connector.offloading.recall import Recalls
 from cargohold.connector.offloading.requests import Lookup, RequestState
-from cargohold.connector.offloading.states import HostStates
+from cargohold.connector.offloading.states import ExpectedStates, HostStates
 from cargohold.offload.manager.base import OffloadManager
 
 
@@ -47,6 +47,16 @@ class TierLookup:
             state.extend_keys()
             lookup = state.lookup = self._find(state, num_computed_tokens, basis)
         return lookup
+
+    def num_kept_tokens(self, state: RequestState) -> int:
+        """Leading tokens of a request that could be loaded once the stores in flight have ended, if all goes well."""
+        state.extend_keys()
+        storing = {key for store in self._jobs.stores() if not store.is_spoiled for key in store.handle.keys}
+        groups = [
+            GroupUnits(keys.group, keys.chunk_tokens, ExpectedStates(self._manager, keys, storing))
+            for keys in state.keys
+        ]
+        return longest_hit(groups, state.request.num_tokens).num_tokens
 
     def _find(self, state: RequestState, num_computed_tokens: int, basis: tuple[int, ...]) -> Lookup:
         num_tokens = state.request.num_tokens

@@ -70,6 +70,7 @@ class RequestState:
         due_tokens: so many tokens complete one of these.
         lookup: the last look-up's answer.
         recall: what lower tiers are asked for; ``None`` before the first look-up, and once the request is admitted.
+        was_admitted: whether its tokens were counted: one that starts over is admitted again.
         restored_tokens: tokens loaded so far, by the tier they came from.
         notes: what was decided and why.
     """
@@ -81,6 +82,7 @@ class RequestState:
     due_tokens: int = field(init=False)  # read for every request in every step, and seldom changed
     lookup: Lookup | None = None
     recall: Recall | None = None
+    was_admitted: bool = False
     restored_tokens: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
@@ -116,10 +118,6 @@ class RequestState:
         for group, keys in enumerate(self.keys):
             self.next_chunk[group] = min(self.next_chunk[group], num_tokens // keys.chunk_tokens)
         self._note_due()
-
-    def num_offered_tokens(self) -> int:
-        """Leading tokens whose chunks were offered for storing in every group."""
-        return min(keys.chunk_tokens * first for keys, first in zip(self.keys, self.next_chunk, strict=True))
 
     def skip_offers(self, num_tokens: int) -> None:
         """Do not offer for storing the chunks that lie wholly in the first ``num_tokens`` tokens."""

@@ -145,7 +145,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._stores.end_request(state, block_ids)
         if not state.params.do_remote_decode:
             return keeps_blocks, None
-        return keeps_blocks, {"do_remote_prefill": True, "num_offloaded_tokens": state.num_offered_tokens()}
+        num_tokens = self._lookup.num_kept_tokens(state)
+        return keeps_blocks, {"do_remote_prefill": True, "num_offloaded_tokens": num_tokens}
 
     def explain(self, request_id: str) -> CacheReport:
         """What was decided for the request, and why; forgets it."""
@@ -167,6 +168,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         state = self._requests[request.request_id]
         lookup, state.lookup = state.lookup, None
         if lookup is None:
+            state.was_admitted = True
             return  # the second call, after the load
         # Marked only now that the request runs: a look-up may be repeated any number of times.
         for keys in state.keys:
@@ -179,6 +181,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if not state.params.do_remote_decode:
             state.skip_offers(num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources)
+        state.was_admitted = True
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         """This step's loads, and stores of the chunks that its tokens complete.
@@ -299,5 +302,6 @@ class OffloadingScheduler(KVConnectorScheduler):
             f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {found}; "
             f"{num_missing} were left to compute"
         )
-        self._shared.stats["asked_tokens"] += num_tokens
-        self._shared.stats["device_hit_tokens"] += num_computed_tokens
+        if not state.was_admitted:
+            self._shared.stats["asked_tokens"] += num_tokens
+            self._shared.stats["device_hit_tokens"] += num_computed_tokens

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
-from cargohold.blocks import ABSENT, NOT_YET
+from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.keys import ChunkKeys
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tiering import UNKNOWN, LowerTiers
@@ -28,6 +29,31 @@ class HostStates:
     def window(self, first: int, end: int) -> bytes:
         """Every one."""
         return self._manager.lookup(self._keys[first:end])
+
+
+class ExpectedStates:
+    """Presence in the manager's own tier when what is being stored has arrived.
+
+    Args:
+        manager: what the tier holds.
+        keys: the request's chunks.
+        storing: chunks on their way to the tier.
+    """
+
+    def __init__(self, manager: OffloadManager, keys: ChunkKeys, storing: AbstractSet[OffloadKey]) -> None:
+        self._manager = manager
+        self._keys = keys.keys
+        self._storing = storing
+
+    def run(self, first: int, end: int) -> bytes:
+        """Every one: behind the first absent one nothing matters, and it is asked for once in a request's life."""
+        return self.window(first, end)
+
+    def window(self, first: int, end: int) -> bytes:
+        """Every one."""
+        keys = self._keys[first:end]
+        states = self._manager.lookup(keys)
+        return bytes(READY if key in self._storing else at for key, at in zip(keys, states, strict=True))
 
 
 class DeepStates:

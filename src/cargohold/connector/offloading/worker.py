@@ -110,7 +110,7 @@ class OffloadingWorker(KVConnectorWorker):
         return invalid
 
     def get_stats(self) -> Stats:
-        """Blocks moved and seconds taken, per direction, and what lower tiers moved, since the last call."""
+        """Blocks copied and seconds taken, per direction, and what lower tiers moved, since the last call."""
         stats, self._stats = self._stats, {}
         return stats if self._tiers is None else {**stats, **self._tiers.take_stats()}
 
@@ -139,6 +139,8 @@ class OffloadingWorker(KVConnectorWorker):
         return self._transfers
 
     def _count(self, result: CopyResult) -> None:
+        if result.outcome is not TransferOutcome.DONE:
+            return  # how much of it was copied is not known; of what came too late nothing
         direction = result.job.direction.value
         for name, amount in ((f"{direction}_blocks", len(result.job.block_ids)), (f"{direction}_s", result.duration_s)):
             self._stats[name] = self._stats.get(name, 0) + amount

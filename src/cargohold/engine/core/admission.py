@@ -41,9 +41,25 @@ class Admission:
         self._roster = roster
         self._connector = connector
         self._clock = clock
+        # Requests that were deferred in this step, and in the one before, and when.
+        self._deferred: dict[str, float] = {}
+        self._deferred_before: dict[str, float] = {}
+
+    def begin_step(self) -> None:
+        """Another step is planned. Who is not tried in it waits for a place, and not for the connector."""
+        self._deferred_before, self._deferred = self._deferred, {}
 
     def try_admit(self, request: Request, plan: StepPlan) -> Verdict:
-        """Admit ``request`` if possible; mutates it, pool, roster and plan unless the verdict is DEFERRED or NO_ROOM."""
+        """Admit ``request`` if possible; mutates pool, roster and plan unless the verdict is DEFERRED or NO_ROOM."""
+        deferred_at = self._deferred_before.pop(request.request_id, None)
+        if deferred_at is not None:
+            request.times.load_wait_s += self._clock() - deferred_at
+        verdict = self._try_admit(request, plan)
+        if verdict is Verdict.DEFERRED:
+            self._deferred[request.request_id] = self._clock()
+        return verdict
+
+    def _try_admit(self, request: Request, plan: StepPlan) -> Verdict:
         # One block for each running request's next token, or the newcomer would soon cost one of them its blocks.
         num_spare = len(self._roster.running) * len(self._kv.layout.groups)
         if self._kv.holds_blocks(request):

@@ -95,6 +95,8 @@ class ConnectorReports:
         self._dropped = True
         self._apply(self._connector.release())
         loading, sending = self._roster.transfers.abandon()
+        for request in loading:
+            request.times.end_loading(self._clock())
         for request in (*loading, *sending):
             if request.is_finished:
                 self._roster.free_unless_in_use(request)
@@ -153,10 +155,7 @@ class ConnectorReports:
         if request.is_finished:
             self._roster.free_unless_in_use(request)
             return
-        started = request.times.loading_since
-        assert started is not None
-        request.times.load_wait_s += self._clock() - started
-        request.times.loading_since = None
+        request.times.end_loading(self._clock())
         if num_valid < request.num_reused_tokens:
             self._start_over([request])
             return

@@ -54,7 +54,7 @@ class RequestTimes:
         first_token: first token generated.
         finished: ended.
         loading_since: start of the load in flight.
-        load_wait_s: seconds spent waiting for loads, summed.
+        load_wait_s: seconds spent waiting for loads, or for a connector to say whether there is something to load, summed.
     """
 
     arrived: float
@@ -63,6 +63,12 @@ class RequestTimes:
     finished: float | None = None
     loading_since: float | None = None
     load_wait_s: float = 0.0
+
+    def end_loading(self, now: float) -> None:
+        """The request waits no longer for the load in flight, if there is one."""
+        if self.loading_since is not None:
+            self.load_wait_s += now - self.loading_since
+            self.loading_since = None
 
 
 @dataclass(slots=True, eq=False)

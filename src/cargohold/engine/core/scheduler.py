@@ -91,6 +91,7 @@ class Scheduler:
         self._roster.end(request)
         request.finish_reason, request.error = reason, error
         request.times.finished = self._clock()
+        request.times.end_loading(request.times.finished)
         keeps_blocks, params = self.connector.request_finished(request, self.kv.block_ids(request))
         report = self.connector.explain(request_id)
         if keeps_blocks:
@@ -127,6 +128,7 @@ class Scheduler:
         """Decide the next step. An empty one still carries the connector's messages."""
         assert self._plan is None, "the last step's output was not handed in"
         self._reports.check_progress()
+        self._admission.begin_step()
         plan = self._plan = StepPlan(self._config.max_num_batched_tokens)
         if self._schedule_running(plan):
             self._admit_waiting(plan)

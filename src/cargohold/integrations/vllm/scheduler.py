@@ -44,7 +44,8 @@ class _Load:
 
     Attributes:
         since: when it began.
-        num_tokens: what it brings; nothing, once a rank has failed it.
+        num_tokens: tokens not counted as computed for its sake; none once a rank has failed it, and for a request that comes
+            again, whose prompt was counted.
     """
 
     since: float
@@ -204,7 +205,8 @@ class SchedulerSide:
         if isinstance(self._tables, NotedTables):
             self._tables.note(request_id, blocks.blocks)
         num_computed = self._num_computed.get(request_id)
-        if num_computed is not None and request_id not in self._admitted:
+        is_first = request_id not in self._admitted
+        if num_computed is not None and is_first:
             self._admitted.add(request_id)
             self._stats["device_tokens"] += num_computed
             self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
@@ -213,7 +215,7 @@ class SchedulerSide:
             return
         tables = block_ids(blocks.blocks)
         if num_external_tokens:
-            self._loading[request_id] = _Load(self._clock(), num_external_tokens)
+            self._loading[request_id] = _Load(self._clock(), num_external_tokens if is_first else 0)
             self._parked[request_id] = seen
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
         self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
