@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.lora.request import LoRARequest
 
-from cargohold.integrations.vllm.metrics import PromMetrics, metric_of
+from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats, metric_of
 from tests.vllm.common import EAGER, EVENTS, RESTARTED, ask_twice, follow_events, forget, make_prompts, restored, tokens
 from tests.vllm.engine import BLOCK_TOKENS
 from tests.vllm.models import save_adapter
@@ -86,6 +86,26 @@ def test_tokens_whose_load_failed_are_counted_as_computed(
     assert tiers["computed"] == 2 * 2 * 330 + 22 * 92 + 40, "as many as were asked"
 
 
+def test_prompts_are_counted_once_however_often_their_requests_start_over(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
+) -> None:
+    """Found by simulation: what was restored for a request that vLLM had preempted was counted beyond its prompt."""
+    engine = start(vllm_model("llama"), EAGER, num_blocks=16, max_model_len=256)
+    prompts = make_prompts(3, 100)
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, 120)
+    while engine.is_busy:
+        engine.step()
+    engine.settle()
+    faults.outcome = lambda job: TransferOutcome.FAILED if job.direction is Direction.LOAD else TransferOutcome.DONE
+    engine.ask(prompts, 120)
+    engine.settle()
+    engine.ask(make_prompts(1, 40, seed=6), 1)
+    assert engine.metric("num_preemptions") > 0
+    assert series("cargohold_connector_total")["loads"] > 0
+    assert sum(series("cargohold_prompt_tokens_total").values()) == engine.metric("prompt_tokens") == 2 * 300 + 40
+
+
 def test_a_connector_that_is_turned_off_holds_nothing_any_more(
     vllm_model: Callable[[str], str], start: Callable[..., Any]
 ) -> None:
@@ -105,6 +125,13 @@ def test_levels_of_a_connector_of_ones_own_can_go_down() -> None:
         ("cargohold_connector", (("counter", "held"),), False),
         ("cargohold_connector_level", (("counter", "num_held"),), True),
     ]
+
+
+def test_the_log_shows_what_an_interval_brought_and_no_levels() -> None:
+    """Found by reading: as so many chunks in host memory it showed by how many there were more, or less."""
+    stats = TransferStats(data={"stored_chunks": 2, "num_ready_chunks": 1})
+    stats = stats.aggregate(TransferStats(data={"removed_chunks": 4, "load_s": 0.12345, "num_ready_chunks": -4}))
+    assert stats.reduce() == {"load_s": 0.123, "removed_chunks": 4, "stored_chunks": 2}
 
 
 def test_levels_are_shown_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +240,11 @@ def test_a_directory_outlives_the_engine_but_not_the_weights(
     answers = [engine.ask([prompt], 6)[0] for prompt in prompts]
     assert tokens(answers) == expected
     assert restored(answers) == 640
+    engine.settle()
+    engine.ask(make_prompts(1, 40, seed=6), 1)
+    assert series("cargohold_prompt_tokens_total")["disk"] == 640
+    told = series("vllm:prompt_tokens_cached_by_source_total")  # since vLLM 0.32
+    assert not told or (told["host"], told["external_unspecified"]) == (0, 640)
     forget(engine)
     engine = start(vllm_model("llama-retrained"), extra)
     assert restored(engine.ask(prompts, 6)) == 0

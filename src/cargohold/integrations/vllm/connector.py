@@ -250,8 +250,12 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Where hits come from, for vLLM's own statistics: all from host memory."""
-        return {compat.CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+        """Where hits come from, for vLLM's own statistics: from host memory, unless there is more below it.
+
+        Then our own counters say it: vLLM asks before a load has ended, and its sources do not name ours.
+        """
+        source = compat.CacheHitSource.EXTERNAL_UNSPECIFIED if self._settings.has_tiers else compat.CacheHitSource.HOST
+        return {source: num_external_tokens} if num_external_tokens else {}
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMessage:
         """This step's message to the workers."""

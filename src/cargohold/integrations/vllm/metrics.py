@@ -39,7 +39,7 @@ class Metric:
 
 _PROMPT = "Prompt tokens of admitted requests by where their KV was found; computed means nowhere."
 _BYTES = "Bytes copied between device and host memory, over all workers."
-_SECONDS = "Seconds between start and end of transfers, over all workers."
+_SECONDS = "Seconds from when copies were asked for to their end, time in line included, over all workers."
 _FAILURES = "What failed or was given up, by kind."
 _OTHER = "Everything else that connectors and tiers count, by their own names."
 _OTHER_LEVELS = "What else connectors and tiers say how much of it there is now, by their own names."
@@ -120,8 +120,8 @@ class TransferStats(compat.KVConnectorStats):  # type: ignore[misc]  # vLLM's cl
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the log shows of an interval."""
-        return {name: round(value, 3) for name, value in sorted(self.data.items())}
+        """What the log shows of an interval: no levels, for of those it is only known by how much they changed."""
+        return {name: round(value, 3) for name, value in sorted(self.data.items()) if not is_level(name)}
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
