@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
 from cargohold import LLM, SamplingParams
+from cargohold.cli.common import describe_reuse
+from cargohold.engine.outputs import RequestMetrics
 from tests.command import Command
 
 PROMPT = "The harbour master wrote down every ship that"
@@ -99,3 +102,11 @@ def test_verbose_logs_what_follows_from_the_options(cargohold: Command, chat_mod
     args = ("run", chat_model, "-p", "x", "--num-device-blocks", "5", "--max-tokens", "1")
     assert "sequences are limited to the 64 tokens" in cargohold("--verbose", *args).err
     assert "sequences are limited" not in cargohold(*args).err
+
+
+def test_a_prompt_is_not_said_to_be_made_of_more_than_it_is() -> None:
+    """What is restored after a preemption may be of the answer, and the same tokens as before."""
+    came_back = RequestMetrics(100, 60, device_tokens=32, restored_tokens={"host": 64}, ttft_s=0.5)
+    parts = "100 prompt tokens: 32 on the device, 64 from host"
+    assert describe_reuse(came_back) == f"{parts}, 4 computed; first token after 0.50 s"
+    assert describe_reuse(replace(came_back, preemptions=1)) == f"{parts} in 2 goes; first token after 0.50 s"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cargohold.engine.config import EngineConfig, plan_engine
+from cargohold.engine.model.info import describe_model
 from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.replay.costs import CostModel
 from cargohold.replay.kv_size import describe_kv, kv_size
@@ -120,8 +123,9 @@ class TestKVSize:
                 {"new_decoder_architecture": True, "num_attention_heads": 128, "num_kv_heads": 8, "hidden_size": 8192},
                 32 * 2 * 8 * 64 * 4,
             ),
-            ("MiMoV2FlashConfig", {"dtype": "bfloat16"}, 48 * 4 * (192 + 128) * 2),
-            ("Gemma3TextConfig", {"dtype": "bfloat16"}, 26 * 2 * 4 * 256 * 2),
+            # In groups of nine layers, of which the last has three; then in groups of four, and two.
+            ("MiMoV2FlashConfig", {"dtype": "bfloat16"}, 54 * 4 * (192 + 128) * 2),
+            ("Gemma3TextConfig", {"dtype": "bfloat16"}, 28 * 2 * 4 * 256 * 2),
             ("DeepseekV3Config", {"dtype": "bfloat16"}, 61 * (512 + 64) * 2),
             ("Qwen3NextConfig", {"dtype": "bfloat16"}, 12 * 2 * 2 * 256 * 2),
             ("Gemma3nTextConfig", {"dtype": "bfloat16"}, 20 * 2 * 2 * 256 * 2),
@@ -135,6 +139,13 @@ class TestKVSize:
         size = kv_size("a model", config)
         assert size.bytes_per_token == bytes_per_token
         assert f"{bytes_per_token:,} bytes per token" in size.describe()
+
+    @pytest.mark.parametrize("kind", ["llama", "mistral-window", "gemma3"])
+    def test_it_is_what_the_engine_allocates(self, kind: str, tiny_model: Callable[[str], str]) -> None:
+        model = tiny_model(kind)
+        layout = plan_engine(EngineConfig(model=model, num_device_blocks=300), describe_model(model)).layout
+        all_groups_bytes = len(layout.groups) * layout.block_bytes
+        assert describe_kv(model).bytes_per_token * layout.hash_block_tokens == all_groups_bytes
 
     def test_kv_may_be_kept_in_another_type(self) -> None:
         transformers = pytest.importorskip("transformers")

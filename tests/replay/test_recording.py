@@ -8,6 +8,7 @@ import os
 import random
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ from cargohold.connector.recording import RecordingFactory
 from cargohold.offload.policy import POLICIES
 from cargohold.offload.transfer.base import CopyResult
 from cargohold.offload.transfer.cpu import CpuTransferWorker
-from cargohold.protocol import NULL_CONNECTOR, ClassFactory, NullConnectorScheduler, SchedulerEnvironment
+from cargohold.protocol import (
+    NULL_CONNECTOR,
+    ClassFactory,
+    NullConnectorScheduler,
+    SchedulerEnvironment,
+    TransferOutcome,
+)
 from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import replay
 from cargohold.replay.traces import TraceRequest, read_trace
-from cargohold.simulation import simulated_layout
+from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from tests.connector.common import finish, serve_and_lose
 from tests.models import VOCAB_SIZE
 
 BLOCK_TOKENS = 4
@@ -129,6 +137,29 @@ def test_the_replay_agrees_with_an_engine_whose_own_cache_never_evicts(
     (result,) = replay(workload, "infinite", [(1,)])
     assert workload.num_prompt_tokens == num_prompt
     assert workload.num_reused_blocks == result.num_prefix_hits == num_reused // BLOCK_TOKENS > 0
+
+
+@pytest.mark.parametrize(("first_bad", "num_reused"), [(None, 2), (3, 5), (0, 2)])
+def test_what_a_load_failed_to_bring_was_not_reused(first_bad: int | None, num_reused: int, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), RecordingFactory(offloading, str(path)))
+    prompt = list(range(41))
+    serve_and_lose(engine, offloading, prompt, 1)
+    engine.add("short", prompt[:9], 1)
+    finish(engine, offloading)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("long", prompt, 1)
+    engine.step()
+    (load,) = transfers.pending
+    transfers.complete(load)
+    bad = frozenset(() if first_bad is None else load.block_ids[first_bad:])
+    transfers._results[-1] = replace(transfers._results[-1], outcome=TransferOutcome.FAILED, failed_block_ids=bad)
+    transfers.auto = True
+    finish(engine, offloading)
+    assert [request.reused_blocks for request in recorded(path)] == [0, 2, num_reused]
+    assert engine.requests["long"].num_device_tokens == 4 * num_reused
 
 
 def test_a_trace_has_neither_tokens_nor_hashes(

@@ -51,6 +51,10 @@ def describe_reuse(metrics: RequestMetrics) -> str:
     restored = sum(metrics.restored_tokens.values())
     parts = [f"{metrics.device_tokens} on the device"]
     parts += [f"{count} from {tier}" for tier, count in metrics.restored_tokens.items()]
-    parts.append(f"{max(0, metrics.prompt_tokens - metrics.device_tokens - restored)} computed")
+    if metrics.preemptions:
+        # What was restored then may be of the answer, and the same tokens several times.
+        parts[-1] += f" in {metrics.preemptions + 1} goes"
+    else:
+        parts.append(f"{max(0, metrics.prompt_tokens - metrics.device_tokens - restored)} computed")
     ttft = "" if metrics.ttft_s is None else f"; first token after {metrics.ttft_s:.2f} s"
     return f"{metrics.prompt_tokens} prompt tokens: {', '.join(parts)}{ttft}"

@@ -34,7 +34,8 @@ class KVSize:
             the tier they weigh as much.
         state_layers: layers that keep a state of fixed size instead; not counted in ``bytes_per_token``.
         shared_layers: layers that use another layer's KV, and keep none.
-        bytes_per_token: of KV in all layers, on all workers together.
+        spare_layers: room for so many more in the blocks of the last group of a kind; see ``KVGeometry``. It is taken, too.
+        bytes_per_token: of KV in all layers, spare ones included, on all workers together.
         is_latent: whether keys and values are kept as one compressed vector (MLA).
     """
 
@@ -42,6 +43,7 @@ class KVSize:
     windowed_layers: int
     state_layers: int
     shared_layers: int
+    spare_layers: int
     bytes_per_token: int
     is_latent: bool
 
@@ -54,6 +56,8 @@ class KVSize:
             (self.shared_layers, "another layer's KV"),
         ]
         layers = ", ".join(f"{count} with {kind}" for count, kind in kinds if count)
+        if self.spare_layers:
+            layers += f", and room for {self.spare_layers} more, as blocks of all kinds are equally large"
         latent = "compressed (MLA), " if self.is_latent else ""
         return f"{self.bytes_per_token:,} bytes per token: {latent}layers: {layers}"
 
@@ -97,17 +101,28 @@ def kv_size(model: str, config: Any, dtype_bytes: int | None = None) -> KVSize:
         )
         raise UnsupportedModelError(model, reason)
     counted = [layer for layer, kind in enumerate(keeping) if kind in (*_FULL, *_WINDOWED)]
+    numbers = [_numbers_of_layer(model, config, layer) for layer in counted]
+    num_full, num_windowed = (sum(kind in kinds for kind in keeping) for kinds in (_FULL, _WINDOWED))
+    # Where layers differ in size, engines lay them out in ways of their own.
+    num_spare = _num_spare(num_full, num_windowed) if len(set(numbers)) == 1 else 0
     size = KVSize(
-        full_layers=sum(kind in _FULL for kind in keeping),
-        windowed_layers=sum(kind in _WINDOWED for kind in keeping),
+        full_layers=num_full,
+        windowed_layers=num_windowed,
         state_layers=sum(kind in _STATES for kind in keeping),
         shared_layers=shared,
-        bytes_per_token=dtype_bytes * sum(_numbers_of_layer(model, config, layer) for layer in counted),
+        spare_layers=num_spare,
+        bytes_per_token=dtype_bytes * (sum(numbers) + sum(numbers[:1]) * num_spare),
         is_latent=any(getattr(_of_layer(config, layer), "kv_lora_rank", None) for layer in counted),
     )
     if not size.bytes_per_token:
         raise UnsupportedModelError(model, "it has no attention layers, so it has no KV cache")
     return size
+
+
+def _num_spare(num_full: int, num_windowed: int) -> int:
+    """Layers that would still fit where both kinds are cut into groups of as many layers as the rarer kind has."""
+    rarest = min(num_full, num_windowed)
+    return -(num_full + num_windowed) % rarest if rarest else 0
 
 
 def _layer_kinds(config: Any, num_layers: int) -> Sequence[str]:

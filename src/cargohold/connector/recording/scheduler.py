@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 from cargohold.connector.recording.trace_file import TraceFile
 from cargohold.protocol import (
+    AttentionKind,
     BlockIds,
     ForwardingScheduler,
+    KVConnectorOutput,
     KVConnectorScheduler,
     RequestView,
     SchedulerEnvironment,
@@ -23,19 +26,21 @@ class _Seen:
     Attributes:
         device_tokens: found on the device when the connector was last asked.
         admitted_ms: when it was admitted for the first time, in milliseconds since the start; ``None`` before.
-        reused_tokens: found then, on the device and below.
+        reused_tokens: found then, on the device and below; less, once a load has failed.
+        loading: its block tables while a load fills them; empty otherwise.
     """
 
     device_tokens: int = 0
     admitted_ms: float | None = None
     reused_tokens: int = 0
+    loading: BlockIds = ()
 
 
 class RecordingScheduler(ForwardingScheduler):
     """A connector, recorded: a line for each request that was admitted, written when it ends.
 
-    What a line says of reuse is what the engine itself decided when it first admitted the request. Requests that were never
-    admitted asked for nothing and leave no line.
+    What a line says of reuse is what the engine itself decided when it first admitted the request, without what a load then
+    failed to bring. Requests that were never admitted asked for nothing and leave no line.
 
     Args:
         inner: does the work.
@@ -49,6 +54,10 @@ class RecordingScheduler(ForwardingScheduler):
         self._clock = environment.clock
         self._block_tokens = environment.layout.hash_block_tokens
         self._step_tokens = environment.max_step_tokens
+        self._groups = environment.layout.groups
+        # Behind a window's start nothing was loaded that a shorter prefix could stand on.
+        is_full = all(group.kind is AttentionKind.FULL for group in self._groups)
+        self._keeps_partial = environment.keeps_partial_loads and environment.prefix_caching and is_full
         self._started = environment.clock()
         self._last_ms = 0.0
         self._seen: dict[str, _Seen] = {}
@@ -68,7 +77,13 @@ class RecordingScheduler(ForwardingScheduler):
         if seen is not None and seen.admitted_ms is None:
             seen.admitted_ms = self._next_ms()
             seen.reused_tokens = seen.device_tokens + num_external_tokens
+            if num_external_tokens:
+                seen.loading = tuple(tuple(table) for table in blocks)
         self.inner.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:  # noqa: D102
+        self._take_back(output)
+        self.inner.update_connector_output(output)
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:  # noqa: D102
         seen = self._seen.pop(request.request_id, None)
@@ -87,6 +102,27 @@ class RecordingScheduler(ForwardingScheduler):
         now = round(1000 * (self._clock() - self._started), 3)
         self._last_ms = max(now, round(self._last_ms + 0.001, 3))
         return self._last_ms
+
+    def _take_back(self, output: KVConnectorOutput) -> None:
+        """Of loads that failed, what was not brought was not reused."""
+        if output.invalid_block_ids:
+            for seen in self._seen.values():
+                if seen.loading:
+                    seen.reused_tokens = min(seen.reused_tokens, self._num_good_tokens(seen, output.invalid_block_ids))
+        for request_id in output.finished.finished_recving & self._seen.keys():
+            seen = self._seen[request_id]
+            if seen.loading and request_id in output.finished.failed_recving:
+                seen.reused_tokens = seen.device_tokens
+            seen.loading = ()
+
+    def _num_good_tokens(self, seen: _Seen, bad_blocks: AbstractSet[int]) -> int:
+        """Leading tokens in front of the first of these blocks, if they are being filled for the request."""
+        num_good = seen.reused_tokens
+        for group, table in zip(self._groups, seen.loading, strict=True):
+            first_bad = next((at for at, block_id in enumerate(table) if block_id in bad_blocks), None)
+            if first_bad is not None:
+                num_good = min(num_good, first_bad * group.block_tokens if self._keeps_partial else 0)
+        return max(num_good, seen.device_tokens)
 
     def _line(self, request: RequestView, seen: _Seen, admitted_ms: float) -> dict[str, Any]:
         num_prompt_blocks = request.num_prompt_tokens // self._block_tokens
