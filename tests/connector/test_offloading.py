@@ -928,6 +928,8 @@ def test_of_a_request_that_the_tier_has_as_a_whole_the_last_token_is_computed() 
     finish(engine, offloading)
     assert engine.outputs["second"].cache_report.restored_tokens == {"host": 40}
     assert computed == [1, 1, 1], "one token a step, of which each gives the next"
+    (note,) = engine.outputs["second"].cache_report.notes
+    assert note.endswith("40 more in host; only the last is computed again, for its logits")
 
 
 def test_a_load_that_ends_is_progress_even_if_its_request_is_gone() -> None:

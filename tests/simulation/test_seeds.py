@@ -10,6 +10,7 @@ from cargohold.simulation.connectors import CONNECTORS
 from cargohold.simulation.faults import Fault
 from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import draw_scenario
+from cargohold.simulation.traffic import Ask
 from cargohold.simulation.workloads import WORKLOADS
 
 
@@ -34,6 +35,16 @@ def test_every_fault_strikes_and_does_no_harm(fault: Fault) -> None:
         if num_struck or num_restarts:
             return
     raise AssertionError("it never strikes")
+
+
+def test_requests_that_are_asked_again_after_a_restart_are_counted_once() -> None:
+    num_restarts = 0
+    for seed in range(30):
+        scenario = draw_scenario(seed, "shared-prefix", "eager", [Fault.RESTART])
+        tallies = Run(scenario).play().tallies
+        assert tallies["requests"] == sum(isinstance(action, Ask) for action in scenario.actions)
+        num_restarts += tallies["restarts"]
+    assert num_restarts > 0
 
 
 def test_a_seed_is_the_same_run_every_time() -> None:

@@ -148,7 +148,7 @@ class Run:
                 if action.stop is not None and answer[-1] == action.stop:
                     reason = FinishReason.STOP
                 self._expected[action.request_id] = Expectation(answer, reason)
-                self._add(action)
+                self._result.tallies["requests"] += self._add(action)
             case Abort():
                 expected = self._expected.get(action.request_id)
                 if expected is not None:
@@ -159,7 +159,8 @@ class Run:
             case Restart():
                 self._restart()
 
-    def _add(self, ask: Ask) -> None:
+    def _add(self, ask: Ask) -> bool:
+        """Ask; whether the request was taken."""
         try:
             self._engine.add(
                 ask.request_id,
@@ -170,11 +171,12 @@ class Run:
                 kv_transfer_params=ask.params,
                 stop_token_ids=() if ask.stop is None else (ask.stop,),
             )
-            self._result.tallies["requests"] += 1
         except RequestError:
             # Refused for its wishes; it never was.
             self._result.tallies["refused"] += 1
             del self._expected[ask.request_id]
+            return False
+        return True
 
     def _try_to_reset(self) -> None:
         """Reset all caches, and change the weights, which is what they are reset for; later, if something is in flight."""

@@ -297,11 +297,11 @@ class OffloadingScheduler(KVConnectorScheduler):
     def _note_lookup(self, state: RequestState, num_computed_tokens: int, sources: Counter[str]) -> None:
         num_tokens = state.request.num_tokens
         num_missing = num_tokens - num_computed_tokens - sources.total()
-        found = " and ".join(f"{count} more in {tier}" for tier, count in (sources or {self._shared.tier: 0}).items())
-        state.notes.append(
-            f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {found}; "
-            f"{num_missing} were left to compute"
+        left = (
+            f"{num_missing} were left to compute" if num_missing else "only the last is computed again, for its logits"
         )
+        found = " and ".join(f"{count} more in {tier}" for tier, count in (sources or {self._shared.tier: 0}).items())
+        state.notes.append(f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {found}; {left}")
         if not state.was_admitted:
             self._shared.stats["asked_tokens"] += num_tokens
             self._shared.stats["device_hit_tokens"] += num_computed_tokens
