@@ -24,6 +24,15 @@ def fake(monkeypatch: pytest.MonkeyPatch, name: str, **names: object) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
+def import_compat() -> Any:
+    """The names that the adapter has from the vLLM that is faked, besides those that it has."""
+    spec = importlib.util.find_spec("cargohold.integrations.vllm.compat")
+    assert spec is not None and spec.loader is not None
+    compat = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compat)
+    return compat
+
+
 class TestWithoutVLLM:
     """Fakes of everything, so that these run wherever our own tests do."""
 
@@ -32,16 +41,24 @@ class TestWithoutVLLM:
         fake(monkeypatch, f"{V1}.base", KVConnectorBase_V1=object, KVConnectorRole=object, SupportsHMA=int)
         for name in (f"{V1}.metrics", "vllm.distributed.kv_events", "vllm.v1.core.sched.output", "vllm.v1.outputs"):
             fake(monkeypatch, name)
-        spec = importlib.util.find_spec("cargohold.integrations.vllm.compat")
-        assert spec is not None and spec.loader is not None
-        compat: Any = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(compat)
+        compat = import_compat()
         assert compat.SupportsHMA is int
         assert f"vLLM has no {V1}.base.KVConnectorMetadata" in compat.MISSING
         assert "vLLM has no vllm.distributed.kv_events.BlockStored" in compat.MISSING
         assert len(compat.MISSING) == 10
         assert isinstance(compat.KVConnectorStats(), compat.KVConnectorStats)
         assert compat.TransferResults is None
+
+    def test_functions_that_want_other_arguments_are_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Found by reading: the events' helpers were not compared, and one that had changed ended the engine at its start."""
+        fake(monkeypatch, "vllm", __version__="0.99.0")
+        fake(monkeypatch, f"{V1}.base", KVConnectorBase_V1=object, KVConnectorRole=object)
+        fake(monkeypatch, "vllm.v1.core.kv_cache_utils", maybe_convert_block_hash=lambda digest: digest)
+        fake(monkeypatch, "vllm.v1.kv_cache_interface", get_kv_cache_spec_kind=lambda spec, config: spec)
+        compat = import_compat()
+        assert [sentence for sentence in compat.MISSING if "arguments" in sentence] == [
+            "vLLM's get_kv_cache_spec_kind wants other arguments: missing a required argument: 'config'"
+        ]
 
     @pytest.mark.parametrize(
         "known", [{}, {"KVConnectorFactory": SimpleNamespace(register_connector=lambda _cls: None)}]
@@ -136,6 +153,20 @@ def test_messages_that_have_changed_are_told(
         "vLLM's AllBlocksCleared wants other arguments: missing a required argument: 'medium'",
         "vLLM's SchedulerOutput has no num_scheduled_tokens",
     ]
+
+
+def test_sources_of_hits_that_have_changed_are_told(
+    missing: Callable[[], list[str]], compat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_external_cache_hit_sources(self: object, request: object, num_external_tokens: int) -> None: ...
+
+    monkeypatch.setattr(
+        compat.KVConnectorBase_V1, "get_external_cache_hit_sources", get_external_cache_hit_sources, raising=False
+    )
+    for sources, lacks in ((SimpleNamespace(HOST=1), 1), (None, 2)):
+        monkeypatch.setattr(compat, "CacheHitSource", sources)
+        names = ["EXTERNAL_UNSPECIFIED", "HOST"][:lacks]
+        assert missing() == [f"vLLM's CacheHitSource has no {name}" for name in names]
 
 
 def test_a_block_pool_that_has_changed_is_told(missing: object) -> None:

@@ -7,11 +7,14 @@ its roles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from vllm import __version__ as VLLM_VERSION  # noqa: N812  # a constant, whatever its author calls it
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from cargohold.integrations.vllm.signatures import refused_call
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -38,6 +41,15 @@ def _need(module: str, name: str) -> Any:
     return found
 
 
+def _ask(module: str, name: str, num_args: int, otherwise: Callable[..., Any]) -> Any:
+    """A function that takes so many arguments; ``otherwise`` where there is none."""
+    found = _find(module, name)
+    if found is None:
+        return otherwise
+    MISSING.extend(refused_call(f"vLLM's {name}", found, num_args))
+    return found
+
+
 SupportsHMA = _need(_BASE, "SupportsHMA")
 KVConnectorMetadata = _need(_BASE, "KVConnectorMetadata")
 KVConnectorWorkerMetadata = _need(_BASE, "KVConnectorWorkerMetadata")
@@ -60,21 +72,21 @@ MultiprocExecutor: Any = _find("vllm.v1.executor.multiproc_executor", "Multiproc
 CacheHitSource: Any = _find("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
 """Since 0.32: where an external hit came from, for vLLM's own statistics."""
 
-convert_block_hash: Any = _find(_HASHES, "maybe_convert_block_hash") or (lambda digest: digest)
+convert_block_hash: Any = _ask(_HASHES, "maybe_convert_block_hash", 1, lambda digest: digest)
 """Block hashes as vLLM's events name them."""
 
-extra_keys: Any = _find(_HASHES, "generate_block_hash_extra_keys") or (lambda *_: (None, 0))
-event_keys: Any = _find(_HASHES, "to_event_extra_keys") or list
+extra_keys: Any = _ask(_HASHES, "generate_block_hash_extra_keys", 4, lambda *_: (None, 0))
+event_keys: Any = _ask(_HASHES, "to_event_extra_keys", 1, list)
 """What block hashes cover besides tokens, and how vLLM's events tell it: since 0.31 without what kind of thing each is."""
 
-_spec_kind: Any = _find(_SPECS, "get_kv_cache_spec_kind")
-_spec_window: Any = _find(_SPECS, "get_kv_cache_spec_sliding_window")
+_spec_kind: Any = _ask(_SPECS, "get_kv_cache_spec_kind", 1, lambda _: None)
+_spec_window: Any = _ask(_SPECS, "get_kv_cache_spec_sliding_window", 1, lambda _: None)
 
 
 def describe_group(spec: Any) -> tuple[str | None, int | None]:
     """How vLLM's events tell what kind of KV a group has, and how far its window reaches; ``None`` where they do not say."""
-    kind = None if _spec_kind is None else _spec_kind(spec).value
-    return kind, None if _spec_window is None else _spec_window(spec)
+    kind = _spec_kind(spec)
+    return None if kind is None else kind.value, _spec_window(spec)
 
 
 __all__ = [

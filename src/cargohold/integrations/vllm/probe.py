@@ -40,7 +40,9 @@ _REQUEST = (
 _STEP = ("finished_req_ids", "num_scheduled_tokens", "preempted_req_ids")
 _OUTPUT = ("kv_connector_worker_meta",)
 
-_LATER_HOOKS = ("get_external_cache_hit_sources", "get_transfer_results", "has_pending_block_frees")
+_SOURCES_HOOK = "get_external_cache_hit_sources"
+_SOURCES = ("EXTERNAL_UNSPECIFIED", "HOST")
+_LATER_HOOKS = (_SOURCES_HOOK, "get_transfer_results", "has_pending_block_frees")
 _BINDING_HOOKS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
 """Hooks that not every tested version has; of the binding ones it takes one."""
 
@@ -82,6 +84,8 @@ def missing_from_vllm(connector: type) -> list[str]:
         missing += refused_call(f"vLLM's {name}", getattr(compat, name), keywords=keywords)
     if compat.TransferResults is not None:
         missing += refused_call("vLLM's KVConnectorTransferResults", compat.TransferResults, 3)
+    if hasattr(compat.KVConnectorBase_V1, _SOURCES_HOOK):
+        missing += _missing("vLLM's CacheHitSource", compat.CacheHitSource, _SOURCES)
     for part, names in ((compat.SchedulerOutput, _STEP), (compat.KVConnectorOutput, _OUTPUT)):
         fields = part.__dataclass_fields__
         missing += [f"vLLM's {part.__name__} has no {name}" for name in names if name not in fields]
