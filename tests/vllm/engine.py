@@ -140,11 +140,12 @@ class Engine:
         """One of vLLM's counters, since the start."""
         return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> None:
+    def add(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int, *, priority: int = 0, **sampling: Any
+    ) -> None:
         """Let a request arrive; ``step`` serves it. ``sampling`` are further fields of vLLM's SamplingParams."""
-        self.llm.llm_engine.add_request(
-            request_id, {"prompt_token_ids": list(prompt)}, _sampling(max_tokens, {EXPLAIN: True}, **sampling)
-        )
+        params = _sampling(max_tokens, {EXPLAIN: True}, **sampling)
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params, priority=priority)
 
     def abort(self, request_id: str) -> None:
         """Its client has gone."""

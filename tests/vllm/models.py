@@ -29,6 +29,8 @@ from transformers import (
 )
 
 VOCAB_SIZE = 512
+END = 2
+"""The token that ends what a grammar allows."""
 WINDOW = 64
 PICTURE_TOKENS = 200
 PICTURE_SIZE = 28
@@ -172,9 +174,12 @@ def save_model(kind: str, directory: Path) -> str:
 
 
 def save_tokenizer(path: str) -> None:
-    """Write a tokenizer of made-up words to a model's directory, for what vLLM does not do without one."""
-    words = WordLevel({f"w{at}": at for at in range(VOCAB_SIZE)} | {"<image>": VOCAB_SIZE}, unk_token="w0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(path)
+    """Write a tokenizer of letters and made-up words to a model's directory, for what vLLM does not do without one."""
+    names = [f"w{at}" for at in range(VOCAB_SIZE)] + ["<image>"]
+    names[3:98] = map(chr, range(32, 127))  # what grammars are made of
+    words = WordLevel({name: at for at, name in enumerate(names)}, unk_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0", eos_token=names[END])
+    tokenizer.save_pretrained(path)
 
 
 def save_mtp(model: str) -> str:

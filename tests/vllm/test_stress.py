@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,10 @@ def make_workload(seed: int, num_requests: int = 18) -> list[Arrival]:
     return arrivals
 
 
-def serve(engine: Engine, workload: list[Arrival]) -> dict[int, Answer]:
-    """The answers of those who waited for them, by number."""
+def serve(
+    engine: Engine, workload: list[Arrival], wishes: Callable[[int], Mapping[str, Any]] = lambda _: {}
+) -> dict[int, Answer]:
+    """The answers of those who waited for them, by number; ``wishes`` gives what more a request wants."""
     waiting = dict(enumerate(workload))
     aborts: dict[int, list[str]] = {}
     answers: dict[int, Answer] = {}
@@ -90,7 +92,7 @@ def serve(engine: Engine, workload: list[Arrival]) -> dict[int, Answer]:
     while waiting or engine.is_busy:
         for number in [number for number, arrival in waiting.items() if arrival.step <= step]:
             arrival = waiting.pop(number)
-            engine.add(str(number), arrival.prompt, arrival.max_tokens)
+            engine.add(str(number), arrival.prompt, arrival.max_tokens, **wishes(number))
             if arrival.abort_after is not None:
                 aborts.setdefault(step + arrival.abort_after, []).append(str(number))
         for request_id in aborts.pop(step, ()):
@@ -122,7 +124,7 @@ def test_tokens_never_depend_on_offloading(
             vllm_model(kind),
             CONNECTORS[connector],
             **options,
-            **_speculation(vllm_model(kind), random.Random(f"{seed}/drafts")),
+            **speculation(vllm_model(kind), random.Random(f"{seed}/drafts")),
             async_scheduling=rng.random() < 0.5,
         )
         for state in ("sound", "faulty"):
@@ -131,7 +133,7 @@ def test_tokens_never_depend_on_offloading(
                 where = f"request {number} of seed {seed} with {connector}, {state}"
                 assert answer.tokens == expected[at][number].tokens, where
             num_restored += sum(answer.restored for answer in answers.values())
-            faults.outcome, faults.hold_polls = _unreliable(rng), rng.choice((0, 1, 4))
+            faults.outcome, faults.hold_polls = unreliable(rng), rng.choice((0, 1, 4))
         engine.check_settled()
         assert not engine.side.guard.broken
     if seeds is FIXED:  # fresh ones may happen to restore or to fail nothing
@@ -143,7 +145,7 @@ def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(count))
 
 
-def _speculation(model: str, rng: random.Random) -> dict[str, Any]:
+def speculation(model: str, rng: random.Random) -> dict[str, Any]:
     """In half of the engines that can, a draft model whose guesses are often wrong."""
     if not CAN_DRAFT or not model.endswith("llama") or rng.random() < 0.5:
         return {}
@@ -151,6 +153,6 @@ def _speculation(model: str, rng: random.Random) -> dict[str, Any]:
     return {"speculative_config": drafts}
 
 
-def _unreliable(rng: random.Random) -> Callable[[CopyJob], TransferOutcome]:
+def unreliable(rng: random.Random) -> Callable[[CopyJob], TransferOutcome]:
     outcomes = (TransferOutcome.DONE, TransferOutcome.ABANDONED, TransferOutcome.FAILED)
     return lambda _job: rng.choices(outcomes, (8, 1, 1))[0]
