@@ -22,6 +22,7 @@ from cargohold import (
     SharedTierConfig,
     UnsupportedModelError,
 )
+from cargohold.connector.options import parse_offload
 from cargohold.errors import one_line
 
 REQUIRED: dict[type, dict[str, str]] = {
@@ -126,6 +127,31 @@ def test_what_stands_where_a_key_should_be_named_is_not_repeated(kind: type, key
         kind(**REQUIRED[kind], encryption_key=key)
     assert raised.value.key == "encryption_key"
     assert not key or str(key) not in str(raised.value).replace("file:PATH", "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tiers": [{"kind": "shared", "ulr": "redis://:hunter2@host"}]},
+        {"tiers": ["redis://:hun@hunter2@host"]},
+        {"tiers": {"kind": "shared", "url": "az://container/kv?sv=1&sig=hunter2"}},
+        {"tier": [{"kind": "shared", "url": "redis://user:hunter2@host"}, {"directory": "/x@y"}]},
+        {"tiers": [{"kind": "shared", "url": ["rediss://host?ssl_password=hunter2"]}]},
+    ],
+)
+def test_no_refusal_shows_the_password_of_a_url(options: dict[str, Any]) -> None:
+    """Found by use: an option that was misspelt was repeated as it was."""
+    with pytest.raises(ConfigError) as raised:
+        parse_offload({"host_bytes": "1MiB", **options})
+    assert "hunter2" not in str(raised.value)
+    assert any(place in str(raised.value) for place in ("://host", "az://container/kv")), "what it is about"
+
+
+def test_options_are_shown_without_the_password_of_a_url() -> None:
+    tier = SharedTierConfig(url="redis://:hunter2@host", ttl_s=60)
+    for shown in (repr(tier), repr(OffloadConfig(host_bytes="1MiB", tiers=[tier])), tier.describe()):
+        assert "hunter2" not in shown and "redis://host" in shown
+    assert "ttl_s=60" in repr(tier)
 
 
 def test_the_directory_of_a_tier_may_be_a_path(tmp_path: Path) -> None:

@@ -26,7 +26,13 @@ Facts are fields, so that a program can act on them; the message says what is wr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import Final
+
+_USER: Final = re.compile(r"(://)\S*@")
+_SECRET_OPTION: Final = re.compile(r"([?&](?:\w*(?:username|password)|sig)=)[^&#\s'\"]*")
+"""Where clients of Redis take them, too, that of a key for TLS among them, and Azure's signatures stand."""
 
 
 class CargoholdError(Exception):
@@ -44,7 +50,7 @@ def _revived(kind: type[CargoholdError], args: tuple[object, ...], facts: dict[s
 
 
 class ConfigError(CargoholdError, ValueError):
-    """An option that cannot work, found before anything heavy is started.
+    """An option that cannot work, found before anything heavy is started. The message shows no password of a URL.
 
     Attributes:
         key: name of the option as the user wrote it.
@@ -53,7 +59,7 @@ class ConfigError(CargoholdError, ValueError):
     """
 
     def __init__(self, key: str, value: object, expected: str) -> None:
-        super().__init__(f"{key}={value!r} is not possible: {expected}")
+        super().__init__(f"{key}={without_passwords(repr(value))} is not possible: {expected}")
         self.key = key
         self.value = value
         self.expected = expected
@@ -220,6 +226,11 @@ class TierError(CargoholdError):
 
 class EngineDeadError(CargoholdError):
     """The engine stopped and cannot go on; ``__cause__`` is what stopped it."""
+
+
+def without_passwords(text: str) -> str:
+    """A text in which URLs may stand, without their users, passwords and signatures."""
+    return _SECRET_OPTION.sub(r"\1***", _USER.sub(r"\1", text))
 
 
 def one_line(error: BaseException, max_chars: int = 240) -> str:

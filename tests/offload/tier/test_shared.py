@@ -32,6 +32,7 @@ from cargohold.offload.tier.inventory.factory import open_inventory
 from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
 from cargohold.offload.tier.object_listing import StoreBudget, StoredObject, list_ours
 from cargohold.offload.tier.object_tier import open_store
+from cargohold.offload.tier.redis_tier import open_client
 from cargohold.simulation.clock import VirtualClock
 from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
@@ -307,6 +308,34 @@ def test_a_password_is_asked_for_and_never_shown() -> None:
             with pytest.raises(ConfigError, match="refuses access") as caught:
                 shared(url)
             assert "wrongly" not in str(caught.value)
+
+
+def test_a_password_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by use: a password in a URL is in lists of processes."""
+    monkeypatch.setenv("REDISCLI_AUTH", "right")
+    with key_value_server("valkey", "--requirepass", "right") as server:
+        tier = shared(f"redis://127.0.0.1:{server.port}")
+        assert store(tier, 1) is StoreOutcome.STORED
+        tier.close()
+        assert len(open_inventory(f"redis://127.0.0.1:{server.port}").holdings()) == 1
+        with pytest.raises(ConfigError, match="refuses access"):
+            shared(f"redis://:wrongly@127.0.0.1:{server.port}")  # what is said here counts
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("rediss://host", True),
+        ("VALKEYS://host", True),
+        ("rediss://host?ssl_check_hostname=false", False),
+        ("rediss://host?ssl_cert_reqs=none", None),
+        ("redis://host", None),
+    ],
+)
+def test_a_server_with_tls_must_be_the_one_that_was_named(url: str, expected: bool | None) -> None:
+    """Found by reading: clients before version 6 took any server whose certificate is good for its own name."""
+    pool = open_client(SharedTierConfig(url=url)).connection_pool
+    assert pool.connection_kwargs.get("ssl_check_hostname") is expected
 
 
 def bytes_of_chunks(directory: Path) -> int:
@@ -614,6 +643,7 @@ def test_a_url_that_would_mean_some_other_place_is_refused(url: str, expected: s
         "redis:secret@host",
         "redis://host/first?password=secret",
         "unix://:secret@host/socket",
+        "rediss://host/first?ssl_password=secret",
     ],
 )
 def test_no_refusal_of_a_url_shows_its_password(url: str) -> None:

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
@@ -232,6 +232,11 @@ class SharedTierConfig(TierConfig):
             parse_bytes("max_bytes", self.max_bytes)
             if self.scheme in REDIS_SCHEMES:
                 raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
+
+    def __repr__(self) -> str:
+        """Without user and password: options end up in logs."""
+        shown = {field.name: getattr(self, field.name) for field in fields(self)} | {"url": self.shown_url}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
         """See ``TierConfig``: a package that is not installed, missing or wrong credentials are refused."""

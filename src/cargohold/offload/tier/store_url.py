@@ -13,8 +13,8 @@ REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
 SCHEMES: Final = OBJECT_SCHEMES + REDIS_SCHEMES
 
 _MAX_PORT: Final = 65535
-_SECRET_OPTION: Final = re.compile(r"([?&](?:username|password|sig)=)[^&#]*")
-"""Where clients of Redis take them, too, and Azure's signatures stand."""
+_SECRET_OPTION: Final = re.compile(r"([?&](?:\w*(?:username|password)|sig)=)[^&#]*")
+"""Where clients of Redis take them, too, that of a key for TLS among them, and Azure's signatures stand."""
 
 
 def scheme_of(url: str) -> str:
