@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cargohold import LLM, ConfigError, EngineDeadError, OffloadConfig, SamplingParams
@@ -100,6 +104,47 @@ def test_a_rank_killed_between_collectives_is_named(model_with_heads: MakeModel)
     os.kill(executor.process_ids[1], 9)
     with pytest.raises(EngineDeadError, match="worker 1 died: killed by SIGKILL"):
         list(stream)
+
+
+MEETING = """
+import multiprocessing, os, socket, sys, psutil
+from cargohold.engine.executor.rank import RankPlace
+from cargohold.engine.model.parallel import join_ranks
+
+def meet(rank):
+    join_ranks(RankPlace(rank, 2, sys.argv[2]), "cpu")
+    listening = [found for found in psutil.Process().net_connections("inet") if found.status == "LISTEN"]
+    os.write(1, "".join(f"{found.laddr.ip}\\n" for found in listening).encode())  # at once: lines stay whole
+
+if __name__ == "__main__":
+    socket.sethostname(sys.argv[1])
+    ranks = [multiprocessing.Process(target=meet, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can give a process a machine's name of its own")
+def test_workers_of_one_machine_listen_to_nobody_else(tmp_path: Path) -> None:
+    """Found by looking: they listened where the machine's name leads, for anybody in its network."""
+    of_network = [address.address for card in psutil.net_if_addrs().values() for address in card]
+    named = next((text for text in of_network if text.count(".") == 3 and not text.startswith("127.")), None)
+    if named is None:
+        pytest.skip("there is no network")
+    script = tmp_path / "meeting.py"
+    script.write_text(MEETING)
+    run = subprocess.run(
+        ["unshare", "--uts", sys.executable, script, named, f"file://{tmp_path / 'rendezvous'}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unshare failed" in run.stderr:
+        pytest.skip(run.stderr)
+    assert run.stdout, run.stderr
+    assert set(run.stdout.split()) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(

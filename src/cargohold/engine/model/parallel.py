@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MEETING_TIME = timedelta(minutes=10)
+_LOOPBACK = "lo"
 _KEPT_WHOLE = ("k_proj", "v_proj", "k_norm", "v_norm")
 """What makes keys and values."""
 
@@ -43,6 +45,9 @@ def join_ranks(place: RankPlace, device: str) -> str:
         # The ranks share the cores; more threads than cores wait for each other.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.world_size))
         backend, own_device = "gloo", device
+        if place.rendezvous.startswith("file:") and _LOOPBACK in (name for _, name in socket.if_nameindex()):
+            # Or it listens where the machine's name leads, mostly to the network, and asks nobody who he is.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     else:
         own_index = _device_index(place)
         os.environ["LOCAL_RANK"] = str(own_index)  # where transformers looks for it
