@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -360,3 +362,90 @@ def test_a_look_at_chunks_takes_memory_for_a_piece_of_one(tmp_path: Path, monkey
     assert len(sizes) == 3 * 3 and max(sizes) <= 4096
     description = json.loads((shard_of(tmp_path) / "shard.json").read_text())
     assert description["slot_bytes"] > 2 * 4096
+
+
+# --- whose directory it is --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that everybody can reach."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        yield Path(place)
+
+
+def told(caplog: pytest.LogCaptureFixture, open_tier: Callable[[Path], Tier], root: Path) -> list[str]:
+    """What is said when a tier is opened there."""
+    caplog.clear()
+    open_tier(root).close()
+    return [record.getMessage() for record in caplog.records if "set encryption_key" in record.getMessage()]
+
+
+PLAIN: dict[str, Callable[[Path], Tier]] = {"disk": disk_tier, "directory": directory_tier}
+ENCRYPTED: dict[str, Callable[[Path], Tier]] = {
+    "disk": lambda root: disk_tier(root, using=codec(SECRET)),
+    "directory": lambda root: directory_tier(root, SECRET),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_directory_that_everybody_can_write_to_is_told_at_the_start(
+    public: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by use: nothing was said, and whoever made the directory could read and replace all KV."""
+    root = public / "kv"
+    root.mkdir()
+    for mode in (0o700, 0o770, 0o1777):
+        root.chmod(mode)
+        assert not [line for line in told(caplog, PLAIN[kind], root) if "to write to" in line], oct(mode)
+    root.chmod(0o777)
+    (line,) = (line for line in told(caplog, PLAIN[kind], root) if "to write to" in line)
+    assert str(root) in line and "chmod 700" in line
+    assert told(caplog, ENCRYPTED[kind], root) == []
+    public.chmod(0o700)
+    assert told(caplog, PLAIN[kind], root) == [], "nobody else gets there"
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_what_everybody_can_write_to_within_the_directory_is_told(
+    public: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert told(caplog, PLAIN[kind], public / "kv") == []
+    (public / "kv").chmod(0o711)
+    shard_of(public / "kv").chmod(0o777)
+    lines = [line for line in told(caplog, PLAIN[kind], public / "kv") if "to write to" in line]
+    assert len(lines) == 1 and str(shard_of(public / "kv")) in lines[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can give files away")
+def test_a_directory_of_another_user_is_told_at_the_start(public: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for place in (public, shard_of(public)):
+        assert told(caplog, PLAIN["disk"], public) == []
+        os.chown(place, 12345, -1)
+        (line,) = told(caplog, PLAIN["disk"], public)
+        assert f"{place} belongs to user 12345" in line
+        assert told(caplog, ENCRYPTED["disk"], public) == []
+        os.chown(place, 0, -1)
+    os.chown(public, 12345, -1)
+    assert told(caplog, PLAIN["directory"], public) == [], "engines of several users share it"
+
+
+def test_a_shared_directory_that_everybody_can_read_is_told_at_the_start(
+    public: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by use: chunks had the rights that the process gives files, mostly all to read."""
+    root = public / "kv"
+    root.mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        (line,) = told(caplog, PLAIN["directory"], root)
+        assert f"{root} is for everybody to read" in line
+        root.chmod(0o750)
+        assert told(caplog, PLAIN["directory"], root) == []
+        root.chmod(0o755)
+        os.umask(0o077)
+        shutil.rmtree(shard_of(root))
+        assert told(caplog, PLAIN["directory"], root) == []
+    finally:
+        os.umask(before)

@@ -60,7 +60,8 @@ class EncryptionKey:
 class Cipher:
     """AES-256-GCM under one key. Thread-safe.
 
-    Nonces are random, 96 bits long: safe for the four billion chunks that one namespace will not see.
+    Nonces are random, 96 bits long, from the system: no process, restart or fork repeats them. After four billion chunks of a
+    namespace (2**32, by all engines that share it) the chance that two were equal is 2**-33; another master key begins anew.
     """
 
     def __init__(self, key: bytes) -> None:

@@ -26,6 +26,7 @@ from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there
+from cargohold.offload.tier.others import warn_of_readers, warn_of_writers
 from cargohold.offload.tier.shared import SharedTier
 from cargohold.offload.tier.shared_directory import directory_of, is_full, make_directory
 
@@ -87,6 +88,10 @@ class ObjectTier(SharedTier):
         self._budget = None if config.num_max_bytes is None else StoreBudget(self._store, config.num_max_bytes)
         self._prefix = codec.namespace.id
         self._introduce(config)
+        if self._directory is not None and not codec.namespace.encryption:
+            own = self._directory / self._prefix
+            warn_of_writers(self.name, (self._directory, own))
+            warn_of_readers(self.name, self._directory, own / DESCRIPTION)
 
     @staticmethod
     def check_place(config: SharedTierConfig) -> None:

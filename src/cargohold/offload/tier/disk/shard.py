@@ -26,6 +26,7 @@ from cargohold.offload.tier.disk.root import (
 )
 from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.namespace import Namespace
+from cargohold.offload.tier.others import warn_of_owners, warn_of_writers
 from cargohold.offload.tier.staging import padded
 from cargohold.units import format_bytes
 
@@ -94,6 +95,9 @@ class Shard:
                 self.geometry = self._find_geometry(config, namespace, padded(chunk_bytes))
                 self.capacity = self._most_segments() * self.geometry.slots_per_segment
                 self._open_segments(namespace)
+                if not namespace.encryption:
+                    warn_of_owners("disk", (self._root, self.path))
+                    warn_of_writers("disk", (self._root, self.path))
             except BaseException:
                 self._lock.release()
                 raise
