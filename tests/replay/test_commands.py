@@ -355,7 +355,7 @@ class TestPlan:
             "plan", "-t", small, "--model", tiny_model("gemma3"), "--host-bytes", "1MiB", "--json", "--html", str(page)
         )
         facts = json.loads(result.out)
-        assert facts["cost_model"]["bytes_per_token"] == 5 * 2 * 2 * 12 * 4
+        assert facts["cost_model"]["bytes_per_token"] == 6 * 2 * 2 * 12 * 4, "five layers, in groups of two"
         assert {result["policy"] for result in facts["results"]} == {"reuse-index", "optimum", "infinite"}
         assert facts["memory_limit_bytes"] == memory_limit_bytes()
         assert facts["curve"][-1]["host_bytes"] <= 1 << 20
