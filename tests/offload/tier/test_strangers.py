@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -325,6 +326,57 @@ def test_nothing_is_deleted_where_links_lead(tmp_path: Path, at: str) -> None:
     inventory.remove(place.name)
     assert foreign.exists()
     assert load(tier, 5) == payload(5)
+
+
+# --- any bytes --------------------------------------------------------------------------------------------------------
+
+
+def spoiled(random: Random, data: bytes) -> bytes:
+    """Bits flipped, bytes put in, taken out, cut off or repeated."""
+    changed = bytearray(data)
+    for _ in range(random.choice([1, 2, 20])):
+        at, other = (random.randrange(len(changed) + 1) for _ in range(2))
+        what = random.randrange(5)
+        if what == 0 and changed:
+            changed[at % len(changed)] ^= 1 << random.randrange(8)
+        elif what == 1:
+            changed[at:at] = random.randbytes(random.randrange(300))
+        elif what == 2:
+            changed[at : at + 8] = random.choice([bytes(8), b"\xff" * 8, b"[[[[{{{{", b"99999999"])
+        elif what == 3:
+            changed[at : at + 200] = changed[other : other + 200]
+        else:
+            del changed[at : at + random.choice([1, 300, len(changed)])]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("kind", ["disk", "directory"])
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_files_hold_is_a_chunk_or_a_miss(tmp_path: Path, kind: str, seed: int) -> None:
+    random = Random(seed)
+    secret = random.choice([None, SECRET])
+    policy = random.choice(["lru", "fifo", "arc", "reuse-index"])
+
+    def open_tier() -> Tier:
+        if kind == "disk":
+            return disk_tier(tmp_path, using=codec(secret), policy=policy)
+        return directory_tier(tmp_path, secret, max_bytes=1024**2)
+
+    first = open_tier()
+    fill(first, 6)
+    first.touch([key(1)])
+    first.close()
+    for path in sorted(tmp_path.rglob("*")):
+        if path.is_file() and random.random() < 0.5:
+            path.write_bytes(spoiled(random, path.read_bytes()))
+    inventory = open_inventory(str(tmp_path) if kind == "disk" else f"file://{tmp_path}")
+    for holding in inventory.holdings():
+        assert set(inventory.verify(holding.id, delete=False)) <= set(Finding)
+    again = open_tier()
+    for number in range(6):
+        assert load(again, number) in {payload(number), LoadOutcome.ABSENT, LoadOutcome.CORRUPT}
+        assert again.store(key(number), memoryview(payload(number))) is not StoreOutcome.REFUSED
+        assert load(again, number) == payload(number)
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
