@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from cargohold.protocol import Stats, add_stats, is_level, last_name
 from cargohold.simulation.inside import guards_of, live_sides
 from cargohold.simulation.oracles.base import Oracle
@@ -9,7 +11,8 @@ from cargohold.simulation.replica import Replica
 
 
 class StatsOracle(Oracle):
-    """Asks for counters now and then: they never fall, and levels say what there is, also when connectors are turned off.
+    """Asks for counters now and then: they never fall, no more is found than was asked for, and levels say what there is, also
+    when connectors are turned off.
 
     Args:
         engine: the replica, whose connectors are offloading connectors; nobody else asks for their counters.
@@ -31,12 +34,23 @@ class StatsOracle(Oracle):
         num_ready = sum(side.manager.num_ready for side in live_sides(connector))
         told = self._sum("num_ready_chunks")
         self.require(told == num_ready, f"counters tell of {told} chunks, {num_ready} can be found")
+        for connector_name, num_found in self._num_found().items():
+            num_asked = self._total.get(f"{connector_name}asked_tokens", 0)
+            self.require(num_found <= num_asked, f"{num_found} tokens were found, {num_asked} were asked for")
         is_any_off = any(guard.broken is not None for guard in guards_of(connector))
         self.require(bool(self._sum("connectors_off")) is is_any_off, "connectors that are turned off are not counted")
 
     def at_end(self) -> None:
         """Ask once more."""
         self.inspect()
+
+    def _num_found(self) -> Counter[str]:
+        """Tokens found on the device and below, by what each connector's counters begin with."""
+        found: Counter[str] = Counter()
+        for counter, value in self._total.items():
+            if counter.endswith("_hit_tokens"):
+                found[counter.removesuffix(last_name(counter))] += int(value)
+        return found
 
     def _sum(self, name: str) -> float:
         return sum(value for counter, value in self._total.items() if last_name(counter) == name)
