@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -236,6 +237,23 @@ def test_strange_files_are_counted_and_not_touched(tmp_path: Path) -> None:
 
 
 # --- disks that fill up ------------------------------------------------------------------------------------------------
+
+
+def test_a_large_budget_leaves_files_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by counting: beyond 85 GiB a process had no file left, where it may have 1024."""
+    size = 60_000
+    monkeypatch.setattr(disk_shard, "_SEGMENT_BYTES", 64 * 1024)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unused = os.dup(0)
+    os.close(unused)
+    tier = disk_tier(tmp_path, 64 * MIB, chunk_bytes=size)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused + 512, before[1]))
+    try:
+        for number in range(1000):
+            assert tier.store(key(number), memoryview(payload(number % 8, size))) is StoreOutcome.STORED
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert tier.usage().num_chunks == 1000
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES: Final = 256 * 1024**2
 _LEAST_SEGMENTS: Final = 16
+_MOST_SEGMENTS: Final = 128
+"""Each has three open files, and a process may mostly have 1024, of which others need some."""
 _OTHER_BYTES: Final = 32 * 1024
 """For descriptions, locks and directories."""
 _LOCK_POLL_S: Final = 0.05
@@ -200,7 +202,8 @@ class Shard:
         _require_room(config, self._budget, slot_bytes)
         most = room // Geometry(slot_bytes, 1).segment_bytes
         self._delete_segments(0)
-        geometry = Geometry(slot_bytes, max(1, min(_SEGMENT_BYTES // slot_bytes, most // _LEAST_SEGMENTS)))
+        usual = max(_SEGMENT_BYTES // slot_bytes, -(-most // _MOST_SEGMENTS))
+        geometry = Geometry(slot_bytes, max(1, min(usual, most // _LEAST_SEGMENTS)))
         write_description(self.path, namespace.describe(), geometry)
         return geometry
 
