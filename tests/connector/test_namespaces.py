@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +68,21 @@ def test_whatever_changes_the_bytes_changes_the_namespace(layout: KVCacheLayout)
         (Path(model.path) / name).write_bytes(contents)
         digests.append(namespace_of(layout, 0, 1).digest)
     assert len(set(digests)) == len(digests)
+
+
+def test_a_configuration_is_read_as_utf8_whatever_the_locale_says(layout: KVCacheLayout) -> None:
+    """Found by reading: elsewhere a model whose configuration is not all ASCII was refused tiers, or another's."""
+    model = model_of(layout)
+    (Path(model.path) / "config.json").write_text('{"label": "\N{SNOWMAN}"}', encoding="utf-8")
+    code = (
+        "from cargohold.offload.tier.weights import digest_model; from cargohold.protocol import ServedModel; "
+        f"print(ascii(digest_model(ServedModel('name', {model.path!r}, 'float32'))[1]))"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "\\u2603" in done.stdout
 
 
 def test_files_of_one_name_in_several_directories_all_count(layout: KVCacheLayout) -> None:

@@ -31,7 +31,7 @@ def digest_model(model: ServedModel) -> tuple[str, str]:
             "tiers", model.path, "to know KV again, the model's weights must be in local files; none are here"
         )
     config = place / CONFIG_FILE
-    text = config.read_text() if config.is_file() else ""
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
     others = {**side_files(model, place), **index_files(place, weights), **code_files(model, place)}
     if others:
         digest = digest_facts({name: file.read_bytes().hex() for name, file in others.items()})
