@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "cargohold:"
 _AUTH_VARIABLE: Final = "REDISCLI_AUTH"
 """Where the server's own command line looks for a password, too: one in a URL is in lists of processes, and in vLLM's log."""
-_TLS_SCHEMES: Final = ("rediss", "valkeys")
 _NO_KEYS: Final = tuple(bytes([number]) for number in range(16))
 """So many that hardly one node of a cluster holds them all."""
 _NO_SUCH_DATABASE: Final = "DB index is out of range"
@@ -42,7 +41,7 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
     try:
         client = redis.Redis.from_url(
             url,
-            **_defaults(config),
+            password=os.environ.get(_AUTH_VARIABLE),  # unless the URL has one
             socket_timeout=config.request_timeout_s,
             socket_connect_timeout=config.request_timeout_s,
             # With the later protocol the package looks no more whether a connection has what is left of an earlier answer:
@@ -57,15 +56,6 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
     if pool.connection_kwargs.get("decode_responses"):
         raise ConfigError("url", config.shown_url, "decode_responses cannot be: chunks are no text")
     return client
-
-
-def _defaults(config: SharedTierConfig) -> dict[str, Any]:
-    """What holds unless the URL says something else."""
-    defaults: dict[str, Any] = {"password": os.environ.get(_AUTH_VARIABLE)}
-    if config.scheme in _TLS_SCHEMES and "ssl_cert_reqs=none" not in config.url:
-        # Before its version 6, the package took the certificate of any server for that of this one.
-        defaults["ssl_check_hostname"] = True
-    return defaults
 
 
 class RedisTier(SharedTier):
