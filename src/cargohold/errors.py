@@ -30,9 +30,10 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
+HIDDEN_OPTION: Final = r"([?&](?:\w*(?:username|password)|sig)=)"
+"""Where clients of Redis take them in a URL, too, that of a key for TLS among them, and Azure's signatures stand: a pattern."""
 _USER: Final = re.compile(r"(://)\S*@")
-_SECRET_OPTION: Final = re.compile(r"([?&](?:\w*(?:username|password)|sig)=)[^&#\s'\"]*")
-"""Where clients of Redis take them, too, that of a key for TLS among them, and Azure's signatures stand."""
+_SECRET: Final = re.compile(HIDDEN_OPTION + r"[^&#\s'\"]*")
 
 
 class CargoholdError(Exception):
@@ -230,7 +231,7 @@ class EngineDeadError(CargoholdError):
 
 def without_passwords(text: str) -> str:
     """A text in which URLs may stand, without their users, passwords and signatures."""
-    return _SECRET_OPTION.sub(r"\1***", _USER.sub(r"\1", text))
+    return _SECRET.sub(r"\1***", _USER.sub(r"\1", text))
 
 
 def one_line(error: BaseException, max_chars: int = 240) -> str:

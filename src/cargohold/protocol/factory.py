@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cargohold.protocol.connector import KVConnectorScheduler, KVConnectorWorker
-from cargohold.protocol.kv_cache import KVCacheLayout
+from cargohold.protocol.kv_cache import AttentionKind, KVCacheLayout
 
 
 class Clock(Protocol):
@@ -45,6 +45,15 @@ class SchedulerEnvironment:
     emits_events: bool = False
     full_hits: bool = True
     keeps_partial_loads: bool = True
+
+    @property
+    def finds_partial_loads(self) -> bool:
+        """Whether a request has something of a load that failed in part: what was kept must be found again.
+
+        Behind a window's start nothing was loaded that a shorter hit could stand on.
+        """
+        is_full = all(group.kind is AttentionKind.FULL for group in self.layout.groups)
+        return self.keeps_partial_loads and self.prefix_caching and is_full
 
 
 @dataclass(frozen=True, slots=True)

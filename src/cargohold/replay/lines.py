@@ -125,14 +125,14 @@ def _raw_pieces(stream: BinaryIO, on_progress: Callable[[int], None] | None) -> 
 
 def _decompressed(pieces: Iterable[bytes], new_frame: Callable[[], _Decompressor]) -> Iterator[bytes]:
     frame = new_frame()
-    for piece in pieces:
-        for at in range(0, len(piece), _COMPRESSED_BYTES):
-            data = piece[at : at + _COMPRESSED_BYTES]
-            while data:
-                if frame.eof:  # files may be several compressed ones, one behind the other
-                    frame = new_frame()
-                yield _decompress(frame, data)
-                data = frame.unused_data if frame.eof else b""
+    parts = (piece[at : at + _COMPRESSED_BYTES] for piece in pieces for at in range(0, len(piece), _COMPRESSED_BYTES))
+    for part in parts:
+        data = part
+        while data:
+            if frame.eof:  # files may be several compressed ones, one behind the other
+                frame = new_frame()
+            yield _decompress(frame, data)
+            data = frame.unused_data if frame.eof else b""
     if not frame.eof:
         raise EOFError("the compressed file is cut off here")
 

@@ -18,7 +18,7 @@ import msgspec
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.errors import CargoholdError, ConfigError, TraceError, one_line
 from cargohold.replay.lines import Line
-from cargohold.replay.traces import TraceRequest, check_numbers, decode_request
+from cargohold.replay.traces import UNREADABLE, TraceRequest, check_numbers, decode_request
 
 _ID_BYTES = 8
 
@@ -88,7 +88,7 @@ class RequestLogDecoder:
             return decode_request(line)  # nearly always all lines, and there are many
         try:
             logged = self._decoder.decode(line.text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise TraceError(line.file, line.number, one_line(error)) from error
         if bytes(logged.hash_ids):
             return decode_request(line)

@@ -21,6 +21,9 @@ import msgspec
 from cargohold.errors import TraceError, one_line
 from cargohold.replay.lines import Line, read_lines
 
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises of lines that are not JSON, not text, or nested without end."""
+
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One request of a trace.
@@ -106,7 +109,7 @@ def decode_request(line: Line) -> TraceRequest:
     """The request that a line describes. Raises ``TraceError``, naming the line."""
     try:
         request = _DECODER.decode(line.text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise TraceError(line.file, line.number, one_line(error)) from error
     check_numbers(request, line)
     return request

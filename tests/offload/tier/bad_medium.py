@@ -20,6 +20,7 @@ import pytest
 from obstore import exceptions as store_errors
 
 from cargohold.offload.tier.staging import PAGE_BYTES
+from tests.offload.tier.common import in_thread
 
 WAIT_S: Final = 60.0  # a bound on hangs, not a measure
 _NOBODY: Final = 65534
@@ -110,21 +111,12 @@ class BadMedium:
 
     def intrude(self, act: Callable[[], None]) -> None:
         """Do something in a thread of its own, whose operations all go well; wait for it."""
-        failures: list[BaseException] = []
 
         def run() -> None:
             self._local.is_intruder = True
-            try:
-                act()
-            except BaseException as error:  # noqa: BLE001  # raised again by who waits
-                failures.append(error)
+            act()
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(WAIT_S)
-        assert not thread.is_alive(), "whoever came in between waits for who is at work"
-        for failure in failures:
-            raise failure
+        in_thread(run, WAIT_S, "whoever came in between waits for who is at work")
 
     @contextmanager
     def _without_files(self, trouble: Trouble | None) -> Iterator[None]:

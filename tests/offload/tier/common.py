@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -33,6 +34,24 @@ def payload(number: int, size: int = CHUNK) -> bytes:
 def ticking() -> Callable[[], int]:
     """A time of day that never stands still."""
     return itertools.count(1_700_000_000_000_000_000).__next__
+
+
+def in_thread(action: Callable[[], object], wait_s: float, if_it_hangs: str) -> None:
+    """Do something in a thread of its own, and wait for it; whatever it raises is raised here."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001  # raised again by who waits
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(wait_s)
+    assert not thread.is_alive(), if_it_hangs
+    for failure in failures:
+        raise failure
 
 
 def codec(secret: bytes | None = None, time_ns: Callable[[], int] | None = None, **changes: str) -> ChunkCodec:

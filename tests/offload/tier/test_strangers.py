@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -32,7 +31,7 @@ from cargohold.offload.tier.header import HEADER_BYTES, Header, unpack_header
 from cargohold.offload.tier.inventory.base import Finding
 from cargohold.offload.tier.inventory.factory import open_inventory
 from cargohold.offload.tier.object_tier import ObjectTier
-from tests.offload.tier.common import CHUNK, NAMESPACE, codec, disk_tier, key, load, payload
+from tests.offload.tier.common import CHUNK, NAMESPACE, codec, disk_tier, in_thread, key, load, payload
 
 SECRET = bytes(range(32))
 WAIT_S = 20.0
@@ -55,20 +54,7 @@ def directory_tier(root: Path, secret: bytes | None = None, max_bytes: int | Non
 
 def in_time(action: Callable[[], object]) -> None:
     """Do something that might never end."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:  # noqa: BLE001  # raised again by who waits
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), "it hangs"
-    for failure in failures:
-        raise failure
+    in_thread(action, WAIT_S, "it hangs")
 
 
 def rewrite_header(headers: Path, slot: int, **changes: object) -> None:
@@ -399,7 +385,7 @@ def check_corrupt(tier: Tier) -> None:
 
 def test_a_look_at_chunks_takes_memory_for_a_piece_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by forging: a slot as large as somebody says was read at once."""
-    monkeypatch.setattr("cargohold.offload.tier.inventory.disk._PIECE_BYTES", 4096)
+    monkeypatch.setattr("cargohold.offload.tier.inventory.disk.PIECE_BYTES", 4096)
     sizes = []
     really_read = os.preadv
 

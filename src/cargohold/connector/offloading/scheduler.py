@@ -70,10 +70,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         chunk_tokens = [group.block_tokens * config.blocks_per_chunk for group in environment.layout.groups]
         events = TierEvents(manager, MEDIUM_HOST, chunk_tokens) if environment.emits_events else None
         jobs = JobTable(environment.clock)
-        # Behind a window's start nothing was loaded that a shorter hit could stand on.
-        has_windows = any(group.kind is not AttentionKind.FULL for group in environment.layout.groups)
-        keeps_partial = environment.keeps_partial_loads and environment.prefix_caching and not has_windows
-        self._shared = Shared(config, environment.layout, manager, tier, holder, jobs, events, keeps_partial)
+        self._shared = Shared(
+            config, environment.layout, manager, tier, holder, jobs, events, environment.finds_partial_loads
+        )
         self._requests: dict[str, RequestState] = {}
         self._lower = None
         if lower is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from cargohold.connector.recording.trace_file import TraceFile
 from cargohold.protocol import (
-    AttentionKind,
     BlockIds,
     ForwardingScheduler,
     KVConnectorOutput,
@@ -55,9 +54,7 @@ class RecordingScheduler(ForwardingScheduler):
         self._block_tokens = environment.layout.hash_block_tokens
         self._step_tokens = environment.max_step_tokens
         self._groups = environment.layout.groups
-        # Behind a window's start nothing was loaded that a shorter prefix could stand on.
-        is_full = all(group.kind is AttentionKind.FULL for group in self._groups)
-        self._keeps_partial = environment.keeps_partial_loads and environment.prefix_caching and is_full
+        self._finds_partial = environment.finds_partial_loads
         self._started = environment.clock()
         self._last_ms = 0.0
         self._seen: dict[str, _Seen] = {}
@@ -121,7 +118,7 @@ class RecordingScheduler(ForwardingScheduler):
         for group, table in zip(self._groups, seen.loading, strict=True):
             first_bad = next((at for at, block_id in enumerate(table) if block_id in bad_blocks), None)
             if first_bad is not None:
-                num_good = min(num_good, first_bad * group.block_tokens if self._keeps_partial else 0)
+                num_good = min(num_good, first_bad * group.block_tokens if self._finds_partial else 0)
         return max(num_good, seen.device_tokens)
 
     def _line(self, request: RequestView, seen: _Seen, admitted_ms: float) -> dict[str, Any]:

@@ -68,13 +68,18 @@ class Namespace:
         return {**asdict(self), "format": str(FORMAT_VERSION), "digest": self.digest.hex()}
 
 
-def parse_description(data: bytes) -> Mapping[str, Any]:
+def parse_description(data: bytes) -> dict[str, Any]:
     """What was written about a namespace, and with it, as JSON; nothing if that cannot be read."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):  # anybody may have written it, however deep
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def as_facts(described: object) -> dict[str, str]:
+    """Names and values as text; nothing if it is no object of them."""
+    return {str(name): str(value) for name, value in described.items()} if isinstance(described, dict) else {}
 
 
 def digest_facts(facts: Mapping[str, str]) -> bytes:

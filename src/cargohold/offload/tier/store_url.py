@@ -6,15 +6,14 @@ import re
 from typing import Final
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from cargohold.errors import ConfigError
+from cargohold.errors import HIDDEN_OPTION, ConfigError
 
 OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
 SCHEMES: Final = OBJECT_SCHEMES + REDIS_SCHEMES
 
 _MAX_PORT: Final = 65535
-_SECRET_OPTION: Final = re.compile(r"([?&](?:\w*(?:username|password)|sig)=)[^&#]*")
-"""Where clients of Redis take them, too, that of a key for TLS among them, and Azure's signatures stand."""
+_SECRET: Final = re.compile(HIDDEN_OPTION + "[^&#]*")
 
 
 def scheme_of(url: str) -> str:
@@ -24,7 +23,7 @@ def scheme_of(url: str) -> str:
 
 def without_secrets(url: str) -> str:
     """The URL without user and password, for messages."""
-    shown = _SECRET_OPTION.sub(r"\1***", url)
+    shown = _SECRET.sub(r"\1***", url)
     scheme, colon, rest = shown.partition("://" if "://" in shown else ":")
     return f"{scheme}{colon}{rest.rpartition('@')[2]}"
 

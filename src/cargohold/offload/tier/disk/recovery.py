@@ -87,7 +87,10 @@ def _sort_out(tables: Iterable[bytes], codec: ChunkCodec) -> tuple[list[tuple[He
 def _strange(keys: Collection[bytes]) -> list[bytes]:
     """Keys that are not as long as most: an engine's are all of one length, which policies rely on, so others wrote those."""
     lengths = Counter(map(len, keys))
-    return [key for key in keys if len(key) != lengths.most_common(1)[0][0]] if len(lengths) > 1 else []
+    if len(lengths) <= 1:
+        return []
+    ((usual, _),) = lengths.most_common(1)
+    return [key for key in keys if len(key) != usual]
 
 
 def _used_slots(tables: Iterable[bytes]) -> Iterator[tuple[int, memoryview]]:

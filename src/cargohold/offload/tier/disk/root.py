@@ -25,7 +25,7 @@ from typing import Any, Final
 from cargohold.offload.tier.config import REPLICA_DIRECTORY
 from cargohold.offload.tier.disk.files import Geometry, read_small, write_whole
 from cargohold.offload.tier.disk.locks import DirectoryLock, is_in_use
-from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, parse_description
+from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
 
 DESCRIPTION_FILE: Final = "shard.json"
 _SHARD_NAME: Final = re.compile(r"[0-9a-f]{32}")
@@ -137,9 +137,8 @@ def read_description(shard: Path) -> ShardDescription:
         data = parse_description(read_small(shard / DESCRIPTION_FILE, MAX_DESCRIPTION_BYTES))
     except OSError:
         return ShardDescription({}, None)
-    namespace = data.get("namespace")
-    facts = {str(key): str(value) for key, value in namespace.items()} if isinstance(namespace, dict) else {}
-    return ShardDescription(facts, _geometry(data.get("slot_bytes"), data.get("slots_per_segment")))
+    geometry = _geometry(data.get("slot_bytes"), data.get("slots_per_segment"))
+    return ShardDescription(as_facts(data.get("namespace")), geometry)
 
 
 def _geometry(slot_bytes: Any, slots_per_segment: Any) -> Geometry | None:

@@ -12,6 +12,9 @@ import xxhash
 
 from cargohold.offload.tier.header import HEADER_BYTES, Header, unpack_header
 
+PIECE_BYTES = 8 * 1024**2
+"""What is in memory at a time of something that may be of any size."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:

@@ -14,11 +14,10 @@ from cargohold.offload.tier.disk.files import Descriptor, Segment, segment_files
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock, is_in_use
 from cargohold.offload.tier.disk.root import bytes_in, last_used, read_description, replicas_in, shards_in
 from cargohold.offload.tier.header import HEADER_BYTES, unpack_header
-from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, is_good
+from cargohold.offload.tier.inventory.base import PIECE_BYTES, Finding, Holding, Inventory, is_good
 
 _NAME = "disk"
 _EMPTY = bytes(HEADER_BYTES)
-_PIECE_BYTES = 8 * 1024**2
 _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
@@ -98,7 +97,7 @@ def _count_headers(path: Path) -> int:
     except FileNotFoundError:
         return 0  # an engine that starts deletes what is above its budget
     count = at = 0
-    while data := os.pread(file.number, _PIECE_BYTES, at):
+    while data := os.pread(file.number, PIECE_BYTES, at):
         at += len(data)
         ends = range(HEADER_BYTES, len(data) + 1, HEADER_BYTES)
         count += sum(data[end - HEADER_BYTES : end] != _EMPTY for end in ends)
@@ -137,8 +136,8 @@ def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
 
 def _payload(segment: Segment, slot: int, num_bytes: int) -> Iterator[memoryview]:
     """What a header says is in a slot, in pieces that are valid until the next one."""
-    piece = memoryview(bytearray(min(num_bytes, _PIECE_BYTES)))
-    for at in range(0, num_bytes, _PIECE_BYTES):
+    piece = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
+    for at in range(0, num_bytes, PIECE_BYTES):
         part = piece[: num_bytes - at]
         segment.read_payload(slot, part, at)
         yield part

@@ -12,14 +12,13 @@ from obstore import exceptions as store_errors
 from obstore.store import ObjectStore
 
 from cargohold.errors import TierError
-from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, check_value
-from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, parse_description
+from cargohold.offload.tier.inventory.base import PIECE_BYTES, Finding, Holding, Inventory, check_value
+from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
 from cargohold.offload.tier.object_listing import DESCRIPTION, StoredObject, delete_if_there, list_ours
 from cargohold.offload.tier.object_tier import first_line, lacks_credentials
 from cargohold.offload.tier.shared_directory import delete_unfinished
 
 _NAME = "shared"
-_PIECE_BYTES = 8 * 1024**2
 
 
 @dataclass(slots=True)
@@ -56,7 +55,7 @@ class ObjectInventory(Inventory):
                     found = obstore.get(self._store, chunk.path)
                 except FileNotFoundError:
                     continue  # it went meanwhile
-                finding = check_value(map(memoryview, found.stream(_PIECE_BYTES)), namespace_id, chunk.key)
+                finding = check_value(map(memoryview, found.stream(PIECE_BYTES)), namespace_id, chunk.key)
                 if finding is Finding.DAMAGED and delete:
                     delete_if_there(self._store, chunk.path)
                 yield finding
@@ -105,8 +104,9 @@ class ObjectInventory(Inventory):
             found = obstore.get(self._store, f"{name}/{DESCRIPTION}")
         except FileNotFoundError:
             return {}
-        data = parse_description(bytes(found.bytes())) if found.meta["size"] <= MAX_DESCRIPTION_BYTES else {}
-        return {str(key): str(value) for key, value in data.items()}
+        if found.meta["size"] > MAX_DESCRIPTION_BYTES:
+            return {}
+        return as_facts(parse_description(bytes(found.bytes())))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import redis
 
 from cargohold.errors import TierError, one_line
 from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, check_value
-from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, parse_description
+from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
 from cargohold.offload.tier.redis_tier import PREFIX
 
 _NAME = "shared"
@@ -80,8 +80,7 @@ class RedisInventory(Inventory):
 
     def _facts(self, namespace_id: str) -> dict[str, str]:
         value = self._client.getrange(f"{PREFIX}{namespace_id}", 0, MAX_DESCRIPTION_BYTES)
-        data = parse_description(value) if isinstance(value, bytes) else {}
-        return {str(key): str(fact) for key, fact in data.items()}
+        return as_facts(parse_description(value)) if isinstance(value, bytes) else {}
 
 
 def _namespace_of(name: bytes) -> str:
