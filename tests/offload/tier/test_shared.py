@@ -472,6 +472,34 @@ def test_a_full_directory_refuses_and_what_is_there_can_be_loaded(
     assert load(tier, 1) == payload(1) and load(tier, 2) is LoadOutcome.ABSENT
 
 
+@pytest.mark.parametrize("can_delete", [True, False])
+def test_a_bad_place_under_a_directory_fails_one_load_and_not_every_one_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_delete: bool
+) -> None:
+    """Found by reading: the file was found and failed again and again, and was never stored anew."""
+    tier = shared(f"file://{tmp_path}")
+    store(tier, 1)
+    error = GenericError(f"Generic LocalFileSystem error: {os.strerror(errno.EIO)} (os error {errno.EIO})")
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "get", raising(error))
+        if not can_delete:
+            patch.setattr(obstore, "delete", raising(GenericError("a file system that is not there at all")))
+        with pytest.raises(TierError, match=os.strerror(errno.EIO)):
+            load(tier, 1)
+    assert store(tier, 1) is (StoreOutcome.STORED if can_delete else StoreOutcome.PRESENT)
+    assert load(tier, 1) == payload(1)
+
+
+def test_a_store_that_fails_to_answer_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = shared(f"file://{tmp_path}")
+    store(tier, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "get", raising(GenericError("Stale file handle (os error 116)")))
+        with pytest.raises(TierError, match="Stale"):
+            load(tier, 1)
+    assert load(tier, 1) == payload(1)
+
+
 def test_a_file_that_may_not_become_so_large_is_refused(tmp_path: Path) -> None:
     """What the package says of a real limit."""
     tier = shared(f"file://{tmp_path}")

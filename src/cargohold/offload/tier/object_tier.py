@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -28,7 +28,7 @@ from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there
 from cargohold.offload.tier.others import warn_of_readers, warn_of_writers
 from cargohold.offload.tier.shared import SharedTier
-from cargohold.offload.tier.shared_directory import directory_of, is_full, make_directory
+from cargohold.offload.tier.shared_directory import directory_of, is_bad_place, is_full, make_directory
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -142,6 +142,12 @@ class ObjectTier(SharedTier):
                 return memoryview(found.bytes())
             except FileNotFoundError:
                 return None
+            except store_errors.GenericError as error:
+                if self._directory is not None and is_bad_place(error):
+                    # It must not fail every request that wants this chunk: deleted, it is stored again, in another place.
+                    with suppress(store_errors.BaseError, OSError):
+                        delete_if_there(self._store, self._path(key))
+                raise
 
     def _path(self, key: OffloadKey) -> str:
         name = key.hex()

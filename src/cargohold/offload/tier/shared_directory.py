@@ -25,6 +25,7 @@ _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
 _UNFINISHED: Final = re.compile(r"[0-9a-f]{32}/([0-9a-f]{2}/([0-9a-f]{2})+|[a-z.]+)#[0-9]+")
 _FULL: Final = re.compile(rf"\(os error ({errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG})\)")
+_BAD_PLACE: Final = f"(os error {errno.EIO})"
 _PRIVATE: Final = 0o700
 
 
@@ -41,6 +42,11 @@ def make_directory(directory: Path) -> None:
 def is_full(error: Exception) -> bool:
     """Whether something could not be written to a directory for want of room."""
     return _FULL.search(str(error)) is not None
+
+
+def is_bad_place(error: Exception) -> bool:
+    """Whether a file of a directory could not be read though it is there."""
+    return _BAD_PLACE in str(error)
 
 
 def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
