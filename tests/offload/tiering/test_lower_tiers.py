@@ -566,7 +566,7 @@ def test_a_chunk_counts_as_seen_also_while_the_tier_has_it() -> None:
     tier = LowerTier(TierOptions(name="tier", admission=Admission.REUSED), 8, VirtualClock(), TieringConfig())
     for is_there in (True, False):
         tier.note_presence(KEYS[:1], [is_there])
-        tier.note_stored(KEYS[0], None)
+        tier.note_stored(KEYS[:1], {KEYS[0]: None})
         assert len(tier.backlog) == (0 if is_there else 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,33 +18,40 @@ from cargohold.simulation import VirtualClock
 KEYS = [bytes([at]) * 36 for at in range(20)]
 
 
-def everything(_: bytes) -> bool:
-    return True
+def everything(keys: Sequence[bytes]) -> Sequence[bytes]:
+    return keys
+
+
+def add(backlog: Backlog, *chunks: tuple[bytes, bytes | None]) -> None:
+    """Chunks, each with its parent, one after the other."""
+    for key, parent in chunks:
+        backlog.add([key], {key: parent})
 
 
 class TestBacklog:
     def test_a_batch_is_of_all_prefixes_each_chunk_with_its_parent(self) -> None:
         backlog = Backlog(20)
-        for at in (0, 1, 2):
-            backlog.add(KEYS[at], KEYS[at - 1] if at else None)
-        backlog.add(KEYS[9], KEYS[8])
+        backlog.add(KEYS[:3], dict(zip(KEYS, (None, *KEYS), strict=False)))
+        add(backlog, (KEYS[9], KEYS[8]))
         assert backlog.take(2, everything) == Batch((KEYS[0], KEYS[1]), (None, KEYS[0]))
         assert backlog.take(9, everything) == Batch((KEYS[2], KEYS[9]), (KEYS[1], KEYS[8]))
         assert backlog.take(9, everything) is None
 
     def test_what_has_left_host_memory_is_passed_over(self) -> None:
         backlog = Backlog(20)
-        for at in range(5):
-            backlog.add(KEYS[at], KEYS[at - 1] if at else None)
-        gone = {KEYS[0], KEYS[3]}
-        assert backlog.take(2, lambda key: key not in gone) == Batch((KEYS[1], KEYS[2]), (KEYS[0], KEYS[1]))
-        assert backlog.take(9, lambda key: key not in gone) == Batch((KEYS[4],), (KEYS[3],))
+        backlog.add(KEYS[:5], dict(zip(KEYS, (None, *KEYS), strict=False)))
+
+        def there(keys: Sequence[bytes]) -> Sequence[bytes]:
+            return [key for key in keys if key not in {KEYS[0], KEYS[3]}]
+
+        assert backlog.take(2, there) == Batch((KEYS[1], KEYS[2]), (KEYS[0], KEYS[1]))
+        assert backlog.take(9, there) == Batch((KEYS[4],), (KEYS[3],))
         assert len(backlog) == 0
 
     def test_the_oldest_are_given_up_when_there_are_too_many(self) -> None:
         backlog = Backlog(3)
-        for key in KEYS[:5]:
-            backlog.add(key, None)
+        add(backlog, *((key, None) for key in KEYS[:3]))
+        backlog.add(KEYS[3:5], dict.fromkeys(KEYS))
         assert [backlog.take(1, everything) for _ in range(4)] == [
             *(Batch((key,), (None,)) for key in KEYS[2:5]),
             None,
@@ -50,8 +59,7 @@ class TestBacklog:
 
     def test_what_was_used_is_written_last_and_the_end_of_a_prefix_before_its_start(self) -> None:
         backlog = Backlog(20)
-        for key in KEYS[:4]:
-            backlog.add(key, None)
+        backlog.add(KEYS[:4], dict.fromkeys(KEYS))
         backlog.postpone([*KEYS[:2], KEYS[9]])  # the last is nothing that waits
         taken = [backlog.take(1, everything) for _ in range(4)]
         assert [batch.keys[0] for batch in taken if batch] == [KEYS[2], KEYS[3], KEYS[1], KEYS[0]]
@@ -59,17 +67,17 @@ class TestBacklog:
     def test_passing_over_many_takes_no_longer_for_each(self) -> None:
         """Found by measuring: after a disk had rested, 50000 chunks that had gone meanwhile cost the scheduler a second."""
         backlog = Backlog(200_000)
-        for at in range(200_000):
-            backlog.add(at.to_bytes(36, "little"), None)
+        keys = [at.to_bytes(36, "little") for at in range(200_000)]
+        backlog.add(keys, dict.fromkeys(keys))
         looked_at: list[bytes] = []
 
-        def is_gone(key: bytes) -> bool:
-            looked_at.append(key)
-            return False
+        def nothing(keys: Sequence[bytes]) -> Sequence[bytes]:
+            looked_at.extend(keys)
+            return ()
 
         num_looks = []
         while len(backlog):
-            assert backlog.take(9, is_gone) is None
+            assert backlog.take(9, nothing) is None
             num_looks.append(len(looked_at))
             looked_at.clear()
         assert max(num_looks) <= MAX_LOOKS and sum(num_looks) == 200_000
@@ -79,30 +87,31 @@ class TestPresence:
     def test_an_answer_counts_for_a_while(self) -> None:
         clock = VirtualClock()
         presence = Presence(9, 10.0, clock)
-        assert presence.get(KEYS[0]) is None
+        assert presence.get(KEYS[:1]) == [None]
         presence.note(KEYS[:2], [True, False])
         clock.advance(10)
-        assert (presence.get(KEYS[0]), presence.get(KEYS[1])) == (True, False)
+        assert presence.get(KEYS[:3]) == [True, False, None]
         clock.advance(0.1)
-        assert presence.get(KEYS[0]) is None
+        assert presence.get(KEYS[:1]) == [None]
+        assert presence.last(KEYS[:3]) == [True, False, None]
 
     def test_so_many_are_remembered_and_no_more(self) -> None:
         presence = Presence(3, 10.0, VirtualClock())
         presence.note(KEYS[:5], [True] * 5)
         assert len(presence) == 3
-        assert [presence.get(key) for key in KEYS[:5]] == [None, None, True, True, True]
+        assert presence.get(KEYS[:5]) == [None, None, True, True, True]
 
     def test_what_was_heard_of_again_is_not_the_oldest(self) -> None:
         presence = Presence(2, 10.0, VirtualClock())
         for at in (0, 1, 0, 2):
             presence.note(KEYS[at : at + 1], [True])
-        assert [presence.get(key) for key in KEYS[:3]] == [True, None, True]
+        assert presence.get(KEYS[:3]) == [True, None, True]
 
     def test_what_is_forgotten_is_not_known(self) -> None:
         presence = Presence(9, 10.0, VirtualClock())
         presence.note(KEYS[:2], [True, False])
         presence.forget(KEYS[1:3])
-        assert (presence.get(KEYS[0]), presence.last(KEYS[1])) == (True, None)
+        assert (presence.get(KEYS[:1]), presence.last(KEYS[1:2])) == ([True], [None])
 
 
 class TestPace:

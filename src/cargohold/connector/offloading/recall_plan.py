@@ -72,7 +72,7 @@ def _slice(keys: ChunkKeys, needed: range) -> list[OffloadKey]:
 def _chains(keys: ChunkKeys, needed: range, host: OffloadManager, lower: LowerTiers) -> Iterator[Chain]:
     own = _slice(keys, needed)
     absent = [at for at, state in enumerate(host.lookup(own)) if state == ABSENT]
-    tiers = lower.tiers_of(own[at] for at in absent)
+    tiers = lower.tiers_of([own[at] for at in absent])
     # Neighbours in the same tier: their places count up as fast as their ranks.
     places = zip(absent, tiers, strict=True)
     for (tier, _), group in groupby(enumerate(places), lambda item: (item[1][1], item[1][0] - item[0])):

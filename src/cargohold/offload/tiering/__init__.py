@@ -3,7 +3,8 @@
 from cargohold.offload.tier.config import Admission, WriteMode
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
 from cargohold.offload.tiering.dispatch import random_epoch
-from cargohold.offload.tiering.lower_tiers import UNKNOWN, LowerTiers
+from cargohold.offload.tiering.lower_tier import UNKNOWN
+from cargohold.offload.tiering.lower_tiers import LowerTiers
 from cargohold.offload.tiering.manager import TieringManager
 from cargohold.offload.tiering.pace import Pace
 from cargohold.offload.tiering.promotion import Chain, Promotion

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 from cargohold.offload.manager.base import OffloadKey
@@ -47,11 +46,13 @@ class Backlog:
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._parents
 
-    def add(self, key: OffloadKey, parent: OffloadKey | None) -> None:
-        """A chunk is to be written, unless it already waits."""
-        self._parents.setdefault(key, parent)
-        if len(self._parents) > self._limit:
-            self._parents.popitem(last=False)
+    def add(self, keys: Iterable[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        """Chunks are to be written, each with the chunk before it in ``parents``, but for those that already wait."""
+        waiting = self._parents
+        for key in keys:
+            waiting.setdefault(key, parents[key])
+        while len(waiting) > self._limit:
+            waiting.popitem(last=False)
 
     def postpone(self, keys: Iterable[OffloadKey]) -> None:
         """These were used just now: they are written last, the end of their prefix before its start."""
@@ -59,32 +60,26 @@ class Backlog:
             if key in self._parents:
                 self._parents[key] = self._parents.pop(key)
 
-    def first(self, limit: int) -> list[OffloadKey]:
-        """The chunks whose turn comes first, at most ``limit``."""
-        return list(islice(self._parents, limit))
-
-    def take(self, limit: int, is_ready: Callable[[OffloadKey], bool]) -> Batch | None:
+    def take(self, limit: int, ready: Callable[[Sequence[OffloadKey]], Sequence[OffloadKey]]) -> Batch | None:
         """Take out the chunks whose turn it is, at most ``limit``, whatever prefixes they are of.
 
         While many requests generate, each step completes a chunk of some: a job for each would cost more than its chunk.
 
         Args:
             limit: at least 1.
-            is_ready: whether a chunk is still in host memory.
+            ready: those of some chunks that are still in host memory, in their order.
 
         Returns:
             ``None`` also if none of the first ``MAX_LOOKS`` is in host memory; those are taken out all the same.
         """
-        keys: list[OffloadKey] = []
-        parents: list[OffloadKey | None] = []
-        for _ in range(min(len(self._parents), MAX_LOOKS)):
-            if len(keys) == limit:
-                break
-            key, parent = self._parents.popitem(last=False)
-            if is_ready(key):
-                keys.append(key)
-                parents.append(parent)
-        return Batch(tuple(keys), tuple(parents)) if keys else None
+        parents: dict[OffloadKey, OffloadKey | None] = {}
+        num_looks = min(len(self._parents), MAX_LOOKS)
+        while num_looks and len(parents) < limit:
+            num_next = min(num_looks, limit - len(parents))
+            num_looks -= num_next
+            looked_at = dict(self._parents.popitem(last=False) for _ in range(num_next))
+            parents.update((key, looked_at[key]) for key in ready(list(looked_at)))
+        return Batch(tuple(parents), tuple(parents.values())) if parents else None
 
     def clear(self) -> None:
         """Nothing is to be written any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
@@ -69,11 +69,8 @@ class Dispatch:
     def writes(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
         """As much of the backlogs as may be in flight."""
         for at, tier in enumerate(self._tiers):
-            # What is looked at first, in one look-up: one for each chunk takes twenty times as long.
-            next_keys = tier.backlog.first(tier.num_writable)
-            known = self._are_in_host(next_keys) if next_keys and tier.is_usable else {}
             while (room := tier.num_writable) and tier.is_usable:
-                batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._is_writable, tier, known))
+                batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._writable, tier))
                 if batch is None:
                     break
                 tier.breaker.admit()
@@ -96,13 +93,10 @@ class Dispatch:
             return False
         return tier.breaker.admit() if tier.is_tried_by(task.kind) else tier.breaker.may_ask(task.kind)
 
-    def _is_writable(self, tier: LowerTier, known: Mapping[OffloadKey, bool], key: OffloadKey) -> bool:
-        if not tier.is_wanted(key):
-            return False
-        return known[key] if key in known else self._are_in_host([key])[key]
-
-    def _are_in_host(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, bool]:
-        return {key: state == READY for key, state in zip(keys, self._host.lookup(keys), strict=True)}
+    def _writable(self, tier: LowerTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those that a tier wants and host memory has."""
+        wanted = tier.wanted(keys)
+        return [key for key, state in zip(wanted, self._host.lookup(wanted), strict=True) if state == READY]
 
     def _command(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
         self._tasks.begin(job_id, task, timeout_s)

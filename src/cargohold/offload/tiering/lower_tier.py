@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
-from cargohold.blocks import READY
+from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
 from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.offload.tier.config import Admission, WriteMode
@@ -21,6 +22,9 @@ from cargohold.protocol import Clock
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN = 3
+"""Nobody has asked the tier yet: ``LowerTiers.probe`` does. A state beside ``ABSENT``, ``READY`` and ``NOT_YET``."""
+_STATES = {True: READY, False: ABSENT, None: UNKNOWN}
 ANSWERS_PER_SLOT = 4
 """Answers remembered, and chunks known to have been seen once, per slot of host memory; but no more than is good for it."""
 MAX_ANSWERS = 2**18
@@ -91,27 +95,35 @@ class LowerTier:
         """Whether a job shows that the medium lives."""
         return reaches_medium(kind, has_index=self.options.has_index)
 
-    def is_wanted(self, key: OffloadKey) -> bool:
-        """Whether a chunk would have to be written. Where it was, it is taken to be still: others look after that."""
-        return not self.is_off and key not in self._writing and self.presence.last(key) is not True
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
+        """One byte per key: ``READY``, ``ABSENT``, ``NOT_YET`` if the tier is being asked, or ``UNKNOWN``."""
+        states = bytes(map(_STATES.__getitem__, self.presence.get(keys)))
+        return mark(states, keys, self.probing, NOT_YET)
+
+    def wanted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Chunks that would have to be written. Where one was, it is taken to be still: others look after that."""
+        if self.is_off:
+            return []
+        known = zip(keys, self.presence.last(keys), strict=True)
+        return [key for key, is_there in known if is_there is not True and key not in self._writing]
 
     def is_asked_for(self, key: OffloadKey) -> bool:
         """Whether a chunk is about to be written, or the tier to say whether it has it."""
         return key in self.probing or key in self._writing or key in self.backlog
 
-    def note_stored(self, key: OffloadKey, parent: OffloadKey | None) -> None:
-        """Host memory has a new chunk."""
-        if self._is_admitted(key) and self.is_wanted(key):
-            self.backlog.add(key, parent)
+    def note_stored(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        """Host memory has new chunks."""
+        if self.options.admission is Admission.REUSED:
+            keys = [key for key in keys if self._was_seen(key)]
+        self.backlog.add(self.wanted(keys), parents)
 
     def note_used(self, keys: Sequence[OffloadKey], states: bytes) -> None:
         """A request uses these chunks, in prefix order; ``states`` says which of them host memory has."""
         if self.options.write_mode is WriteMode.BACK:
             self.backlog.postpone(keys)
         if self.options.admission is Admission.REUSED:
-            for at, (key, state) in enumerate(zip(keys, states, strict=True)):
-                if state == READY and self.is_wanted(key):
-                    self.backlog.add(key, keys[at - 1] if at else None)
+            ready = [key for key, state in zip(keys, states, strict=True) if state == READY]
+            self.backlog.add(self.wanted(ready), dict(zip(keys, (None, *keys), strict=False)))
 
     @property
     def num_writable(self) -> int:
@@ -220,10 +232,18 @@ class LowerTier:
         if removed or forgotten:
             self._events.append(ChunksRemoved((*removed, *forgotten)))
 
-    def _is_admitted(self, key: OffloadKey) -> bool:
-        if self.options.admission is Admission.ALL or key in self._seen:
+    def _was_seen(self, key: OffloadKey) -> bool:
+        """Whether a chunk comes for the second time; it is remembered."""
+        if key in self._seen:
             return True
         self._seen[key] = None
         if len(self._seen) > self._max_seen:
             self._seen.popitem(last=False)
         return False
+
+
+def mark(states: bytes, keys: Sequence[OffloadKey], marked: AbstractSet[OffloadKey], state: int) -> bytes:
+    """The states of chunks, but another one where they are among those marked."""
+    if marked.isdisjoint(keys):
+        return states
+    return bytes(state if key in marked else before for key, before in zip(keys, states, strict=True))

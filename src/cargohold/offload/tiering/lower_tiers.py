@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
 from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
-from cargohold.offload.tiering.lower_tier import LowerTier
+from cargohold.offload.tiering.lower_tier import UNKNOWN, LowerTier, mark
 from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.promotions import Promotions
 from cargohold.offload.tiering.stepped_clock import SteppedClock
@@ -33,13 +33,12 @@ from cargohold.offload.tiering.tasks import TaskTable
 from cargohold.offload.tiering.upkeep import Upkeep
 from cargohold.protocol import Clock, TransferOutcome
 
-UNKNOWN = 3
-"""Nobody has asked the tiers yet: ``LowerTiers.probe`` does. A state beside ``ABSENT``, ``READY`` and ``NOT_YET``."""
 SETTLE_S = 5.0
 """How long an idle engine steps on to have written down what was stored last. What is left then waits for the next steps."""
 PROGRESS_S = 3.0
 """It does not step on when no job has ended for this time, nor again until one has."""
 
+_ABSENT = bytes([ABSENT])
 _HARMLESS = frozenset({JobKind.PROBE, JobKind.TOUCH})
 """What moves no chunk, and needs not be waited for."""
 
@@ -127,7 +126,7 @@ class LowerTiers:
     def _is_loading(self) -> bool:
         return any(task.kind is JobKind.LOAD for task in self._tasks)
 
-    def lookup(self, keys: Iterable[OffloadKey], *, up_to_absent: bool = False) -> bytes:
+    def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False) -> bytes:
         """One byte per key: ``READY`` if a usable tier has the chunk, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
 
         Host memory is not asked.
@@ -136,20 +135,21 @@ class LowerTiers:
             keys: the chunks.
             up_to_absent: whether to end before the first that is absent.
         """
-        arriving = self._promotions.arriving
-        usable = [(tier.probing, tier.presence.reader()) for tier in self.tiers if tier.is_usable]
-        states = bytearray()
-        for key in keys:
-            state = NOT_YET if key in arriving else _state_in(key, usable)
-            if up_to_absent and state == ABSENT:
-                break
-            states.append(state)
-        return bytes(states)
+        answers = [tier.lookup(keys) for tier in self.tiers if tier.is_usable]
+        states = reduce(_over, answers) if answers else _ABSENT * len(keys)
+        states = mark(states, keys, self._promotions.arriving, NOT_YET)
+        return states.partition(_ABSENT)[0] if up_to_absent else states
 
-    def tiers_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+    def tiers_of(self, keys: Sequence[OffloadKey]) -> list[int]:
         """The fastest usable tier that has each chunk; -1 where none is known to: what was known a moment ago grows old."""
-        usable = self._readers()
-        return [next((at for at, is_there in usable if is_there(key)), -1) for key in keys]
+        tiers = [-1] * len(keys)
+        for at, tier in enumerate(self.tiers):
+            if tier.is_usable:
+                answers = tier.presence.get(keys)
+                tiers = [
+                    at if known < 0 and is_there else known for known, is_there in zip(tiers, answers, strict=True)
+                ]
+        return tiers
 
     def wake_at(self, time: float) -> None:
         """``num_changes`` is to grow at that time of ``clock``: somebody will not wait any longer."""
@@ -168,19 +168,16 @@ class LowerTiers:
         Returns:
             The questions; each ``has_ended`` when there is an answer.
         """
-        asked: dict[int, list[OffloadKey]] = {}
-        usable = self._readers()
-        for key, state in zip(keys, self.lookup(keys), strict=True):
-            at = next((at for at, is_there in usable if is_there(key) is None), None)
-            if state == UNKNOWN and at is not None:
-                asked.setdefault(at, []).append(key)
-        probes = [
-            TierTask(JobKind.PROBE, at, part)
-            for at, asked_keys in asked.items()
-            for part in self.tiers[at].parts(asked_keys)
-        ]
+        rest = [key for key, state in zip(keys, self.lookup(keys), strict=True) if state == UNKNOWN]
+        probes: list[TierTask] = []
+        for at, tier in enumerate(self.tiers):
+            if tier.is_usable:
+                answers = tier.presence.get(rest)
+                asked = [key for key, is_there in zip(rest, answers, strict=True) if is_there is None]
+                rest = [key for key, is_there in zip(rest, answers, strict=True) if is_there is not None]
+                tier.probing.update(asked)
+                probes += [TierTask(JobKind.PROBE, at, part) for part in tier.parts(asked)]
         for probe in probes:
-            self.tiers[probe.tier].probing.update(probe.keys)
             self._tasks.want(probe)
         return probes
 
@@ -281,16 +278,11 @@ class LowerTiers:
         parents: Mapping[OffloadKey, OffloadKey | None],
     ) -> None:
         for tier in tiers:
-            for key in keys:
-                tier.note_stored(key, parents[key])
+            tier.note_stored(keys, parents)
         self._expect_writes()
 
     def _expect_writes(self) -> None:
         self._settles_at = self.clock() + SETTLE_S
-
-    def _readers(self) -> list[tuple[int, Callable[[OffloadKey], bool | None]]]:
-        """What each usable tier has answered."""
-        return [(at, tier.presence.reader()) for at, tier in enumerate(self.tiers) if tier.is_usable]
 
     def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Draw the consequences of a job's end."""
@@ -366,14 +358,6 @@ class LowerTiers:
         self._promotions.release_expired()
 
 
-def _state_in(
-    key: OffloadKey, tiers: Sequence[tuple[AbstractSet[OffloadKey], Callable[[OffloadKey], bool | None]]]
-) -> int:
-    """State of a chunk in tiers, of each of which is given what it is being asked for and what it has answered."""
-    for probing, is_there in tiers:
-        if key in probing:
-            return NOT_YET
-        answer = is_there(key)
-        if answer is not False:
-            return UNKNOWN if answer is None else READY
-    return ABSENT
+def _over(upper: bytes, lower: bytes) -> bytes:
+    """What one tier says of chunks, and where that is ``ABSENT``, what the next one does."""
+    return bytes(below if state == ABSENT else state for state, below in zip(upper, lower, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.protocol import Clock
@@ -30,24 +30,15 @@ class Presence:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def get(self, key: OffloadKey) -> bool | None:
-        """Whether the chunk is there; ``None`` if that is not known."""
-        return self.reader()(key)
+    def get(self, keys: Iterable[OffloadKey]) -> list[bool | None]:
+        """Whether each chunk is there; ``None`` where that is not known."""
+        oldest = self._clock() - self._max_age_s
+        answers = map(self._answers.get, keys)
+        return [None if answer is None or answer[1] < oldest else answer[0] for answer in answers]
 
-    def reader(self) -> Callable[[OffloadKey], bool | None]:
-        """``get`` for many keys at this moment."""
-        answers, oldest = self._answers, self._clock() - self._max_age_s
-
-        def get(key: OffloadKey) -> bool | None:
-            answer = answers.get(key)
-            return None if answer is None or answer[1] < oldest else answer[0]
-
-        return get
-
-    def last(self, key: OffloadKey) -> bool | None:
-        """The last answer, however old."""
-        answer = self._answers.get(key)
-        return None if answer is None else answer[0]
+    def last(self, keys: Iterable[OffloadKey]) -> list[bool | None]:
+        """The last answer for each, however old."""
+        return [None if answer is None else answer[0] for answer in map(self._answers.get, keys)]
 
     def not_heard_of(self, keys: Iterable[OffloadKey], for_s: float) -> list[OffloadKey]:
         """Those about which the tier has said nothing for so long."""
@@ -57,9 +48,10 @@ class Presence:
     def note(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """The tier has answered, or has just been given the chunks."""
         answers, now = self._answers, self._clock()
+        there, absent = (True, now), (False, now)
         for key, is_there in zip(keys, are_there, strict=True):
             answers.pop(key, None)
-            answers[key] = (is_there, now)
+            answers[key] = there if is_there else absent
         while len(answers) > self._limit:
             answers.popitem(last=False)
 

@@ -55,7 +55,8 @@ class Upkeep:
         All: if it heard of a part only, the start of a prefix would count as used before its end, and be evicted first.
         """
         is_told = tier.touching | tier.probing  # who is asked for a chunk hears of its use
-        known = [key for key in kept if tier.presence.last(key) and key not in is_told]
+        last = zip(kept, tier.presence.last(kept), strict=True)
+        known = [key for key, is_there in last if is_there and key not in is_told]
         if tier.presence.not_heard_of(known, TOUCH_S):
             tier.touching.update(known)
             for part in reversed(tier.parts(known)):
