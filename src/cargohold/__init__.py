@@ -71,11 +71,12 @@ _NAMES = {
     "cargohold.llm": ("LLM",),
     "cargohold.offload.tier": ("DiskTierConfig", "SharedTierConfig"),
 }
-"""Where each name is."""
+"""The public names, by the module that defines them."""
 
 
-# Imported when they are asked for: all modules of the package import this one, and most need none of them; the command could
-# not answer Ctrl-C meanwhile. Type checkers must not see the function, or any name would do for them.
+# The names are imported on first access: importing any module of the package runs this one first, and most modules need none
+# of them. Imported here, they would take so long that the command could not answer Ctrl-C meanwhile. Type checkers must not see
+# ``__getattr__``, or they would accept any name.
 if not TYPE_CHECKING:
     _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 

@@ -31,7 +31,8 @@ from collections.abc import Iterable
 from typing import Final
 
 HIDDEN_OPTION: Final = r"([?&](?:\w*(?:username|password)|sig)=)"
-"""Where clients of Redis take them in a URL, too, that of a key for TLS among them, and Azure's signatures stand: a pattern."""
+"""Pattern of URL query options that hold secrets: user names and passwords, which clients of Redis also take there (the
+password of a TLS key among them), and the signatures of Azure."""
 _USER: Final = re.compile(r"(://)\S*@")
 _SECRET: Final = re.compile(HIDDEN_OPTION + r"[^&#\s'\"]*")
 
@@ -40,7 +41,7 @@ class CargoholdError(Exception):
     """Root of the tree; catching it catches everything Cargohold raises on purpose. Can be sent between processes."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # By default, an exception is made again from its message, which is not what these are made from.
+        # By default, unpickling calls the class with the message alone, but these classes take other arguments.
         return _revived, (type(self), self.args, self.__dict__)
 
 
@@ -230,11 +231,11 @@ class EngineDeadError(CargoholdError):
 
 
 def without_passwords(text: str) -> str:
-    """A text in which URLs may stand, without their users, passwords and signatures."""
+    """The text, with the users, passwords and signatures of the URLs in it removed or replaced by ``***``."""
     return _SECRET.sub(r"\1***", _USER.sub(r"\1", text))
 
 
 def one_line(error: BaseException, max_chars: int = 240) -> str:
-    """What an error of someone else's says, in one line that is not too long; its type if it says nothing."""
+    """The message of any exception, in one line of at most ``max_chars``; the name of its type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."

@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment when it does no harm."""
+"""Ctrl-C, held back until a moment when it does no harm."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def held_back_in_processes() -> Iterator[None]:
-    """Around the start of processes: in them Ctrl-C waits until they let it through or ignore it, and here until they run.
+    """Hold back Ctrl-C while processes are started: in this process until the block is left, in the new ones for longer.
 
-    Before a Python process has come so far that it could say what is to be done about Ctrl-C, it prints a traceback.
+    They inherit a blocked SIGINT, which they have to unblock or ignore. A Python process that Ctrl-C reaches before it could
+    decide about that prints a traceback.
     """
     with deferred_interrupt():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what is started inherits this
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # started processes inherit the mask
         try:
             yield
         finally:

@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 
 class RequestOptions(TypedDict, total=False):
-    """What may be said of a request beside how to sample; see ``LLMEngine.add_request``."""
+    """Options of a request other than its sampling parameters; see ``LLMEngine.add_request``."""
 
     priority: int
     salt: str | None
@@ -56,9 +56,9 @@ class LLM:
             print(out.text, out.metrics)
 
     Use it as a context manager, or call ``close``, to stop its transfers and give its memory back. Several threads may use it:
-    what they ask for is batched, and one of them at a time computes a step for all.
+    their requests are batched, and one thread at a time computes a step for all of them.
 
-    Ctrl-C ends a call cleanly: what it had started is aborted once the step in progress is done, ``KeyboardInterrupt`` is
+    Ctrl-C ends a call cleanly: the call's requests are aborted once the step in progress is done, ``KeyboardInterrupt`` is
     raised, and the model can be used again. A second Ctrl-C does not wait for the step, and ends the engine.
 
     Args:
@@ -87,7 +87,7 @@ class LLM:
         if record is not None:
             factory = RecordingFactory(factory, os.fspath(record))
         self.plan = plan_engine(config, describe_model(config.model, config.dtype))
-        if self.plan.executor.kind is not ExecutorKind.RAY:  # whose workers may have other disks
+        if self.plan.executor.kind is not ExecutorKind.RAY:  # Ray's workers may run on machines with other disks
             check_places(offload, self.plan.layout)
         self.engine = build_engine(self.plan, factory)
         self._turns = Turns()
@@ -112,7 +112,7 @@ class LLM:
             options: for all prompts; see ``LLMEngine.add_request``.
 
         Raises:
-            RequestError: a prompt cannot be served; none was started.
+            RequestError: a prompt cannot be served; then none of the prompts is completed.
             EngineDeadError: the engine has stopped.
         """
         prompt_list = _as_list(prompts)
@@ -190,7 +190,7 @@ class LLM:
     ) -> Generator[tuple[int, RequestOutput]]:
         """Add requests, and yield their outputs as they come, each with the position of its request in ``asked``.
 
-        However it ends, none of the requests is left behind.
+        However the generator ends, requests that have not finished are aborted, at the latest in the engine's next turn.
         """
         inbox: deque[RequestOutput] = deque()
         positions: dict[str, int] = {}
@@ -217,14 +217,17 @@ class LLM:
                 for request_id in positions:
                     del self._inboxes[request_id]
                 self._abandoned.extend(positions)
-            # The garbage collector closes what was not read to its end in any thread, and in the middle of anything: of a
-            # turn, or of what a turn waits for.
+            # The garbage collector closes a generator that was not read to its end in any thread and at any moment: in the
+            # middle of a turn, or of something that a turn waits for. So another thread takes no turn here.
             if get_ident() == served_in:
                 self._settle()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Use the engine alone. An interrupt in the middle would leave scheduler and workers with different ideas of it."""
+        """Use the engine with no other thread in it, and with Ctrl-C held back.
+
+        An interrupt in the middle of a step would leave scheduler and workers in different states.
+        """
         with deferred_interrupt(), self._turns.take() as is_whole:
             if is_whole:
                 self._end_abandoned()
@@ -232,7 +235,7 @@ class LLM:
 
     def _step(self) -> None:
         for output in self.engine.step():
-            # Whoever steps does so for everyone: another stream, or thread, may wait for this.
+            # A step serves the requests of all streams and threads: another one may wait for this output.
             inbox = self._inboxes.get(output.request_id)
             if inbox is not None:
                 inbox.append(output)
@@ -242,9 +245,10 @@ class LLM:
             self.engine.abort(self._abandoned.popleft())
 
     def _settle(self) -> None:
-        """Let transfers end, unless others have requests on their way: their steps will do it, or those of the next call.
+        """Step until all transfers have ended. Return at once if other calls have requests: their steps let transfers end.
 
-        A connector may say for ever that work is pending. What was asked for is done, so nobody is to wait for that.
+        A connector may report pending work for ever. The caller's requests are done, so this gives up after
+        ``load_timeout_s``; the steps of the next call go on.
         """
         patience_ends = time.monotonic() + self.plan.config.load_timeout_s
         is_busy = True
@@ -261,7 +265,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
     """Load the model and put engine and connector together.
 
     Raises:
-        CargoholdError: something does not fit; nothing is left running.
+        CargoholdError: the connector, the event publisher, the model or its workers cannot start; nothing is left running.
     """
     clock = time.monotonic
     environment = SchedulerEnvironment(
@@ -273,7 +277,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         emits_events=plan.scheduler.emit_events,
     )
     with ExitStack() as on_failure:
-        # The connector and its address first: what they refuse is refused before the weights are loaded.
+        # The connector and the address for events come first, so that a bad option is refused before the weights are loaded.
         connector = factory.make_scheduler_side(environment)
         on_failure.callback(connector.shutdown)
         publisher = None
@@ -295,7 +299,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
 
 
 def _check_offload(offload: object) -> None:
-    """Raise ``ConfigError`` unless it is something that a connector can be made of."""
+    """Raise ``ConfigError`` unless a connector can be made of ``offload``."""
     if isinstance(offload, list | tuple):
         for child in offload:
             _check_offload(child)
@@ -317,8 +321,8 @@ def _engine_config(model: str | os.PathLike[str], options: Mapping[str, Any]) ->
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several as several. What is no prompt at all is passed on, for the engine to refuse."""
-    # What a tokenizer of transformers gives back is a mapping, and its keys are not meant.
+    """A list of prompts, of one prompt or several. A value that is no prompt is kept as an item: the engine refuses it."""
+    # A tokenizer of transformers returns a mapping; as an iterable, it would be taken for a list of its keys.
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
         return [prompts]
     items = list(prompts)
@@ -338,7 +342,7 @@ def _per_prompt(sampling: Any, num_prompts: int) -> list[SamplingParams | None]:
 
 @contextmanager
 def _numbered(at: int, num_prompts: int) -> Iterator[None]:
-    """Tell which of several prompts an error is about."""
+    """Add to a ``RequestError`` which of several prompts it is about."""
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""What this machine allows."""
+"""Limits of this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
 
 
 def _limit_files(root: Path) -> Iterator[Path]:
-    """Where limits of this process's control group and of all groups around it are."""
+    """Files with the memory limits of this process's control group and of all groups around it; not all of them exist."""
     mount = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

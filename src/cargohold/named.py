@@ -1,4 +1,4 @@
-"""Classes and functions of others, which options name by where they are: ``MODULE:NAME``."""
+"""Import of users' own classes and functions, which options name as ``MODULE:NAME``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cargohold.errors import ConfigError, one_line
 
 
 def import_named(key: str, name: str) -> Any:
-    """What ``MODULE:NAME`` names; the module is imported.
+    """Import ``MODULE`` and return its attribute ``NAME``.
 
     Args:
         key: the option, for the error.
-        name: its value.
+        name: the option's value, ``MODULE:NAME``.
 
     Raises:
         ConfigError: it cannot be imported.
@@ -23,13 +23,13 @@ def import_named(key: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except Exception as error:  # a module of others may raise anything
+    except Exception as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(key, name, f"it cannot be imported from here ({reason})") from error
 
 
 def search_current_directory() -> None:
-    """Let modules in the current directory be found, behind all others; a command's own path lacks it. Mutates ``sys.path``."""
+    """Append the current directory to ``sys.path``, which lacks it in installed commands: its modules are found last."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

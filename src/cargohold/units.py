@@ -1,4 +1,4 @@
-"""Options as people write them: what is a number, and how large is ``2GiB``."""
+"""Values of options as people write them: checks of numbers, and sizes such as ``2GiB``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
 NUMBER = r"[0-9]{1,40}(?:\.[0-9]{1,40})?"
-"""Digits of a size: of numbers of any length Python refuses to make an integer, or a float."""
+"""Pattern of a size's number. Its length is limited because Python refuses to convert very long numbers."""
 _SIZE = re.compile(rf"\s*({NUMBER})\s*([A-Za-z]*)\s*")
 MAX_TIMEOUT_S = 1_000_000
 _EXPECTED = "it must be a number of bytes, such as 2GiB, 512MiB, 1.5GB or 1000000"

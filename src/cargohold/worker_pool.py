@@ -1,4 +1,4 @@
-"""Processes for work that is done side by side: Ctrl-C is their parent's to handle, and without the parent they end."""
+"""A pool of processes for parallel work. They leave Ctrl-C to their parent, and end when it ends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ T = TypeVar("T")
 class WorkerPool(ProcessPoolExecutor):
     """A pool of processes, each started when there is work for it.
 
-    They end when the pool is left or this process ends, however it does, also in the middle of work.
+    They end when the pool is left or this process ends for whatever reason, even in the middle of work.
 
     Args:
-        num_processes: at most so many.
-        start: called first in each of them, if given.
-        arguments: of ``start``.
+        num_processes: most processes at a time.
+        start: called first in each process, if given.
+        arguments: arguments of ``start``.
     """
 
     def __init__(self, num_processes: int, start: Callable[..., None] | None = None, *arguments: Any) -> None:
@@ -35,20 +35,20 @@ class WorkerPool(ProcessPoolExecutor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have a function called in one of the processes."""
-        # This is where the base class starts them. It has made locks before, and with them the process that keeps track of
-        # those, at whose start Ctrl-C would be let through.
+        # The base class starts processes here. Its ``__init__`` has already made locks, and thereby started the process that
+        # keeps track of them: starting that one here would unblock Ctrl-C.
         with held_back_in_processes():
             return super().submit(fn, *args, **kwargs)
 
     def __exit__(self, *_: object) -> None:
-        """End all processes: whoever still works does so for nobody, and may take minutes."""
+        """End all processes at once: nobody wants the results of unfinished work, which may take minutes."""
         self._lifeline.close()
         self.shutdown(cancel_futures=True)
         self._their_end.close()
 
 
 def _begin(lifeline: Connection, start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
-    # A terminal sends it to all of us, and the parent decides what it means.
+    # A terminal sends SIGINT to the parent and all of these processes; the parent decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     if start is not None:

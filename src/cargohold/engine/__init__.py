@@ -1,1 +1,1 @@
-"""The embedded engine: small and complete, for any Hugging Face model with attention we know."""
+"""The embedded engine: small and complete, for any Hugging Face model whose kind of attention it supports."""

@@ -1,4 +1,4 @@
-"""The engine's options, and what follows from them for a given model."""
+"""The engine's options, and the plan of an engine that is derived from them for a given model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_int, is_positive_int
 logger = logging.getLogger(__name__)
 
 DEFAULT_KV_BYTES = 2 * 1024**3
-"""Size of the device pool, unless a quarter of the machine's memory is less."""
+"""Most that the device pool takes by default; a quarter of the machine's memory if that is less."""
 
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 
@@ -77,7 +77,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._require("model", isinstance(self.model, str), "a directory, a .gguf file, a hub id or smollm2")
         self._require_one_of("dtype", ("auto", *DTYPES))
-        device: object = self.device  # torch.device("cpu") reads like it, but is not the same as "cpu"
+        device: object = self.device  # torch.device("cpu") prints as "cpu", but is not equal to it
         is_device = isinstance(device, str) and _DEVICE.fullmatch(device) is not None
         self._require("device", is_device, "cpu, cuda, or one of several: cuda:1")
         for key in ("block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
@@ -100,7 +100,7 @@ class EngineConfig:
 
     @property
     def executor_kind(self) -> ExecutorKind:
-        """Where workers run."""
+        """Where workers run: ``executor``, or its default."""
         if self.executor is None:
             return ExecutorKind.INLINE if self.tensor_parallel_size == 1 else ExecutorKind.MULTIPROCESS
         return ExecutorKind(self.executor)
@@ -220,14 +220,18 @@ def _default_num_blocks(
 
 
 def _num_blocks(groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_tokens: int) -> int:
-    """Blocks of a pool that can serve one request of that length, the null block included."""
+    """Blocks of the smallest pool that can serve one request of ``num_tokens`` tokens, the null block included."""
     return 1 + sum(max_held_blocks(group, num_tokens, max_step_tokens) for group in groups)
 
 
 def _longest_that_fits(
     groups: tuple[KVCacheGroup, ...], config: EngineConfig, max_positions: int, num_blocks: int
 ) -> int:
-    """Tokens of the longest request that can be served: as asked for, or else as many as the pool can hold."""
+    """Tokens of the longest request that can be served: ``max_model_len``, or by default as many as the pool can hold.
+
+    Raises:
+        ConfigError: the pool cannot hold ``max_model_len`` tokens, or hardly any at all.
+    """
 
     def fits(num_tokens: int) -> bool:
         return _num_blocks(groups, num_tokens, config.max_num_batched_tokens) <= num_blocks

@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""Outputs of requests, and their metrics."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Where a request's tokens came from, and what it waited for. Times are seconds.
+    """Where a request's tokens came from, and how long it waited. Times are in seconds.
 
     Attributes:
         prompt_tokens: tokens of the prompt.
         output_tokens: tokens generated.
         device_tokens: leading tokens found in the device pool when the request was first admitted.
-        restored_tokens: tokens loaded from each tier, by the tier's name; over the request's whole life, so that a request
-            which lost its blocks and came back counts twice what was loaded twice.
+        restored_tokens: tokens loaded from each tier, by the tier's name, over the request's whole life: tokens that were
+            loaded again after a preemption count twice.
         ttft_s: from arrival to the first generated token; ``None`` if there was none.
-        load_wait_s: spent waiting for loads, and for what lower tiers had to say or to bring up before.
+        load_wait_s: time spent waiting for loads, and before them for lower tiers to look chunks up or to bring them up.
         total_s: from arrival to the end.
         preemptions: how often it lost its blocks and started over.
     """
@@ -35,20 +35,21 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request's answer so far, or its whole answer once ``finished``.
+    """A request's generated text and tokens so far, or all of them once ``finished``.
 
     Attributes:
         request_id: the request.
         prompt: the prompt as text; ``None`` if it was given as token ids.
         prompt_token_ids: the prompt's tokens.
-        text: generated text, without what ended it; while unfinished, without an end that may begin a stop string.
-        new_text: the part of it that is new since the last output of this request.
-        token_ids: generated tokens, with the one that ended it.
+        text: generated text, without the stop string or token that ended it; while unfinished, also without a tail that may
+            turn out to be the beginning of a stop string.
+        new_text: the part of ``text`` that is new since the last output of this request.
+        token_ids: generated tokens, including one that ended the request.
         finished: whether this is the last output.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``, once finished.
         error: what went wrong, if the reason is ``error``.
         metrics: where tokens came from and what took how long; complete once finished.
-        cache_notes: why it hit or missed, as sentences, once finished.
+        cache_notes: why the request hit or missed the cache, as sentences, once finished.
         kv_transfer_params: what a connector returns with the response, once finished.
     """
 

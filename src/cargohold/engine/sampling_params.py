@@ -1,4 +1,4 @@
-"""How to choose tokens, and when to stop."""
+"""How a request's tokens are chosen, and when generation stops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cargohold.units import is_int, is_number, is_positive_int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a request asks of generation. Checked when it is made; raises ``ConfigError`` naming the field.
+    """How a request's tokens are chosen, and when to stop. Checked when made; raises ``ConfigError`` naming the field.
 
     Attributes:
         max_tokens: stop after so many generated tokens.
@@ -39,7 +39,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._freeze_stops()
         self._require("max_tokens", is_positive_int(self.max_tokens), "an integer from 1")
-        # No more than workers can be told: an integer may be larger than the largest float.
+        # At most the largest float, for temperatures reach workers as floats: an integer may be larger.
         is_temperature = is_number(self.temperature) and 0 <= self.temperature <= sys.float_info.max
         self._require("temperature", is_temperature, "a number from 0 (greedy)")
         is_count = is_int(self.top_k) and 0 <= self.top_k < 2**63
@@ -52,12 +52,12 @@ class SamplingParams:
         )
         self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
         if self.temperature == 0:
-            # Greedy decoding ignores these; being asked for both is a misunderstanding worth telling.
+            # Greedy decoding ignores top_k and top_p: a user who sets them with temperature 0 has misunderstood something.
             self._require("top_k", self.top_k in (0, 1), "left out of greedy decoding; or set temperature above 0")
             self._require("top_p", self.top_p == 1, "left out of greedy decoding; or set temperature above 0")
 
     def _freeze_stops(self) -> None:
-        """Make what people write immutable: one string, a list of them."""
+        """Turn ``stop`` and ``stop_token_ids`` into tuples: users may give one string, lists or sets."""
         stop = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
         self._require("stop", stop is not None and all(isinstance(text, str) and text for text in stop), _STRINGS)
         token_ids = _items(self.stop_token_ids)
@@ -78,7 +78,7 @@ _STRINGS = "a string or a list of strings, none of them empty"
 
 
 def _items(value: object) -> tuple[object, ...] | None:
-    """The items of a list, tuple or set; ``None`` if it is something else. The bytes of ``b"ab"`` are not meant."""
+    """The items of a list, tuple or set; ``None`` for anything else, also for strings and ``bytes``."""
     return (
         tuple(value) if isinstance(value, Sequence | frozenset | set) and not isinstance(value, str | bytes) else None
     )

@@ -1,4 +1,4 @@
-"""One engine, several threads: each uses it in its turn."""
+"""Turns: threads that share one engine use it one after the other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """Lets threads do by turns what only one of them may do at a time.
+    """A fair, re-entrant lock: lets threads do in turn what only one of them may do at a time.
 
-    Who has waited goes before who has just had a turn: with one of Python's locks alone, a thread that takes turn after turn
-    would keep the others out. What a turn calls may take a turn of its own, as signal handlers do.
+    A thread that has waited goes before one that has just had a turn: with one of Python's locks alone, a thread that takes
+    turn after turn would keep the others out. Code that runs within a turn may take a nested one, as signal handlers do.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Turns:
 
     @contextmanager
     def take(self) -> Iterator[bool]:
-        """Wait for a turn, and have it; whether it is not part of another one."""
+        """Wait for a turn, and hold it within the ``with`` block. Yields ``False`` if it is nested in this thread's turn."""
         with self._next:
             self._now.acquire()
         before, self._whose = self._whose, threading.get_ident()
@@ -33,7 +33,7 @@ class Turns:
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
-        """Have a turn if nobody has one, not even this thread; whether that is so."""
+        """Take a turn without waiting. Yields whether it was taken: not if any thread, even this one, has a turn."""
         if self._whose == threading.get_ident() or not self._now.acquire(blocking=False):
             yield False
             return
