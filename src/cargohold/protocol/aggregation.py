@@ -1,4 +1,4 @@
-"""One output from all workers' outputs: counts completions, so that neither executors nor connectors have to."""
+"""Merging all workers' outputs into one. Completions are counted here, so that executors and connectors need not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Count(Generic[Id]):
         self.worst[ident] = max(outcome, self.worst.get(ident, TransferOutcome.DONE))
 
     def take_complete(self, expected: int) -> dict[Id, TransferOutcome]:
-        """Remove and return what at least ``expected`` workers have reported."""
+        """Remove the ids that at least ``expected`` workers have reported; return each with its worst outcome."""
         if not self.reporters:
             return {}
         complete = [ident for ident, ranks in self.reporters.items() if len(ranks) >= expected]
@@ -55,8 +55,8 @@ class OutputAggregator:
 
     Args:
         world_size: number of workers.
-        expected_finished_count: reports that complete an id; all workers' if ``None``.
-        connector: name, for errors.
+        expected_finished_count: number of workers whose reports complete an id; all if ``None``.
+        connector: the connector's name, for errors.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class OutputAggregator:
 
     @property
     def num_incomplete(self) -> int:
-        """Ids that some workers have reported and others have not."""
+        """Number of ids that some workers have reported and others have not."""
         return sum(len(count.reporters) for count in (self._sending, self._recving, self._jobs))
 
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:

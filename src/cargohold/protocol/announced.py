@@ -1,4 +1,4 @@
-"""What a connector has announced of its tiers, so that it can be taken back when the connector is turned off."""
+"""Which blocks a connector has announced as stored, so that they can be announced as removed when it is turned off."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cargohold.protocol.events import AllBlocksCleared, BlockRemoved, BlockStore
 
 
 class AnnouncedBlocks:
-    """The index that somebody has who follows a connector's events: of each place, how often each block is there."""
+    """The index that a follower of a connector's events has built: how often each block hash is stored, and where."""
 
     def __init__(self) -> None:
-        # By medium, whose it is, and group.
+        # Counts per block hash, by medium, locality and group.
         self._held: dict[tuple[str, Locality | None, int], Counter[bytes]] = {}
 
     def follow(self, events: Iterable[KVEvent]) -> None:
-        """Take in events that are passed on."""
+        """Update the index with events that the connector's guard passes on."""
         for event in events:
             match event:
                 case AllBlocksCleared():
@@ -34,7 +34,7 @@ class AnnouncedBlocks:
                             del held[block_hash]
 
     def withdraw(self) -> list[BlockRemoved]:
-        """Events after which nothing is left of what was announced."""
+        """Empty the index; return the events that remove everything in it from a follower's index."""
         held, self._held = self._held, {}
         return [
             BlockRemoved(tuple(blocks.elements()), group, medium, locality)

@@ -1,7 +1,8 @@
-"""Whether a connector's answers are of the types that the contract declares.
+"""Checks that a connector's answers have the types that the contract declares.
 
-Others would stumble over what is not: engines that count with it, executors that carry it to another process, composed
-connectors that merge it. All raise ``TypeError``, as if the connector had stumbled itself.
+A wrong type would make others fail later: the engine that counts with the answer, the executor that carries it to another
+process, the composed connector that merges it. Each check returns the answer, or raises ``TypeError`` as if the connector
+itself had raised it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LOCALITIES: Final = (None, "LOCAL", "REMOTE")
 
 
 def checked_transfers(finished: object) -> FinishedTransfers:
-    """What ``get_finished`` answered."""
+    """Check the answer of ``get_finished``, and return it."""
     if finished is NOTHING_ENDED:
         return NOTHING_ENDED
     if not isinstance(finished, FinishedTransfers):
@@ -44,7 +45,7 @@ def checked_transfers(finished: object) -> FinishedTransfers:
 
 
 def checked_block_ids(block_ids: Iterable[Any]) -> frozenset[int]:
-    """What ``get_block_ids_with_load_errors`` answered."""
+    """Check the answer of ``get_block_ids_with_load_errors``, and return it as a frozen set."""
     checked = frozenset(block_ids)
     if not _are_all(checked, int):
         raise TypeError(f"{block_ids!r} are no block ids")
@@ -52,28 +53,33 @@ def checked_block_ids(block_ids: Iterable[Any]) -> frozenset[int]:
 
 
 def checked_stats(stats: Any) -> Stats:
-    """What ``get_stats`` answered, on either side."""
+    """Check the answer of either side's ``get_stats``, and return it."""
     if not isinstance(stats, Mapping) or not (_are_all(stats, str) and _are_all(stats.values(), int | float)):
         raise TypeError(f"{stats!r} are no names and numbers")
     return stats
 
 
 def checked_number(number: Any, of: str) -> int | None:
-    """What ``get_finished_count`` and the first half of what ``get_num_new_matched_tokens`` answered."""
+    """Check the answer of ``get_finished_count``, or the first half of that of ``get_num_new_matched_tokens``; return it.
+
+    Args:
+        number: the answer.
+        of: the unit that it counts, for the error.
+    """
     if number is None or isinstance(number, int):
         return number
     raise TypeError(f"{number!r} is no number of {of}")
 
 
 def checked_params(params: Any) -> Mapping[str, Any] | None:
-    """The second half of what ``request_finished`` answered."""
+    """Check the second half of the answer of ``request_finished``, and return it."""
     if params is None or (isinstance(params, Mapping) and _are_all(params, str)):
         return params
     raise TypeError(f"{params!r} are no transfer parameters")
 
 
 def checked_locks(report: Any) -> KVConnectorSchedulerOutput:
-    """What ``report_to_scheduler`` answered; a copy, as the connector may use its own object again."""
+    """Check the answer of ``report_to_scheduler``; return a copy, because the connector may reuse its own object."""
     if isinstance(report, KVConnectorSchedulerOutput):
         copy = KVConnectorSchedulerOutput(tuple(report.lock_block_ids), tuple(report.unlock_block_ids))
         if _are_all((*copy.lock_block_ids, *copy.unlock_block_ids), int):
@@ -82,7 +88,7 @@ def checked_locks(report: Any) -> KVConnectorSchedulerOutput:
 
 
 def checked_report(report: Any) -> CacheReport:
-    """What ``explain`` answered."""
+    """Check the answer of ``explain``, and return it."""
     if isinstance(report, CacheReport):
         restored: Any = report.restored_tokens
         notes: Any = report.notes
@@ -93,7 +99,12 @@ def checked_report(report: Any) -> CacheReport:
 
 
 def checked_events(events: Iterable[Any], num_groups: int | None = None) -> tuple[KVEvent, ...]:
-    """What ``take_events`` answered. A publisher makes bytes of all that is in them."""
+    """Check the answer of ``take_events``, and return it as a tuple. A publisher encodes every field, so each is checked.
+
+    Args:
+        events: the answer.
+        num_groups: number of KV-cache groups; ``None`` leaves the upper end of ``group`` unchecked.
+    """
     checked = tuple(events)
     for event in checked:
         if not isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared):
@@ -106,7 +117,10 @@ def checked_events(events: Iterable[Any], num_groups: int | None = None) -> tupl
 
 
 def _fields_of_event(event: Any, num_groups: int | None) -> Iterator[tuple[str, bool]]:
-    """Names of fields, and whether each is of its type. Of chunks stored there are many, and thousands of tokens."""
+    """Yield each field's name, and whether its value is of its type and in its range.
+
+    Must be fast, because there are many ``BlockStored`` events with thousands of tokens: hence exact types, compared in sets.
+    """
     yield "medium", type(event.medium) is str
     if type(event) is AllBlocksCleared:
         return

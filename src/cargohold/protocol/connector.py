@@ -23,8 +23,8 @@ One step, as the engine runs it::
     request_finished            (a request ended)
     take_events
 
-What a connector must never do is make a token wrong: it may answer "nothing here" at any time. Whatever it raises is
-contained: the engine turns it off with one log line and goes on without it.
+A connector must never cause a wrong token; it may answer "nothing here" at any time. Any exception that it raises is
+contained: the engine turns the connector off with one log line and goes on without it.
 """
 
 from __future__ import annotations
@@ -55,84 +55,88 @@ class KVConnectorScheduler(ABC):
     """Scheduler side. Every method is called in the scheduler's thread and must not block.
 
     Attributes:
-        name: how log lines, metrics and errors call it.
-        worker_metadata_type: concrete type of what its workers send back; a frozen dataclass (see ``WorkerMetadata``).
-            Executors with workers in other processes decode by it.
+        name: the connector's name in log lines, metrics and errors.
+        worker_metadata_type: concrete type of the metadata that its workers send back; a frozen dataclass (see
+            ``WorkerMetadata``). Executors with workers in other processes need it to decode the metadata.
     """
 
     name: str = "connector"
     worker_metadata_type: type = EmptyMetadata
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:  # noqa: B027  # a default, not an omission
-        """Take the view of the block pool. Called once, before any request; never called where an engine has none.
+        """Take the engine's view of its block pool. Called once, before any request; never called by engines without one.
 
-        The default ignores it. A connector that keeps it may ``touch`` blocks to protect what it copies; without it the same
-        is reached with ``report_to_scheduler`` or, last, by answering ``True`` from ``request_finished``.
+        The default ignores the context. A connector that keeps it may ``touch`` blocks while it copies them. Without a
+        context, a connector protects them with the locks of ``report_to_scheduler`` or, as a last resort, by returning
+        ``True`` from ``request_finished``.
         """
 
     def on_new_request(self, request: RequestView) -> None:  # noqa: B027  # a default, not an omission
-        """A request arrived. Raise ``RequestError`` to refuse it (for its ``kv_transfer_params``, say): it alone fails."""
+        """Learn of a new request. Raise ``RequestError`` to refuse it, for its ``kv_transfer_params`` say: only it fails."""
 
     @abstractmethod
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the ``num_computed_tokens`` already in the device pool can be loaded.
+        """Return how many tokens beyond the ``num_computed_tokens`` already in the device pool can be loaded.
 
-        Asked every time the scheduler considers a waiting request, so it must be cheap and repeatable: nothing that others
-        can observe may change. Only whole chunks that are really there count, and the sum may reach ``num_tokens``.
+        Called every time the scheduler considers a waiting request, so it must be cheap and repeatable: it may change nothing
+        that the engine or other requests can observe. Count only whole chunks that can be loaded now. The number plus
+        ``num_computed_tokens`` may reach ``request.num_tokens``, but not exceed it.
 
         Returns:
             The number, and whether the load is asynchronous (the request waits for it outside the running batch).
-            ``(None, False)`` means "not known yet": the request goes back to the front of the queue and is asked again.
+            ``(None, False)`` means "not known yet": the request stays at the front of the queue, and is asked for again later.
         """
 
     @abstractmethod
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """The scheduler allocated ``blocks`` (the request's whole tables); plan the load of ``num_external_tokens`` into them.
+        """Plan the load of ``num_external_tokens`` into ``blocks``, the whole block tables that the request was allocated.
 
-        Decide by ``num_external_tokens``, not by ``blocks``: 0 means that nothing is to be loaded. For an asynchronous load it
-        is called a second time, with 0, when the loaded request starts to run.
+        Decide by ``num_external_tokens``, not by ``blocks``: 0 means that nothing is to be loaded. For an asynchronous load
+        this method is called a second time, with 0, when the loaded request starts to run.
         """
 
     @abstractmethod
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        """The jobs for the workers in this step. Called in every step; resets what was collected for it; ``step`` is read-only.
+        """Return the message to the workers for this step, with its jobs. Called once in every step.
 
-        A store planned here may read blocks that this very step writes, so workers start it after the forward pass.
+        The connector starts anew to collect jobs for the next step. ``step`` is read-only. A store planned here may read
+        blocks that this very step writes, so workers start it after the forward pass.
         """
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:  # noqa: B027  # a default, not an omission
-        """Learn what finished or failed, over all workers. Called after each step that returned something."""
+        """Learn which transfers finished or failed, over all workers. Called after each step whose output is not empty."""
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
-        """Blocks to lock and to unlock. Called after every step, right after ``update_connector_output`` where that is called.
+        """Return the blocks to lock and to unlock; ``None`` if there are none.
 
-        Locks are references: they survive the request. Unlocking what this connector has not locked is an error.
+        Called after every step, right after ``update_connector_output`` if that is called. Locks are references: they survive
+        the request. Unlocking a block that this connector has not locked is an error.
         """
         return None
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        """A request ended, by itself or aborted. Called once, before its blocks are freed.
+        """Learn that a request ended or was aborted. Called once, before its blocks are freed.
 
         Returns:
-            ``True`` to keep the blocks until the request id comes back in ``finished_sending``, and parameters that go back
-            to the client with the response.
+            Whether to keep the blocks until the workers report the request id in ``finished_sending``, and the parameters
+            that go back to the client with the response, or ``None``.
         """
         return False, None
 
     def explain(self, request_id: str) -> CacheReport:
-        """Why the request hit or missed. Called once, when the request ends, right after ``request_finished``."""
+        """Return why the request hit or missed. Called once, when the request ends, right after ``request_finished``."""
         return CacheReport()
 
     def take_events(self) -> Iterable[KVEvent]:
-        """KV events since the last call, in order."""
+        """Return the KV events since the last call, in order."""
         return ()
 
     def has_pending_work(self) -> bool:
-        """True while transfers or locks are pending: the engine then keeps stepping, with empty batches if need be."""
+        """Whether transfers or locks are pending: the engine then keeps stepping, with empty batches if need be."""
         return False
 
     def reset_cache(self) -> bool:
-        """Drop everything kept. ``False`` if something in flight forbids it: then all or part of it may still be found."""
+        """Drop all chunks kept. Return ``False`` if a transfer in flight forbids it: some or all may then still be found."""
         return True
 
     def get_stats(self) -> Stats:
@@ -140,20 +144,20 @@ class KVConnectorScheduler(ABC):
         return {}
 
     def get_finished_count(self) -> int | None:
-        """Workers that must report an id before it counts as finished; ``None`` for all of them."""
+        """Return how many workers must report an id before it counts as finished; ``None`` for all of them."""
         return None
 
     def shutdown(self) -> None:  # noqa: B027  # a default, not an omission
-        """Let go of everything. Called once; no other method is called after it."""
+        """Release all memory, files and threads. Called once; no other method is called after it."""
 
 
 class KVConnectorWorker(ABC):
     """Worker side. Every method is called in the worker's thread, in the order of the module's drawing.
 
     Attributes:
-        name: how log lines, metrics and errors call it.
-        metadata_type: concrete type of what its scheduler side sends; a frozen dataclass (see ``ConnectorMetadata``).
-            Executors with workers in other processes decode by it.
+        name: the connector's name in log lines, metrics and errors.
+        metadata_type: concrete type of the metadata that its scheduler side sends; a frozen dataclass (see
+            ``ConnectorMetadata``). Executors with workers in other processes need it to decode the metadata.
     """
 
     name: str = "connector"
@@ -174,24 +178,24 @@ class KVConnectorWorker(ABC):
         """Take this step's message from the scheduler side."""
 
     def handle_preemptions(self) -> None:  # noqa: B027  # a default, not an omission
-        """Blocks of preempted requests may be overwritten after this returns: finish or abandon copies that read them."""
+        """Finish or abandon copies that read blocks of preempted requests: this step may overwrite them after this returns."""
 
     @abstractmethod
     def start_load_kv(self) -> None:
-        """Start this step's loads. A synchronous load must have arrived when ``wait_for_layer_load`` returns."""
+        """Start this step's loads. Synchronous loads of a layer must be complete when its ``wait_for_layer_load`` returns."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:  # noqa: B027  # a default, not an omission
-        """Called before a layer's attention reads its KV: return when this layer's synchronous loads have arrived."""
+        """Wait until this layer's synchronous loads are complete. Called before the layer's attention reads its KV."""
 
     def save_kv_layer(self, layer_name: str) -> None:  # noqa: B027  # a default, not an omission
-        """Called after a layer's KV of this step is written: a layer-wise store may start to read it."""
+        """Start layer-wise stores of this layer, if there are any. Called after the layer's KV of this step is written."""
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """The forward pass is over: start this step's stores, and wait only for those that cannot go on in the background."""
+        """Start this step's stores; wait only for those that cannot run in the background. Called after the forward pass."""
 
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        """Asynchronous transfers that ended since the last call.
+        """Return the asynchronous transfers that ended since the last call.
 
         Args:
             finished_req_ids: requests that ended since the last step, as the scheduler saw it.
@@ -199,20 +203,20 @@ class KVConnectorWorker(ABC):
         return NOTHING_ENDED
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
-        """Blocks whose load failed since the last call."""
+        """Return the ids of blocks whose load failed since the last call."""
         return frozenset()
 
     def get_stats(self) -> Stats:
-        """Counters since the last call."""
+        """Return counters since the last call; see ``Stats``."""
         return {}
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """This step's opaque message to the scheduler side."""
+        """Return this step's message to the scheduler side, opaque to the engine; ``None`` if there is none."""
         return None
 
     @abstractmethod
     def clear_connector_metadata(self) -> None:
-        """Forget this step's message. Last in every step, whatever happened before."""
+        """Forget this step's message. The last call in every step, whatever happened before."""
 
     def shutdown(self) -> None:  # noqa: B027  # a default, not an omission
-        """Wait for what is in flight, then let go of everything. Called once."""
+        """Wait for the transfers in flight, then release all memory, files and threads. Called once."""

@@ -7,7 +7,7 @@ Rules, for whoever implements or uses them:
 * A block with ``ref_cnt == 0`` is in the free queue and may be evicted and reused at any allocation. ``touch`` takes it out.
 * References add up: two touches need two frees. Freeing more than was touched raises and changes nothing.
 * ``free_blocks`` puts blocks whose count reaches zero at the tail of the free queue in the order given: the first given is
-  evicted first. With ``evict_first`` it puts them at the head, in the same order: nothing is lost when they go.
+  evicted first. With ``evict_first`` it puts them at the head, in the same order, for KV whose eviction loses nothing.
 * The null block is never yielded, touched or freed.
 
 To protect a copy: ``touch`` the blocks before it starts, ``free_blocks`` when all workers report it done. The request's life
@@ -24,7 +24,7 @@ from cargohold.protocol.request import RequestView
 
 @runtime_checkable
 class KVCacheBlockView(Protocol):
-    """One block of the pool, read-only. It tells what is so when it is asked, however long ago it was given."""
+    """One block of the pool, read-only. Its attributes always give the current state, however old the view is."""
 
     @property
     def block_id(self) -> int:
@@ -33,7 +33,7 @@ class KVCacheBlockView(Protocol):
 
     @property
     def ref_cnt(self) -> int:
-        """References held on it, by requests and connectors together."""
+        """Number of references held on the block, by requests and connectors together."""
         ...
 
     @property
@@ -43,35 +43,35 @@ class KVCacheBlockView(Protocol):
 
     @property
     def block_hash(self) -> bytes | None:
-        """Digest of the prefix it holds; ``None`` unless it is in the prefix cache. Opaque."""
+        """Digest of the prefix that the block holds, opaque; ``None`` unless the block is in the prefix cache."""
         ...
 
     @property
     def group_id(self) -> int | None:
-        """KV-cache group whose KV it holds; ``None`` unless it is in the prefix cache."""
+        """Index of the KV-cache group whose KV the block holds; ``None`` unless the block is in the prefix cache."""
         ...
 
 
 @runtime_checkable
 class BlockPoolView(Protocol):
-    """A pool of blocks as a connector may use it."""
+    """The operations on a pool of blocks that a connector may use."""
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
-        """The block with that id. Raises ``IndexError`` where there is none."""
+        """Return the block with that id. Raises ``IndexError`` if there is none."""
         ...
 
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
-        """Take one reference on each; raises ``NullBlockError`` and changes nothing if the null block is among them."""
+        """Take one reference on each block. Raises ``NullBlockError``, and changes nothing, if the null block is among them."""
         ...
 
     def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
-        """Give one reference back on each; those that nobody references any more go to the tail of the free queue.
+        """Give back one reference on each block; blocks without references left go to the tail of the free queue.
 
         Args:
             blocks: in the order in which they should be evicted.
-            evict_first: put them at the head instead, because what they hold is kept elsewhere.
+            evict_first: put them at the head instead, because their KV is kept elsewhere.
 
-        Raises ``BlockNotHeldError`` or ``NullBlockError`` and changes nothing if one cannot be given back.
+        Raises ``BlockNotHeldError`` or ``NullBlockError``, and changes nothing, if one of them cannot be given back.
         """
         ...
 
@@ -80,7 +80,8 @@ class BlockPoolView(Protocol):
 
         With ``after`` the walk resumes behind a block that an earlier walk yielded. If that block has left the free queue,
         the *call* raises ``StaleCursorError``, so that the caller restarts at the head knowingly. Touching the block just
-        yielded is allowed during the walk; a walk whose next block has left the queue meanwhile raises the same.
+        yielded is allowed during the walk. If the walk's next block has left the queue meanwhile, the walk raises
+        ``StaleCursorError``.
         """
         ...
 
@@ -90,9 +91,9 @@ class SchedulerContext(BlockPoolView, Protocol):
     """The pool, and the requests that use it."""
 
     def get_request_blocks(self, request_id: str) -> tuple[Sequence[KVCacheBlockView], ...]:
-        """The request's block table per group, null blocks in their places; empty tables if it holds none."""
+        """Return the request's block table per group, null blocks included; empty tables if it holds no blocks."""
         ...
 
     def waiting_requests(self) -> Iterable[RequestView]:
-        """Requests not running yet, in the order in which they will be tried."""
+        """Return the requests that are not running yet, in the order in which the scheduler will try to admit them."""
         ...

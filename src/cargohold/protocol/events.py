@@ -1,6 +1,6 @@
-"""KV events: what a medium holds, as a stream that a router can follow.
+"""KV events: changes of what a medium holds, as a stream that a follower (a router, for instance) can read.
 
-An index built from the events of a medium, in order, equals what the medium holds.
+An index that a follower builds from all events of a medium, in order, equals what the medium holds.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Literal, TypeAlias
 from cargohold.protocol.request import Adapter, ExtraKey
 
 MEDIUM_DEVICE = "GPU"
-"""The engine's own paged cache; the field's name for it, on a CPU too."""
+"""The engine's own paged cache. This is its usual name in events, even if the engine runs on a CPU."""
 MEDIUM_HOST = "CPU"
 """Host memory."""
 MEDIUM_STORAGE = "STORAGE"
 """Disk and shared stores."""
 
 Locality: TypeAlias = Literal["LOCAL", "REMOTE"]
-"""Whether a medium is the engine's own, or one that engines on other machines have, too."""
+"""Whether a medium belongs to the engine's machine, or is shared with engines on other machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class BlockStored:
 
     Attributes:
         block_hashes: one per block, in prefix order.
-        parent_block_hash: hash of the block before the first, ``None`` at the start of a prompt or when not known.
+        parent_block_hash: hash of the block before the first; ``None`` at the start of a prompt, or when not known.
         token_ids: the blocks' tokens, concatenated; empty when not known.
         block_tokens: tokens per block.
         group: index of the KV-cache group.
-        medium: where they are.
-        adapter: what the KV was computed with besides the model's own weights; ``None`` when not known, too.
-        extra_keys: per block what else its hash covers, see ``RequestView.extra_keys``; empty when not known.
-        locality: whose medium it is; ``None`` where its name says it.
+        medium: the medium that holds them, such as ``MEDIUM_HOST``.
+        adapter: adapter with which the KV was computed; ``None`` if there was none, or when not known.
+        extra_keys: per block, what its hash covers besides tokens (see ``RequestView.extra_keys``); empty when not known.
+        locality: whether the medium is local or shared; ``None`` if the medium's name implies it.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -55,8 +55,8 @@ class BlockRemoved:
     Attributes:
         block_hashes: one per block, in the order of removal.
         group: index of the KV-cache group.
-        medium: where they were.
-        locality: whose medium it is, as when they were stored.
+        medium: the medium that held them.
+        locality: as in the ``BlockStored`` event.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -67,10 +67,10 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The medium holds nothing any more.
+    """A medium holds no blocks any more.
 
     Attributes:
-        medium: which one.
+        medium: the medium.
     """
 
     medium: str

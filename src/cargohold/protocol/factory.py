@@ -1,4 +1,4 @@
-"""How an engine gets its connector without naming one."""
+"""The factory through which an engine gets its connector without naming one, and what the two sides are told."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerEnvironment:
-    """What the scheduler side of a connector is told of the engine it lives in.
+    """What the scheduler side of a connector is told about its engine.
 
     Attributes:
         layout: the paged KV cache.
         clock: monotonic time, for deadlines.
-        max_step_tokens: tokens that one step computes at most, and so how many may need blocks at once.
+        max_step_tokens: maximum number of tokens that one step computes, so the maximum that may need blocks at once.
         prefix_caching: whether the device pool keeps blocks for reuse. Without it, waiting for another request's load is
-            pointless, for its blocks could not be shared.
-        applies_locks: whether the engine applies ``report_to_scheduler``.
+            pointless, because the blocks of that request could not be shared.
+        applies_locks: whether the engine applies the answers of ``report_to_scheduler``.
         emits_events: whether anyone listens to KV events.
-        full_hits: whether a request may be hit as a whole. The engine then computes its last token again, for its logits, and
-            does not write that token's KV a second time. Where it would, a recurrent state would take the token in twice, so
-            a hit must end before the last token.
-        keeps_partial_loads: whether what a failed load has brought before its first bad block is used. Where all of it is
-            computed again, nothing was restored.
+        full_hits: whether a hit may cover all tokens of a request. The engine then computes the last token again, for its
+            logits, without writing that token's KV a second time. ``False`` for an engine that would write it: a recurrent
+            state would take the token in twice, so a hit must end before the last token.
+        keeps_partial_loads: whether the engine uses the blocks that a failed load has filled before its first bad block. If
+            not, it computes all tokens of that load again, and none of them counts as restored.
     """
 
     layout: KVCacheLayout
@@ -48,9 +48,10 @@ class SchedulerEnvironment:
 
     @property
     def finds_partial_loads(self) -> bool:
-        """Whether a request has something of a load that failed in part: what was kept must be found again.
+        """Whether a request can use the first blocks of a load that failed in part.
 
-        Behind a window's start nothing was loaded that a shorter hit could stand on.
+        The request finds them again in the prefix cache, so that must be on. All groups must be full attention: of a window
+        group only the blocks of the last window are loaded, and a shorter hit would need earlier ones.
         """
         is_full = all(group.kind is AttentionKind.FULL for group in self.layout.groups)
         return self.keeps_partial_loads and self.prefix_caching and is_full
@@ -58,11 +59,11 @@ class SchedulerEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
-    """What the worker side of a connector is told of the worker it lives in.
+    """What the worker side of a connector is told about its worker.
 
     Attributes:
         layout: the paged KV cache.
-        rank: which of the ``layout.world_size`` workers this is, from 0.
+        rank: number of this worker, from 0 to ``layout.world_size - 1``.
         clock: monotonic time.
     """
 
@@ -72,14 +73,14 @@ class WorkerEnvironment:
 
 
 class KVConnectorFactory(Protocol):
-    """Makes the two sides. A worker may live in another process, so the factory itself must survive ``spawn``."""
+    """Makes the two sides of a connector. It must be picklable, for ``spawn``: a worker may live in another process."""
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
-        """The scheduler side. Raises ``ConfigError`` if it cannot work in this environment."""
+        """Make the scheduler side. Raises ``ConfigError`` if it cannot work in this environment."""
         ...
 
     def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
-        """The worker side of the same connector."""
+        """Make the worker side of the same connector, for one worker."""
         ...
 
 

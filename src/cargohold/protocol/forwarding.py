@@ -1,4 +1,4 @@
-"""A scheduler side that stands in front of another."""
+"""A scheduler side that forwards every call to another, as a base class for wrappers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from cargohold.protocol.request import RequestView, StepView
 
 
 class ForwardingScheduler(KVConnectorScheduler):
-    """Passes everything on; what a subclass does not override, the inner connector answers.
+    """Passes every call on to an inner connector. Subclasses override the methods that they change.
 
     Args:
-        inner: the connector.
+        inner: the connector that answers.
     """
 
     def __init__(self, inner: KVConnectorScheduler) -> None:

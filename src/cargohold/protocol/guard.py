@@ -1,10 +1,10 @@
-"""Containment: a connector that misbehaves is turned off, and whoever called it goes on.
+"""Containment on the scheduler side: a connector that misbehaves is turned off, and its caller goes on.
 
 ``ConnectorGuard`` stands between a caller (an engine, or a connector composed of others) and one scheduler side. It passes
-every call on; if the connector raises or answers what the contract forbids, the guard logs one line with the connector's name
+every call on. If the connector raises or answers what the contract forbids, the guard logs one line with the connector's name
 and the rule it broke, and from then on answers like a connector that keeps nothing.
 
-References that the connector held when it broke are kept until its workers have stopped, for a copy may still read those
+References that the connector held when it broke are kept until its workers have stopped, because a copy may still read those
 blocks; then the caller gives them back with ``release``.
 """
 
@@ -54,7 +54,7 @@ class GuardedContext:
     def __init__(self, context: SchedulerContext, ledger: BlockLedger) -> None:
         self._context = context
         self._ledger = ledger
-        # See ``SchedulerContext``. Asked for every block that is copied: one call less each time.
+        # See ``SchedulerContext``. Called for every block that is copied; binding the method saves one call each time.
         self.get_block = context.get_block
 
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
@@ -64,7 +64,7 @@ class GuardedContext:
         self._ledger.take([block.block_id for block in blocks])
 
     def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
-        """See ``SchedulerContext``; raises ``BlockNotHeldError`` for references that this connector does not hold."""
+        """See ``SchedulerContext``. Raises ``BlockNotHeldError`` for references that this connector does not hold."""
         blocks = list(blocks)
         block_ids = [block.block_id for block in blocks]
         self._ledger.give_back(block_ids)
@@ -88,12 +88,15 @@ class GuardedContext:
 
 
 class ConnectorGuard(KVConnectorScheduler):
-    """One scheduler side, contained.
+    """Wraps one scheduler side: passes calls on, checks the answers, and turns the connector off when it misbehaves.
 
     Args:
         inner: the connector.
-        num_blocks: blocks of the device pool, the null block included: locks name one of them.
-        num_groups: KV-cache groups: events name one of them. ``None`` leaves that open.
+        num_blocks: blocks in the device pool, the null block included; locks must name existing blocks.
+        num_groups: number of KV-cache groups; events must name an existing group. ``None`` leaves groups unchecked.
+
+    Attributes:
+        broken: why the connector was turned off; ``None`` while it is on.
     """
 
     def __init__(self, inner: KVConnectorScheduler, num_blocks: int, num_groups: int | None = None) -> None:
@@ -117,15 +120,15 @@ class ConnectorGuard(KVConnectorScheduler):
 
     @property
     def num_held_references(self) -> int:
-        """References on blocks that the connector holds, through ``touch`` or locks."""
+        """Number of references on blocks that the connector holds, through ``touch`` or locks."""
         return len(self._touched) + len(self._locked)
 
     def held_references(self) -> Counter[int]:
-        """The same, per block."""
+        """Return the number of references that the connector holds, per block id."""
         return self._touched.counts() + self._locked.counts()
 
     def break_off(self, rule: str, cause: Exception | None = None) -> None:
-        """Turn the connector off because it broke ``rule``. Only the first time counts."""
+        """Turn the connector off because it broke ``rule``, and log that. Does nothing if it is off already."""
         if self.broken is None:
             self.broken = ContractError(self.name, rule)
             self.broken.__cause__ = cause
@@ -134,9 +137,9 @@ class ConnectorGuard(KVConnectorScheduler):
             )
 
     def release(self) -> KVConnectorSchedulerOutput:
-        """Free what the connector has touched; what it has locked is returned, for the caller to unlock.
+        """Free the blocks that the connector has touched; return those that it has locked, for the caller to unlock.
 
-        Only once its workers have stopped.
+        Call it only once the connector's workers have stopped.
         """
         touched = self._touched.give_back_all()
         if self._context is not None:
@@ -144,59 +147,59 @@ class ConnectorGuard(KVConnectorScheduler):
         return KVConnectorSchedulerOutput(unlock_block_ids=self._locked.give_back_all())
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
-        """Pass on, so that the connector can give back only what it took."""
+        """Pass the context on, wrapped so that the connector can give back only references that it took."""
         self._context = context
         guarded = GuardedContext(context, self._touched)
         self._call("bind_scheduler_context", None, self._inner.bind_scheduler_context, guarded)
 
     def on_new_request(self, request: RequestView) -> None:
-        """Pass on; a ``RequestError`` goes through, for it is the request's fault."""
+        """Pass the call on. A ``RequestError`` reaches the caller: it is the request's fault, not the connector's."""
         refusal = self._call("on_new_request", None, self._refusal_of, request)
         if refusal is not None:
             raise refusal
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Pass on; the answer must be ``None`` or leave the request's length."""
+        """Pass the call on; the number of tokens must be ``None``, or at most those that the request has left."""
         nothing: tuple[int | None, bool] = (0, False)
         return self._call("get_num_new_matched_tokens", nothing, self._matched, request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._call(
             "update_state_after_alloc", None, self._inner.update_state_after_alloc, request, blocks, num_external_tokens
         )
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        """Pass on."""
+        """Pass the call on."""
         return self._call("build_connector_meta", _NO_METADATA, self._inner.build_connector_meta, step)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._call("update_connector_output", None, self._inner.update_connector_output, output)
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
-        """Pass on what can be applied: locks name blocks that exist, unlocks what was locked."""
+        """Pass the call on; locks must name blocks that exist, unlocks must name blocks that this connector has locked."""
         nothing: KVConnectorSchedulerOutput | None = None
         return self._call("report_to_scheduler", nothing, self._report)
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        """Pass on."""
+        """Pass the call on."""
         nothing: tuple[bool, Mapping[str, Any] | None] = (False, None)
         return self._call("request_finished", nothing, self._finished, request, block_ids)
 
     def explain(self, request_id: str) -> CacheReport:
-        """Pass on; once broken, the report says so."""
+        """Pass the call on; once the connector is off, add a note that says why."""
         report = self._call("explain", CacheReport(), self._explained, request_id)
         return report if self.broken is None else CacheReport(report.restored_tokens, (*report.notes, str(self.broken)))
 
     def take_events(self) -> Iterable[KVEvent]:
-        """Pass on; once broken, what was announced of its tiers is announced as removed, for nobody can load it."""
+        """Pass the call on; once the connector is off, withdraw all blocks that it announced: nobody can load them."""
         nothing: Sequence[KVEvent] = ()
         events = self._call("take_events", nothing, self._events)
         return events if self.broken is None else self._announced.withdraw()
 
     def has_pending_work(self) -> bool:
-        """Pass on; also while references are held."""
+        """Pass the call on; also true while the connector holds references on blocks."""
         return (
             bool(self._call("has_pending_work", False, self._inner.has_pending_work))
             or bool(self._touched)
@@ -204,11 +207,11 @@ class ConnectorGuard(KVConnectorScheduler):
         )
 
     def reset_cache(self) -> bool:
-        """Pass on; a connector that is turned off has nothing that could be found."""
+        """Pass the call on; ``True`` once the connector is off, because none of its chunks can be found."""
         return bool(self._call("reset_cache", True, self._inner.reset_cache))
 
     def get_stats(self) -> Stats:
-        """Pass on; once broken, count that it is off and take its levels back, for nobody can find what they count."""
+        """Pass the call on; once the connector is off, count that and set its levels back to 0: its chunks cannot be found."""
         nothing: Stats = {}
         stats = self._call("get_stats", nothing, self._stats)
         if self.broken is None or self._is_off_counted:
@@ -217,11 +220,11 @@ class ConnectorGuard(KVConnectorScheduler):
         return {"connectors_off": 1, **{counter: -level for counter, level in self._levels.items() if level}}
 
     def get_finished_count(self) -> int | None:
-        """Pass on."""
+        """Pass the call on."""
         return self._call("get_finished_count", None, self._finished_count)
 
     def shutdown(self) -> None:
-        """Pass on, even when turned off: it may hold memory or files."""
+        """Pass the call on, even when the connector is off: it may hold memory or files."""
         try:
             self._inner.shutdown()
         except Exception as error:  # noqa: BLE001  # a third party's code: its failure must not stop the engine from stopping

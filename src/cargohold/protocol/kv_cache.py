@@ -18,7 +18,7 @@ NULL_BLOCK_ID = 0
 
 
 class AttentionKind(Enum):
-    """How the layers of a group look back, which decides which of their blocks are worth keeping."""
+    """Which earlier tokens the layers of a group read, which decides which of their blocks are worth keeping."""
 
     FULL = "full"
     """Every token sees all tokens before it; every block is kept."""
@@ -36,10 +36,11 @@ class KVCacheGroup:
 
     Attributes:
         index: position of the group in the layout, and in every ``BlockIds``.
-        kind: how its layers look back.
+        kind: which earlier tokens its layers read.
         block_tokens: tokens per block.
         layer_names: the layers, in the order in which a block holds them.
-        window_tokens: reach of a window, a chunk's length for chunked local attention; ``None`` where there is none.
+        window_tokens: length of the sliding window, or of the aligned runs of chunked local attention; ``None`` for other
+            kinds.
     """
 
     index: int
@@ -58,9 +59,9 @@ class KVCacheGroup:
             raise ValueError(f"window_tokens must be at least 1, not {self.window_tokens}")
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Leading tokens that no query at position ``num_computed_tokens`` or later will read.
+        """Return how many leading tokens no query at position ``num_computed_tokens`` or later will read.
 
-        Their KV need not be kept; blocks that lie wholly inside are null in the block table.
+        Their KV need not be kept; blocks that lie wholly within these tokens are null in the block table.
         """
         match self.kind:
             case AttentionKind.FULL:
@@ -77,18 +78,18 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Whose KV it is. Connectors that keep KV beyond the engine's life make sure that only the same model finds it.
+    """The model that computes the KV. Connectors that keep KV beyond the engine's life let only the same model find it.
 
     Attributes:
-        name: as the user wrote it; others may have the same.
+        name: as the user wrote it; other models may have the same name.
         path: directory with its weights and configuration, or hub id.
-        dtype: type of weights and KV, and whatever else than the files changes the KV's bytes.
+        dtype: type of weights and KV, and whatever else besides the files changes the KV's bytes.
         revision: branch, tag or commit on the hub; ``None`` for the default one.
         runs_code: whether the engine runs Python code that comes with the model.
-        code_revision: the same for that code; ``None`` for ``revision`` where the code is the model's own.
-        config_path: directory or hub id whose configuration is taken instead of the one beside the weights.
-        obstacle: what decides on the KV's bytes and cannot be named, as the start of a sentence, or empty. If there is
-            anything, its KV cannot outlive the engine.
+        code_revision: branch, tag or commit of that code; ``None`` for ``revision`` if the code is in the model's own files.
+        config_path: directory or hub id whose configuration is used instead of the one beside the weights.
+        obstacle: start of a sentence that says what determines the KV's bytes and cannot be named; empty if there is nothing.
+            Unless it is empty, the KV cannot outlive the engine.
     """
 
     name: str
@@ -110,8 +111,8 @@ class KVCacheLayout:
         num_blocks: blocks in the device pool, the null block included.
         block_bytes: bytes of one block on one worker. Every group's blocks have this size, so that all groups share one pool.
         hash_block_tokens: tokens per entry of a request's ``block_hashes``; divides every group's ``block_tokens``.
-        world_size: workers that each hold a shard of every block.
-        model: whose KV it is; ``None`` if the engine cannot say, and then its KV cannot outlive it.
+        world_size: number of workers; each holds a shard of every block.
+        model: the model that computes the KV; ``None`` if the engine cannot say, and then the KV cannot outlive the engine.
     """
 
     groups: tuple[KVCacheGroup, ...]

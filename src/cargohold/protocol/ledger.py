@@ -1,4 +1,4 @@
-"""References on blocks, counted."""
+"""A count of the references that a connector holds on blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cargohold.errors import BlockNotHeldError
 
 
 class BlockLedger:
-    """Which references one connector holds, so that it can give back only its own."""
+    """Counts the references that one connector holds on each block, so that it can give back only its own."""
 
     def __init__(self) -> None:
         self._held: Counter[int] = Counter()
@@ -21,15 +21,18 @@ class BlockLedger:
         return bool(self._held)
 
     def counts(self) -> Counter[int]:
-        """References held, per block; a copy."""
+        """Return the number of references held, per block id, as a copy."""
         return Counter(self._held)
 
     def take(self, block_ids: Iterable[int]) -> None:
-        """Note references taken."""
+        """Count one more reference for each of ``block_ids``."""
         self._held.update(block_ids)
 
     def give_back(self, block_ids: Sequence[int]) -> None:
-        """Note references given back. Raises ``BlockNotHeldError``, and notes none, unless the connector holds all of them."""
+        """Count one reference less for each of ``block_ids``.
+
+        Raises ``BlockNotHeldError``, and changes nothing, unless the connector holds all of them.
+        """
         held = self._held
         for at, block_id in enumerate(block_ids):
             count = held.get(block_id, 0)
@@ -42,6 +45,6 @@ class BlockLedger:
                 held[block_id] = count - 1
 
     def give_back_all(self) -> tuple[int, ...]:
-        """Note that everything is given back; the block ids, repeated per reference."""
+        """Set all counts to 0; return the block ids, each repeated once per reference that was held."""
         held, self._held = tuple(self._held.elements()), Counter()
         return held

@@ -21,7 +21,7 @@ class TransferOutcome(IntEnum):
 
 @runtime_checkable
 class ConnectorMetadata(Protocol):
-    """Scheduler side to workers, once a step.
+    """A connector's message from its scheduler side to its workers, one per step.
 
     The engine carries it without looking inside. A connector's metadata is a frozen dataclass whose fields are numbers,
     strings, bytes, enums, and tuples, frozensets, dicts or such dataclasses of these, fully annotated: then every executor
@@ -31,10 +31,10 @@ class ConnectorMetadata(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UndeliveredMetadata:
-    """Stands in the place of metadata that could not be carried to a worker, whose connector is stopped for it.
+    """Replaces metadata that could not be carried to a worker. The worker then stops its connector.
 
     Attributes:
-        reason: why not.
+        reason: why the metadata could not be carried.
     """
 
     reason: str
@@ -42,7 +42,10 @@ class UndeliveredMetadata:
 
 @runtime_checkable
 class WorkerMetadata(Protocol):
-    """Workers to scheduler side, opaque to the engine. The rule for fields is that of ``ConnectorMetadata``."""
+    """A connector's message from a worker to the scheduler side, opaque to the engine.
+
+    Its fields follow the rule of ``ConnectorMetadata``.
+    """
 
     def aggregate(self, other: Self) -> Self:
         """Merge another worker's metadata of the same step into a new object; neither input is changed.
@@ -57,30 +60,30 @@ class EmptyMetadata:
     """The metadata of a connector that has nothing to say."""
 
     def aggregate(self, other: EmptyMetadata) -> EmptyMetadata:
-        """Nothing and nothing is nothing."""
+        """Return ``self``: two empty messages merge into an empty one."""
         return self
 
 
 Stats: TypeAlias = Mapping[str, float]
-"""Counters by name, for one step: increments, not totals, so that steps and workers add up.
+"""Counters by name, for one step: increments, not totals, so that they can be summed over steps and workers.
 
-A name that begins with ``num_`` is a *level*: it says how much there is now, so its increments may be negative. Scheduler sides
-have levels; when one is turned off, its levels are taken back.
+A counter whose name begins with ``num_`` is a *level*: its sum says how much there is now, so its increments may be negative.
+Levels come from scheduler sides; when a connector is turned off, its guard sets its levels back to 0.
 """
 
 
 def last_name(counter: str) -> str:
-    """A counter's name without those of connectors in front."""
+    """Return a counter's name without the dotted connector names in front of it."""
     return counter.rpartition(".")[2]
 
 
 def is_level(counter: str) -> bool:
-    """Whether a counter is a level, with names of connectors in front or without."""
+    """Whether a counter is a level (see ``Stats``); its name may have connector names in front."""
     return last_name(counter).startswith("num_")
 
 
 def add_stats(left: Stats, right: Stats) -> Stats:
-    """Sum two sets of counters into a new one."""
+    """Return the sum of two sets of counters. Neither is changed; the result may be ``left`` itself."""
     if not right:
         return left
     total = dict(left)
@@ -91,16 +94,17 @@ def add_stats(left: Stats, right: Stats) -> Stats:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTransfers:
-    """What ended on one worker since it was last asked.
+    """The transfers that ended on one worker since the previous call of ``get_finished``.
 
     Attributes:
-        finished_sending: requests whose blocks this worker no longer reads; answers ``True`` from ``request_finished``.
+        finished_sending: requests for which ``request_finished`` returned ``True`` and whose blocks this worker no longer
+            reads.
         finished_recving: requests whose asynchronous load has ended, failed ones included.
-        failed_recving: those of them whose load failed as a whole: nothing of it may be used.
+        failed_recving: the requests in ``finished_recving`` whose load failed as a whole: none of its blocks may be used.
         jobs: jobs that ended, and how. Job ids are the connector's own.
-        expected_finished_count: workers that must report each id from now on, if this worker knows better; 0 otherwise.
-        step_failed: this step's forward pass may have read KV that had not been loaded: whoever computed in it starts over,
-            and nothing that was stored from it may ever be found.
+        expected_finished_count: number of workers that must report each id from now on, if this worker changes it; else 0.
+        step_failed: this step's forward pass may have read KV that had not been loaded: the requests that computed in it
+            start over, and nothing that was stored from it may ever be found.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -120,10 +124,11 @@ class KVConnectorOutput:
     """What one worker's connector (or, once aggregated, all of them) reports after a step.
 
     Attributes:
-        finished: transfers that ended; over several workers, those that all of them have reported.
+        finished: transfers that ended; once aggregated, those that all expected workers have reported.
         invalid_block_ids: blocks whose load failed. For an asynchronous load they are reported no later than its
-            ``finished_recving``. If the step computed with one of them, what was stored from it may never be found.
-        worker_meta: opaque; merged over workers with ``aggregate``.
+            ``finished_recving``. If the step computed with one of them, nothing that was stored from this step may ever be
+            found.
+        worker_meta: the connector's own message, opaque; merged over workers with ``aggregate``.
         stats: counters, added up over workers.
     """
 

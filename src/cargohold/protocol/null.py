@@ -1,4 +1,4 @@
-"""A connector that keeps nothing: what an engine runs with when there is none, or when one was turned off."""
+"""A connector that keeps nothing. Engines run with it when they have no connector, or when theirs was turned off."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from cargohold.protocol.request import RequestView, StepView
 
 
 class NullConnectorScheduler(KVConnectorScheduler):
-    """Knows of nothing to load and stores nothing."""
+    """Scheduler side that finds nothing to load and stores nothing."""
 
     name = "null"
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Nothing."""
+        """Return ``(0, False)``: nothing can be loaded."""
         return 0, False
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """Nothing was promised, so nothing is planned."""
+        """Do nothing: no tokens were promised, so there is no load to plan."""
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        """Nothing to do."""
+        """Return an empty message: there are no jobs."""
         return EmptyMetadata()
 
 
 class NullConnectorWorker(KVConnectorWorker):
-    """Moves nothing."""
+    """Worker side that copies nothing."""
 
     name = "null"
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        """Nothing to do."""
+        """Ignore the message."""
 
     def start_load_kv(self) -> None:
-        """Nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     def wait_for_save(self) -> None:
-        """Nothing to store."""
+        """Do nothing: there is nothing to store."""
 
     def clear_connector_metadata(self) -> None:
-        """Nothing was kept."""
+        """Do nothing: no message was kept."""
 
 
 def _make_scheduler_side(_: SchedulerEnvironment) -> NullConnectorScheduler:
@@ -53,4 +53,4 @@ def _make_worker_side(_: WorkerEnvironment) -> NullConnectorWorker:
 
 
 NULL_CONNECTOR = ClassFactory(_make_scheduler_side, _make_worker_side)
-"""Makes the connector that keeps nothing."""
+"""Factory of the connector that keeps nothing."""

@@ -1,4 +1,4 @@
-"""Whether something takes too long, told by somebody who does not look all the time."""
+"""Deciding that something takes too long, when it is looked at only now and then."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Hashable
 from cargohold.protocol.factory import Clock
 
 MIN_LOOKS = 4
-"""More than there are steps in flight: what has ended is heard of by then."""
+"""Looks at which something must be overdue: more than the steps in flight, so an end that happened is reported by then."""
 MAX_GRACE_S = 1.0
+"""Longest time in seconds for which something must stay overdue after it was first found so."""
 
 
 class Patience:
-    """Tells what does not end from what ended while nobody looked.
+    """Tells something that does not end from something that ended while nobody looked.
 
-    Whoever looks once a step may be away for minutes: nobody wants another step, or the process was stopped for a while. What
-    is overdue at the first look after that has probably ended long ago, and the next steps will say so. So it must be found
-    overdue again, several times and for a while.
+    A caller that looks once a step may be away for minutes: no step is needed, or the process was stopped for a while. A job
+    that is overdue at the first look after that has probably ended long ago, and the next steps will report it. So the job
+    must be found overdue again, at ``MIN_LOOKS`` looks and for a grace time.
 
     Args:
         clock: monotonic time in seconds.
@@ -29,11 +30,12 @@ class Patience:
         self._num_looks = 0
 
     def ends_with(self, overdue: Hashable, limit_s: float) -> bool:
-        """Whether patience is over with what is overdue now. Call it at each look, and look once a step at most.
+        """Whether ``overdue`` has been overdue at enough looks and for long enough. Call it at each look, at most once a step.
 
         Args:
-            overdue: what it is, the oldest of several; ``None`` if nothing is.
-            limit_s: after how long it was overdue; a tenth of it, but not more than a second, is the while.
+            overdue: identifies what is overdue now, the oldest of several; ``None`` if nothing is.
+            limit_s: time in seconds after which the caller calls something overdue. The grace time is a tenth of it, but not
+                more than ``MAX_GRACE_S``.
         """
         if overdue is None:
             self._overdue = None

@@ -1,4 +1,4 @@
-"""What a connector sees of a request and of a step. All of it is read-only, and structural: an engine's own classes fit."""
+"""What a connector sees of a request and of a step: read-only protocols that an engine's own classes satisfy as they are."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from cargohold.protocol.kv_cache import BlockIds
 
 ExtraKey: TypeAlias = str | bytes | tuple[str, int]
-"""One thing besides tokens that a block hash covers: an adapter's name, a salt, a digest, or a medium and where it begins."""
+"""One thing besides tokens that a block hash covers.
+
+An adapter's name, a salt, a digest, or the identifier of a multimedia item and the position where it begins.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What is added to a model's weights for some requests, such as LoRA.
+    """Weights that are added to the model's own for some requests, such as LoRA.
 
     Attributes:
-        name: what clients call it.
-        number: the engine's number of it, for followers of events that know no names.
+        name: the name that clients use.
+        number: the engine's number for the adapter, for followers of KV events that do not know names.
     """
 
     name: str
@@ -61,20 +64,20 @@ class RequestView(Protocol):
 
     @property
     def adapter(self) -> Adapter | None:
-        """What the KV was computed with besides the model's own weights."""
+        """The adapter with which the KV is computed; ``None`` for the model's own weights alone."""
         ...
 
     def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
-        """What hashes cover of the tokens in ``[start, end)`` besides the tokens, so that who follows events can make them.
+        """Return what the hash of ``[start, end)`` covers besides the tokens, so that followers of events can compute it.
 
-        In vLLM's order: the adapter's name; of each medium that reaches into the range its identifier, and where it begins,
-        counted from ``start``; the salt, where ``start`` is 0; the digest of embeddings that stand in for tokens.
+        In vLLM's order: the adapter's name; for each multimedia item that reaches into the range, its identifier and its
+        first position, counted from ``start``; the salt, if ``start`` is 0; the digest of embeddings that stand in for tokens.
         """
         ...
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the client asked of the connectors for this request, unvalidated."""
+        """The client's parameters to the connectors for this request, unvalidated."""
         ...
 
 
@@ -84,7 +87,7 @@ class ScheduledRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The request."""
+        """Id of the request."""
         ...
 
     @property
@@ -94,7 +97,10 @@ class ScheduledRequest(Protocol):
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens this step computes. Under asynchronous scheduling the sum may run ahead of the ids that are known."""
+        """Tokens that this step computes.
+
+        Under asynchronous scheduling, ``num_computed_tokens`` plus this may exceed the number of token ids that are known.
+        """
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Containment on the worker side: a connector that raises is stopped, and the step is reported as not to be trusted."""
+"""Containment on the worker side: a connector that raises is stopped, and the step is reported as failed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ T = TypeVar("T")
 
 
 class WorkerConnectorGuard:
-    """One worker side, contained. Its methods are those that a worker calls in a step, in order.
+    """Wraps one worker side: passes calls on, and stops the connector when it raises.
+
+    Its methods are those that a worker calls in a step, in order.
 
     Args:
         inner: the connector.
@@ -52,16 +54,19 @@ class WorkerConnectorGuard:
         )
 
     def take_error(self) -> str | None:
-        """What the connector raised since the last call, as a rule it broke; it has been stopped by then."""
+        """Return what the connector raised since the last call, as a sentence; ``None`` if nothing.
+
+        The connector has been stopped by then.
+        """
         error, self._error = self._error, None
         return error
 
     def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._call(self._inner.register_kv_caches, None, kv_caches)
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        """Pass on."""
+        """Pass the call on."""
         call = self._inner.bind_connector_metadata
         try:
             self._bind(metadata)
@@ -69,7 +74,7 @@ class WorkerConnectorGuard:
             self._contain(error, call)
 
     def begin(self, metadata: ConnectorMetadata) -> None:
-        """Pass on the calls before the forward pass: those of which a worker need not do anything in between."""
+        """Pass on the three calls before the forward pass, for workers that do nothing of their own between them."""
         inner = self._inner
         call: Callable[..., object] = inner.bind_connector_metadata
         try:
@@ -82,27 +87,27 @@ class WorkerConnectorGuard:
             self._contain(error, call)
 
     def handle_preemptions(self) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._call(self._inner.handle_preemptions, None)
 
     def start_load_kv(self) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._call(self._inner.start_load_kv, None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._call(self._inner.wait_for_layer_load, None, layer_name)
 
     def save_kv_layer(self, layer_name: str) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._call(self._inner.save_kv_layer, None, layer_name)
 
     def wait_for_save(self) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._call(self._inner.wait_for_save, None)
 
     def collect(self, finished_req_ids: AbstractSet[str]) -> KVConnectorOutput:
-        """What ended, what failed, and what the connector wants to say: the calls between stores and the end of the step."""
+        """Make the calls between ``wait_for_save`` and the end of the step; return their answers as one output."""
         inner = self._inner
         call: Callable[..., object] = inner.get_finished
         finished = NOTHING_ENDED
@@ -110,7 +115,7 @@ class WorkerConnectorGuard:
         worker_meta: WorkerMetadata | None = None
         stats: Stats = {}
         try:
-            # What was said before it raised counts.
+            # Answers given before the connector raised count.
             finished = checked_transfers(inner.get_finished(finished_req_ids))
             call = inner.get_block_ids_with_load_errors
             invalid_block_ids = checked_block_ids(inner.get_block_ids_with_load_errors())
@@ -121,11 +126,11 @@ class WorkerConnectorGuard:
         except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
             self._contain(error, call)
         if invalid_block_ids is None:
-            # Which blocks of the loads that ended are bad was not said: any of them may be.
+            # The connector did not say which blocks of the loads that ended are bad: any of them may be.
             finished = replace(finished, failed_recving=finished.finished_recving)
             invalid_block_ids = frozenset()
         if self._step_failed:
-            # It may have raised before or while the model ran, and with it may be lost what it was to load.
+            # The connector may have raised before or while the model ran, so loads of this step may be missing.
             self._step_failed = False
             finished = replace(finished, step_failed=True)
         if finished is NOTHING_ENDED and not invalid_block_ids and worker_meta is None and not stats:
@@ -133,20 +138,20 @@ class WorkerConnectorGuard:
         return KVConnectorOutput(finished, invalid_block_ids, worker_meta, stats)
 
     def clear_connector_metadata(self) -> None:
-        """Pass on. Always the last call of a step."""
+        """Pass the call on. Always the last call of a step."""
         self._call(self._inner.clear_connector_metadata, None)
 
     def stop(self) -> None:
-        """Let the connector finish what it has in flight, and do without it from now on."""
+        """Shut the connector down, which lets its transfers in flight end, and go on without it."""
         inner, self._inner = self._inner, NullConnectorWorker()
-        self._takes_messages = True  # and minds none
+        self._takes_messages = True  # the null connector ignores whatever it gets
         try:
             inner.shutdown()
         except Exception:  # a third party's code: its failure must not stop the worker
             logger.exception("connector %s raised while it was stopped", inner.name)
 
     def _bind(self, metadata: ConnectorMetadata) -> None:
-        # As if the connector had found it out itself.
+        # Raised here, so that it is contained as if the connector had raised it.
         if isinstance(metadata, UndeliveredMetadata):
             raise TypeError(metadata.reason)
         if not (self._takes_messages or isinstance(metadata, EmptyMetadata)):
