@@ -107,7 +107,7 @@ def test_the_manual_lists_every_option_with_its_default(heading: str, kind: type
     [
         ("tiers", "`DiskTierConfig`: ", DiskTierConfig),
         ("tiers", "`SharedTierConfig`: ", SharedTierConfig),
-        ("vllm", "and beside them those of the adapter:", AdapterSettings),
+        ("vllm", "The adapter adds these options:", AdapterSettings),
     ],
 )
 def test_further_tables_list_every_option_with_its_default(document: str, heading: str, kind: type) -> None:
