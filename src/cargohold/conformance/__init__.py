@@ -1,11 +1,12 @@
-"""Suites of tests for connectors, policies and tiers of others: subclass one, name your class, and pytest runs them all.
+"""Conformance suites for users' own connectors, policies and tiers: pytest runs all tests of a suite on your subclass of it.
 
-They need pytest. ``docs/conformance.md`` shows how, with a connector that passes.
+The suites need pytest. ``docs/conformance.md`` shows how to use them, with a connector that passes.
 """
 
 import pytest
 
-# Before they are imported: by itself pytest rewrites assertions in files of tests alone; others fail without showing a value.
+# Must precede the imports. By itself, pytest rewrites assertions only in test files; assertions elsewhere fail without showing
+# the values compared.
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in ("connector", "policy", "strict", "tier")))
 
 from cargohold.conformance.connector import ConnectorConformance  # noqa: E402  # see above

@@ -1,4 +1,4 @@
-"""Names and contents for chunks: a small tree of prefixes."""
+"""Keys and contents of chunks for tests, and a small tree of prefixes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MAX_DEPTH = 7
 
 
 class Tree:
-    """Prefixes that share beginnings.
+    """A random tree of prefixes that share beginnings.
 
     Args:
-        random: what it is drawn from.
+        random: the random numbers it is drawn from.
 
     Attributes:
-        paths: keys of the chunks of some prefixes, in prefix order; all ends of the tree are among them.
-        keys: all chunks.
-        parents: the chunk before each that has one.
+        paths: prefixes, each as the keys of its chunks in prefix order; every leaf of the tree ends one of them.
+        keys: keys of all chunks, each once.
+        parents: for each chunk that has one, the chunk before it in its prefix.
     """
 
     def __init__(self, random: Random) -> None:
@@ -41,10 +41,10 @@ class Tree:
 
 
 def key(name: str) -> OffloadKey:
-    """The key of a chunk: like a real one, a digest and a group."""
+    """The offload key of the chunk with this name, made of a digest and a group as real ones are."""
     return offload_key(sha256(name.encode()).digest(), 0)
 
 
 def contents(name: str, num_bytes: int) -> bytes:
-    """What a chunk holds: different for every name."""
+    """The bytes of the chunk with this name: random, and the same for the same name."""
     return Random(name).randbytes(num_bytes)  # noqa: S311  # repeatable, on purpose

@@ -1,4 +1,4 @@
-"""What any connector must do, as a suite of tests to inherit."""
+"""The conformance suite for connectors: tests of what every connector must do, to be inherited."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ OUTPUT_TOKENS = 3
 NUM_BLOCKS = 24
 NUM_REPEATS = 96
 MAX_GROWTH = 8
-"""Objects more after as many requests again that pass for chance."""
+"""If a batch of ``NUM_REPEATS`` requests leaves fewer objects behind than this, the number of held objects no longer grows."""
 MAX_REFUSALS = 5
-"""Scenarios to try for each that is to be played, because a connector may refuse some."""
+"""Scenarios tried for each one that is to be played, because a connector may refuse some."""
 
 
 class ConnectorConformance(ABC):
-    """Plays a connector under simulated traffic, with every oracle watching, and asks it what an engine asks.
+    """Tests a connector in a simulated engine: under random traffic that every oracle checks, and in single situations.
 
     Scenarios that the connector refuses, by raising ``ConfigError`` from ``make_scheduler_side``, are left out; a test whose
     scenarios are all refused is skipped.
 
     Attributes:
-        num_seeds: scenarios per kind of traffic.
-        needs_context: whether it must be given a view of the block pool.
-        needs_prefix_caching: whether the engine must keep prefixes.
-        takes_real_time: whether it copies by itself, in real time, so that a simulation must wait for it when nothing happens.
-        may_forget: whether what was stored may not be found a moment later, with nothing else stored in between.
-        max_remembered: of how many requests that have ended it may keep something.
+        num_seeds: scenarios that each test plays per workload.
+        needs_context: whether the connector needs a scheduler context: a view of the block pool.
+        needs_prefix_caching: whether the connector needs an engine that runs with ``prefix_caching``.
+        takes_real_time: whether the connector copies in real time, in threads or processes of its own, so that a simulation
+            must wait for it when nothing happens.
+        may_forget: whether the connector may fail to find what it has just stored, although nothing was stored in between.
+        max_remembered: number of ended requests about which the connector may keep something.
     """
 
     num_seeds: ClassVar[int] = 3
@@ -63,39 +64,39 @@ class ConnectorConformance(ABC):
 
     @abstractmethod
     def factory(self) -> KVConnectorFactory:
-        """A new connector that shares nothing with earlier ones. It needs room for 100 blocks of 64 bytes at least."""
+        """A new factory, whose connectors share nothing with those of earlier ones and have room for 100 blocks of 64 bytes."""
 
     # --- under traffic ------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("workload", WORKLOADS)
     def test_tokens_blocks_and_endings_are_right(self, workload: str) -> None:
-        """Every request gets the tokens that it would get alone; no block is lost, or reused under a copy; all of it ends."""
+        """Every request gets the tokens it would get alone; no block leaks, or is reused during a copy; everything ends."""
         self._play_all(workload, ())
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "aborts", "ranks"])
     def test_workers_may_report_at_different_times(self, workload: str) -> None:
-        """One worker tells what has ended some steps after the others."""
+        """The same holds when one worker reports ended transfers some steps after the others."""
         self._play_all(workload, [Fault.LATE_WORKER])
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "preemption"])
     def test_it_can_be_turned_off_at_any_moment(self, workload: str) -> None:
-        """Either side raises somewhere: the connector is turned off, and requests go on without it."""
+        """When either side raises in any hook, the connector is turned off, and requests go on without it."""
         self._play_all(workload, [Fault.RAISES])
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "multi-turn"])
     def test_a_new_process_may_find_what_an_old_one_left(self, workload: str) -> None:
-        """The engine dies and comes back, with connectors of the same factory."""
+        """The engine dies and starts again, with new connectors of the same factory: tokens are still right."""
         self._play_all(workload, [Fault.RESTART])
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "aborts"])
     def test_it_can_be_composed(self, workload: str) -> None:
-        """It serves beside another connector whose copies fail, and either may raise."""
+        """It serves in one engine with another connector, whose copies fail; either connector may raise."""
         other = TierPlan(num_slots=40, lookahead=None, options={})
         self._play_all(workload, [Fault.FAILED, Fault.RAISES], lambda plan: replace(plan, tiers=(other,), nesting=(2,)))
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "full-hit"])
     def test_it_serves_beside_its_like(self, workload: str) -> None:
-        """It serves beside one of its own kind, and either may raise while it loads for the step that the other stores from."""
+        """Two connectors of this kind serve in one engine: one may raise while it loads for a step that the other stores."""
 
         def doubled(plan: ConnectorPlan) -> ConnectorPlan:
             return replace(plan, custom=(*plan.custom, StrictFactory(self.factory())), nesting=(2,))
@@ -105,7 +106,10 @@ class ConnectorConformance(ABC):
     @pytest.mark.parametrize("failure", [Failure.STEP, Failure.BLOCKS])
     @pytest.mark.parametrize("workload", ["small", "aborts", "returning"])
     def test_what_failed_steps_computed_is_never_found_under_traffic(self, workload: str, failure: Failure) -> None:
-        """It serves beside a connector that brings garbage for many steps from which this one stores, and says so."""
+        """It serves beside a connector that fills blocks with garbage and reports it: what such steps compute is never found.
+
+        This connector may have begun to store from such a step before it hears that the step has failed.
+        """
 
         def spoiled(plan: ConnectorPlan) -> ConnectorPlan:
             return replace(plan, custom=(SpoilerFactory(failure), *plan.custom), nesting=(2,))
@@ -116,7 +120,7 @@ class ConnectorConformance(ABC):
             _require_sound(engine)
 
     def test_messages_survive_the_way_to_another_process(self) -> None:
-        """Metadata of both sides is what its declared types say."""
+        """Metadata of both sides can be encoded and decoded by the types that they declare for it."""
 
         def through_bytes(engine: SimulatedEngine) -> None:
             engine.executor = CodedExecutor(engine)
@@ -126,12 +130,12 @@ class ConnectorConformance(ABC):
     # --- one thing at a time ------------------------------------------------------------------------------------------
 
     def test_the_factory_survives_spawn(self) -> None:
-        """Workers may live in other processes, so the factory must pickle."""
+        """The factory can be pickled: workers may live in other processes."""
         copy = pickle.loads(pickle.dumps(self.factory()))  # noqa: S301  # our own bytes
         assert callable(copy.make_worker_side)
 
     def test_it_gives_back_what_it_has_stored(self) -> None:
-        """A prompt that the device pool has lost is restored, at least in part."""
+        """A prompt that was evicted from the device pool is restored, at least in part, when it comes again."""
         engine = self._engine(self.factory())
         prompt = self._prompt(0)
         self._ask(engine, "first", prompt)
@@ -142,7 +146,7 @@ class ConnectorConformance(ABC):
         assert again.num_external_tokens > 0, "nothing was restored"
 
     def test_it_explains_what_it_has_restored(self) -> None:
-        """A report never claims more tokens than were loaded, and its notes are sentences."""
+        """A request's cache report claims no more restored tokens than were loaded, and none of its notes is empty."""
         engine = self._engine(self.factory())
         prompt = self._prompt(0)
         self._ask(engine, "first", prompt)
@@ -153,7 +157,7 @@ class ConnectorConformance(ABC):
         assert all(report.notes), "an empty note explains nothing"
 
     def test_its_counters_add_up(self) -> None:
-        """Each time it is asked, counters have grown or are the same; levels may fall, but there is never less than nothing."""
+        """``get_stats`` gives changes since the last call: none is negative, but those of levels; no sum falls below 0."""
         engine = self._engine(self.factory())
         total: Stats = {}
         for number in (0, 1, 2, 0):
@@ -166,7 +170,7 @@ class ConnectorConformance(ABC):
             assert all(value >= 0 for value in total.values()), f"less than nothing: {total}"
 
     def test_a_reset_forgets_everything(self) -> None:
-        """After ``reset_cache``, nothing is found."""
+        """After ``reset_cache``, which a connector at rest must not refuse, nothing that was stored before is found."""
         engine = self._engine(self.factory())
         prompt = self._prompt(0)
         self._ask(engine, "first", prompt)
@@ -176,7 +180,10 @@ class ConnectorConformance(ABC):
 
     @pytest.mark.parametrize("failure", Failure)
     def test_what_a_failed_step_computed_is_never_found(self, failure: Failure) -> None:
-        """A prompt is computed behind blocks that another connector could not load, then again, lost, and asked for again."""
+        """What a step computed behind blocks that another connector failed to load must never be restored.
+
+        The step fails, the prompt is computed again, evicted from the device pool, and asked for once more.
+        """
         spoiler = SpoilerFactory(failure, lambda request_id: request_id == "failed")
         engine = self._engine(MultiConnectorFactory((spoiler, StrictFactory(self.factory()))))
         prompt = self._prompt(0)
@@ -188,10 +195,13 @@ class ConnectorConformance(ABC):
         _require_sound(engine)
 
     def test_it_forgets_requests_that_have_ended(self) -> None:
-        """The same prompts again and again, served to the end or aborted: what it holds does not grow with their number."""
+        """The number of objects it holds does not grow with the number of requests that were served to their end or aborted.
+
+        The prompts are the same ones again and again; up to ``max_remembered`` requests may be remembered.
+        """
         engine = self._engine(self.factory())
         held: list[int] = []
-        # What is kept up to a limit stops to grow; what is tidied up now and then shrinks.
+        # A record that is kept up to a limit stops growing some time; one that is tidied up now and then shrinks again.
         while len(held) < 2 or held[-1] - held[-2] >= MAX_GROWTH:
             num_ended = len(engine.requests)
             assert num_ended <= self.max_remembered, (
@@ -203,7 +213,7 @@ class ConnectorConformance(ABC):
 
     @pytest.mark.parametrize("num_steps", range(8))
     def test_an_abort_at_any_step_leaves_nothing_behind(self, num_steps: int) -> None:
-        """A request is aborted while its prompt is being restored or computed."""
+        """A request is aborted while its prompt is restored or computed: nothing is left in flight, and others are served."""
         engine = self._engine(self.factory())
         prompt = self._prompt(0)
         self._ask(engine, "first", prompt)
@@ -244,7 +254,7 @@ class ConnectorConformance(ABC):
     def _scenario(self, seed: int, workload: str, faults: Collection[Fault]) -> Scenario:
         scenario = draw_scenario(seed, workload, "none", faults)
         if faults:
-            # Not left to chance, as in a simulation of many seeds.
+            # Every fault is there, with a fixed rate: a few seeds cannot leave that to chance as a long simulation does.
             rates = {Fault.RAISES: 0.01, Fault.RESTART: 1.0}
             scenario = replace(scenario, rates={fault: rates.get(fault, 0.2) for fault in faults})
         shape = scenario.shape
@@ -262,14 +272,14 @@ class ConnectorConformance(ABC):
             pytest.skip(f"the connector refuses a plain engine: {error}")
 
     def _ask(self, engine: SimulatedEngine, name: str, prompt: list[int]) -> Any:
-        """Serve a request, and return it."""
+        """Serve a request until nothing is in flight, check its tokens, and return it."""
         request = engine.add(name, prompt, OUTPUT_TOKENS)
         self._settle(engine)
         assert engine.tokens(name) == tokens_alone(prompt, OUTPUT_TOKENS, VOCAB_SIZE), f"{name} got wrong tokens"
         return request
 
     def _settle(self, engine: SimulatedEngine) -> None:
-        """Let everything end, and verify that nothing is left."""
+        """Step until nothing is in flight; verify that nothing is left and that the connector was not turned off."""
         for _ in range(10_000):
             if not engine.scheduler.has_work():
                 break
@@ -293,13 +303,13 @@ class ConnectorConformance(ABC):
         self._settle(engine)
 
     def _num_held(self, engine: SimulatedEngine) -> int:
-        """Objects that the connector's two sides hold. What they have counted is taken out of them before."""
+        """Objects that the connector's two sides hold, after their counters and events have been taken."""
         engine.scheduler.connector.get_stats()
         engine.scheduler.take_events()
         return num_reachable([engine.connector, *engine.worker_sides])
 
     def _overwrite_device(self, engine: SimulatedEngine) -> None:
-        """Serve other prompts until the device pool has lost the first."""
+        """Serve other prompts until the first one is evicted from the device pool."""
         for number in range(1, 4):
             self._ask(engine, f"other {number}", self._prompt(number))
 
@@ -316,7 +326,7 @@ def _is_refusal(result: RunResult) -> bool:
 
 
 def _require_sound(engine: SimulatedEngine) -> None:
-    """None of the connectors that are composed in an engine was turned off, but the one that spoils steps."""
+    """Assert that no connector composed in this engine was turned off, except the one that spoils steps."""
     composed = engine.connector
     assert isinstance(composed, MultiConnectorScheduler)
     for child in composed.children:

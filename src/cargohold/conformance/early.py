@@ -1,4 +1,4 @@
-"""Requests as an engine shows them that plans a step before it has the tokens of the last one."""
+"""Views of requests as an engine shows them that plans each step before it knows the tokens of the last one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EarlyView:
 
     @property
     def num_tokens(self) -> int:
-        """One less than there are while it runs, but what was known once stays known."""
+        """While the request runs, one less than it has, but never less than was shown before."""
         request = self._request
         is_early = request.status is RequestStatus.RUNNING and request.num_output_tokens > 0
         self._num_known = max(self._num_known, request.num_tokens - is_early)
@@ -40,12 +40,12 @@ class EarlyView:
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Those that are known."""
+        """The tokens that are known."""
         return self._request.all_token_ids[: self.num_tokens]
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Those of the tokens that are known."""
+        """The hashes of the blocks that known tokens fill."""
         return self._request.block_hashes[: self.num_tokens // self._request.hash_block_tokens]
 
     @property
@@ -64,16 +64,16 @@ class EarlyView:
 
 
 class EarlyViews:
-    """The same view of a request for as long as it is alive."""
+    """One ``EarlyView`` per request, the same one for as long as the request is alive."""
 
     def __init__(self) -> None:
         self._views: dict[str, EarlyView] = {}
 
     def of(self, request: RequestView) -> RequestView:
-        """The view of a request."""
+        """The view of a request, made on the first call."""
         assert isinstance(request, Request)
         return self._views.setdefault(request.request_id, EarlyView(request))
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drop the view of a request that has ended."""
         self._views.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""What any replacement policy must do, as a suite of tests to inherit."""
+"""The conformance suite for replacement policies: tests of what every policy must do, to be inherited."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NUM_OPERATIONS = 250
 
 
 class PolicyConformance(ABC):
-    """Drives a policy through a tier's manager, with every invariant checked after every move.
+    """Tests a policy inside a tier's manager, with every invariant checked after every operation.
 
     Attributes:
-        num_seeds: streams of operations per test.
-        keeps_prefixes_whole: whether no chunk stays when one before it in its prefix is evicted.
+        num_seeds: random streams of operations per test.
+        keeps_prefixes_whole: whether the policy promises that it evicts no chunk while a later chunk of its prefix stays.
     """
 
     num_seeds: ClassVar[int] = 6
@@ -38,7 +38,7 @@ class PolicyConformance(ABC):
 
     @pytest.mark.parametrize("capacity", [1, 2, 5, 30])
     def test_any_traffic_keeps_every_rule(self, capacity: int) -> None:
-        """What is given up is in use, wanted, idle and named once; the policy knows exactly the slots in use."""
+        """Victims hold chunks, are not busy, named once, and no more than asked for; the policy knows the slots in use."""
         for seed in range(self.num_seeds):
             traffic = _Traffic(StrictPolicy(self.policy(capacity)), capacity, seed)
             for _ in range(NUM_OPERATIONS):
@@ -48,7 +48,7 @@ class PolicyConformance(ABC):
             traffic.manager.check()
 
     def test_the_same_traffic_has_the_same_victims(self) -> None:
-        """Decisions depend on nothing but history: two ranks decide alike."""
+        """Two policies that see the same operations evict the same chunks: decisions depend on nothing but history."""
         for seed in range(self.num_seeds):
             left, right = (_Traffic(self.policy(12), 12, seed) for _ in range(2))
             for _ in range(NUM_OPERATIONS):
@@ -57,7 +57,7 @@ class PolicyConformance(ABC):
                 assert left.manager.take_events() == right.manager.take_events(), "the same traffic has other victims"
 
     def test_no_prefix_has_holes(self) -> None:
-        """What lies behind a hole could never be used."""
+        """No chunk stays while the one before it in its prefix is gone: chunks behind such a hole could never be used."""
         if not self.keeps_prefixes_whole:
             pytest.skip("this policy makes no such promise")
         for seed in range(self.num_seeds):
@@ -73,7 +73,7 @@ class PolicyConformance(ABC):
     # --- one thing at a time ------------------------------------------------------------------------------------------
 
     def test_what_fits_stays(self) -> None:
-        """A policy may not empty a tier that has room."""
+        """As long as the tier has free slots, the policy evicts nothing."""
         tree = Tree(Random(1))  # noqa: S311  # repeatable, on purpose
         manager = TierManager(len(tree.keys), self.policy(len(tree.keys)))
         for path in tree.paths:
@@ -81,7 +81,7 @@ class PolicyConformance(ABC):
         assert manager.lookup(tree.keys) == bytes([READY]) * len(tree.keys)
 
     def test_idle_chunks_make_room_or_are_worth_more(self) -> None:
-        """Where nothing is busy, an offer finds a slot or is refused for good; it is never told to come again."""
+        """While no chunk is busy, every chunk on offer gets a slot or is refused for good; none is deferred."""
         for seed in range(self.num_seeds):
             traffic = _Traffic(StrictPolicy(self.policy(6)), 6, seed)
             for _ in range(NUM_OPERATIONS // 4):
@@ -92,7 +92,7 @@ class PolicyConformance(ABC):
 
     @pytest.mark.parametrize("capacity", [4, 8, 16])
     def test_offers_that_come_together_spare_each_others_prefixes(self, capacity: int) -> None:
-        """In a full tier where nothing is in use, none of several requests gets the slots in front of another's chunks."""
+        """Of several offers that come together, none gets a slot whose chunk is in front of another offer in its prefix."""
         for seed in range(self.num_seeds):
             traffic = _Traffic(StrictPolicy(self.policy(capacity)), capacity, seed, all_goes_well=True)
             for _ in range(NUM_OPERATIONS // 2):
@@ -101,7 +101,10 @@ class PolicyConformance(ABC):
 
     @pytest.mark.parametrize("is_written", [False, True])
     def test_what_is_busy_has_offers_come_again(self, *, is_written: bool) -> None:
-        """Where everything is in use, nothing is refused for good but for its worth; it is stored when that has ended."""
+        """While all chunks are being written or read, chunks on offer are deferred; once that has ended, they are stored.
+
+        Without ``admit_all``, which the test calls, a policy might refuse them for good because others are worth more.
+        """
         held = [key_of(f"held {depth}") for depth in range(6)]
         late = [StoreOffer([key_of(f"late {number} {depth}") for depth in range(2)]) for number in range(2)]
         manager = TierManager(len(held), StrictPolicy(self.policy(len(held))))
@@ -123,7 +126,7 @@ class PolicyConformance(ABC):
         again.commit()
 
     def test_clearing_forgets_all_slots(self) -> None:
-        """After a reset the tier can be filled anew."""
+        """After a reset, the policy knows of no slot in use, and the tier can be filled again."""
         traffic = _Traffic(self.policy(10), 10, seed=1)
         for _ in range(3):
             for _ in range(60):
@@ -134,12 +137,12 @@ class PolicyConformance(ABC):
             assert traffic.manager.num_ready == 0
 
     def test_it_has_a_name(self) -> None:
-        """Users choose policies by name."""
+        """The policy has a name, by which users choose it."""
         assert self.policy(4).name
 
 
 class StrictPolicy(ReplacementPolicy):
-    """Holds another policy to the rules of its port.
+    """Wraps a policy, and asserts that it keeps the rules of the policy port.
 
     Args:
         inner: the policy.
@@ -151,7 +154,7 @@ class StrictPolicy(ReplacementPolicy):
         self._inner = inner
         self.evicts_ends_alone = inner.evicts_ends_alone  # type: ignore[misc]  # of whatever class is inside
         self._known: set[int] = set()
-        # By slot, the chunk before it, for those that were stored when that was there, while it is.
+        # Slot of a chunk to slot of the chunk before it in its prefix, if that was in the tier at the store and still is.
         self._parents: dict[int, int] = {}
 
     def admit_all(self) -> None:
@@ -165,7 +168,7 @@ class StrictPolicy(ReplacementPolicy):
         assert (slots == before).all(), "touch changed its argument"
 
     def make_room(self, offers: Sequence[Offer], num_slots: Sequence[int], busy: BusyCounts) -> list[Room]:
-        """Pass on, and look at what is given up."""
+        """Pass on, and check the victims."""
         before = busy.copy()
         rooms = self._inner.make_room(offers, num_slots, busy)
         assert (busy == before).all(), "make_room left busy counts changed"
@@ -199,7 +202,7 @@ class StrictPolicy(ReplacementPolicy):
         self._inner.clear()
 
     def check(self, slots: Slots) -> None:
-        """Compare with what was added and not given up."""
+        """Assert that ``slots`` are those added and not given up since, and pass on to the policy's own check."""
         assert self._known == set(np.asarray(slots).tolist()), "the policy and the tier disagree on what is in use"
         try:
             self._inner.check(slots)
@@ -208,13 +211,13 @@ class StrictPolicy(ReplacementPolicy):
             raise AssertionError(f"the policy's own check fails: {used}; {error}".rstrip("; ")) from error
 
     def _give_up(self, victims: Sequence[int], offers: Sequence[Offer], busy: BusyCounts, *, asks_again: bool) -> None:
-        """Hold what is given up for offers to the rules, and forget it.
+        """Assert that victims are given up by the rules, and forget them.
 
         Args:
-            victims: the slots.
-            offers: what for.
-            busy: what had to stay.
-            asks_again: whether the answer is to come again with what found no slot.
+            victims: their slots.
+            offers: the offers that they are given up for.
+            busy: busy counts before the call; slots with a count above 0 must stay.
+            asks_again: whether the policy answered that an offer which got too few slots may come again.
         """
         assert len(set(victims)) == len(victims), "a chunk is given up twice"
         assert self._known.issuperset(victims), "a slot is given up that holds nothing"
@@ -225,7 +228,7 @@ class StrictPolicy(ReplacementPolicy):
             assert behind <= given_up, "a chunk is given up that another was stored behind: see evicts_ends_alone"
         if asks_again:
             rest = sorted(self._known.difference(victims))
-            # Idle ones may have to stay as well: those before a chunk in use.
+            # Some idle chunks may have to stay as well: those in front of a busy one in its prefix.
             assert not rest or busy[rest].any(), "nothing is in use, and yet the answer is to ask again"
         for offer in offers:
             assert self._in_front(offer).isdisjoint(victims), "a chunk is given up for what comes behind it"
@@ -243,7 +246,7 @@ class StrictPolicy(ReplacementPolicy):
         }
 
     def _in_front(self, offer: Offer) -> set[int]:
-        """The chunks before an offer."""
+        """Slots of the chunks in front of an offer in its prefix."""
         found: set[int] = set()
         slot = offer.parent
         while slot != NO_SLOT and slot not in found:
@@ -253,13 +256,14 @@ class StrictPolicy(ReplacementPolicy):
 
 
 class _Traffic:
-    """A stream of operations on a manager, from a seed.
+    """A random stream of operations on a tier's manager.
 
     Args:
-        policy: decides what stays.
+        policy: the policy under test.
         capacity: slots of the tier.
-        seed: what the stream is drawn from.
-        all_goes_well: whether no store fails and no chunk turns out to be bad, for then prefixes get holes from outside.
+        seed: seed of the random numbers.
+        all_goes_well: whether stores never fail and chunks are never found corrupt: both leave holes in prefixes that are not
+            the policy's doing.
     """
 
     def __init__(self, policy: ReplacementPolicy, capacity: int, seed: int, *, all_goes_well: bool = False) -> None:
@@ -271,7 +275,7 @@ class _Traffic:
         self._loads: list[LoadHandle] = []
 
     def move(self) -> None:
-        """One operation."""
+        """Carry out one random operation."""
         match self.random.randrange(7):
             case 0 | 1:
                 self._store()
@@ -289,7 +293,7 @@ class _Traffic:
                 pass
 
     def settle(self) -> None:
-        """End all that is in flight."""
+        """End all stores and loads in flight."""
         while self._stores:
             self._end_store(self._stores.pop())
         while self._loads:
@@ -304,7 +308,7 @@ class _Traffic:
             self._end_store(self._stores.pop())
 
     def store_several(self) -> None:
-        """What several requests do in a step: each continues its own prefix, by a chunk where it generates."""
+        """Store for several requests at once, as one step does: each continues its prefix, often by a single chunk."""
         offers = []
         for _ in range(self.random.randint(2, 4)):
             path = self.tree.any_path(self.random)

@@ -1,4 +1,4 @@
-"""What an object holds, as far as Python can tell."""
+"""Count the objects that an object holds, as far as Python can tell."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from types import FunctionType, ModuleType
 
 _EVERYBODYS = (type, ModuleType, logging.Logger)
-"""They lead to everything there is, and belong to nobody."""
+"""Types of objects that are not followed: they are shared by everybody, and everything can be reached from them."""
 
 
 def num_reachable(roots: Iterable[object]) -> int:
-    """How many objects can be reached from some, without those that belong to everybody."""
+    """The number of objects that can be reached from ``roots``, themselves included; shared ones such as modules are not."""
     gc.collect()
     seen: dict[int, object] = {}
     pending = list(roots)
@@ -26,5 +26,5 @@ def num_reachable(roots: Iterable[object]) -> int:
 
 
 def _held_by_function(function: FunctionType) -> list[object]:
-    """All but the names of its module."""
+    """The objects that a function refers to, except the globals of its module."""
     return [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]

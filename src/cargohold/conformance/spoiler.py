@@ -1,4 +1,4 @@
-"""A connector to stand beside another: it promises KV within the step, brings garbage, and says so."""
+"""A faulty connector to run beside the one under test: it promises KV, loads garbage instead, and reports the failure."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ GARBAGE = 0xA5
 
 
 class Failure(Enum):
-    """How a step can fail for those who stored from it."""
+    """How the failure of a step's loads is reported to connectors that store from the step."""
 
     STEP = "step_failed"
-    """The step says that it is not to be trusted."""
+    """The worker reports that nothing computed in the step can be trusted."""
     BLOCKS = "invalid_block_ids"
-    """It names the blocks that hold garbage."""
+    """The worker names the blocks that hold garbage."""
     RAISES = "raises"
-    """The connector that was to load raises, and is turned off."""
+    """The faulty connector raises while it loads, and is turned off."""
 
 
 @dataclass(frozen=True)
 class Spoils:
-    """One step's orders.
+    """Metadata of one step: what to spoil.
 
     Attributes:
-        blocks: pairs of a group and a block in it that is to hold garbage.
+        blocks: pairs of a group's index and the id of a block in it that is to be filled with garbage.
     """
 
     blocks: tuple[tuple[int, int], ...] = ()
 
 
 class SpoilingScheduler(KVConnectorScheduler):
-    """Promises the next few tokens of requests that it picks.
+    """Promises to load the next few tokens of requests that it picks.
 
     Args:
-        environment: the engine. Where not all is full attention, it promises nothing.
-        picks: by request id, whose step is to be spoiled; always the same for the same id.
+        environment: the engine. If any KV-cache group is not full attention, nothing is promised.
+        picks: whether to spoil the request with this id; always the same for the same id.
     """
 
     name = "spoiler"
@@ -68,7 +68,7 @@ class SpoilingScheduler(KVConnectorScheduler):
         self._blocks: list[tuple[int, int]] = []
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int, bool]:
-        """A few tokens, and never all: the rest is computed in the same step, with garbage in front of it."""
+        """Promise a few tokens, never all of them: the rest is computed in the same step, with garbage in front of it."""
         promised = num_computed_tokens + self._num_tokens
         if not self._is_able or not self._picks(request.request_id) or num_computed_tokens % self._num_tokens:
             return 0, False
@@ -83,16 +83,16 @@ class SpoilingScheduler(KVConnectorScheduler):
             self._blocks += [(group.index, block_id) for block_id in blocks[group.index][first:end]]
 
     def build_connector_meta(self, step: StepView) -> Spoils:
-        """This step's orders."""
+        """The blocks that the workers must spoil in this step."""
         blocks, self._blocks = tuple(self._blocks), []
         return Spoils(blocks)
 
 
 class SpoilingWorker(KVConnectorWorker):
-    """Fills blocks with garbage, and says that it could not load them.
+    """Fills blocks with garbage, and reports that it could not load them.
 
     Args:
-        failure: how it says so.
+        failure: how it reports that.
     """
 
     name = "spoiler"
@@ -103,15 +103,15 @@ class SpoilingWorker(KVConnectorWorker):
         self._spoils = Spoils()
 
     def register_kv_caches(self, kv_caches: Sequence[Sequence[Any]]) -> None:
-        """Keep them."""
+        """Keep the regions."""
         self._regions = kv_caches
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        """Take the orders."""
+        """Note what to spoil in this step."""
         self._spoils = metadata if isinstance(metadata, Spoils) else Spoils()
 
     def start_load_kv(self) -> None:
-        """Spoil."""
+        """Fill the blocks with garbage; then raise ``OSError`` if that is how it reports failure."""
         for group, block_id in self._spoils.blocks:
             for region in self._regions[group]:
                 region[block_id] = GARBAGE
@@ -119,29 +119,29 @@ class SpoilingWorker(KVConnectorWorker):
             raise OSError("what was to be loaded is lost")
 
     def wait_for_save(self) -> None:
-        """It keeps nothing."""
+        """Do nothing: this connector stores nothing."""
 
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        """Whether this step is to be trusted."""
+        """Report the step as failed if blocks were spoiled and that is how it reports failure."""
         has_failed = bool(self._spoils.blocks) and self._failure is Failure.STEP
         return FinishedTransfers(step_failed=True) if has_failed else NOTHING_ENDED
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
-        """The blocks that hold garbage."""
+        """The blocks that hold garbage, if that is how it reports failure."""
         is_named = self._failure is Failure.BLOCKS
         return frozenset(block_id for _, block_id in self._spoils.blocks) if is_named else frozenset()
 
     def clear_connector_metadata(self) -> None:
-        """Forget the orders."""
+        """Forget what this step had to spoil."""
         self._spoils = Spoils()
 
 
 class SpoilerFactory:
-    """Makes both sides. Satisfies ``KVConnectorFactory``.
+    """Makes both sides of the faulty connector. Satisfies ``KVConnectorFactory``.
 
     Args:
-        failure: how steps fail.
-        picks: by request id, whose step is to be spoiled; some of all requests if it is not given.
+        failure: how failures are reported.
+        picks: whether to spoil the request with a given id; by default, 40 % of all requests.
     """
 
     def __init__(self, failure: Failure, picks: Callable[[str], bool] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Wrappers that a connector is played inside of: they ask more of it than an engine does."""
+"""Wrappers around a connector under test, which demand more of it than an engine does."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from cargohold.simulation.executor import SimulatedExecutor
 
 
 class StrictScheduler(ForwardingScheduler):
-    """Asks everything twice, and watches that steps stay as they are.
+    """Asks the connector for matched tokens twice, and asserts that it does not change the steps it is shown.
 
     Args:
         inner: the connector.
-        plans_early: whether it is shown requests as if each step were planned before the last one's tokens are known.
+        plans_early: whether the connector sees requests as an engine shows them that plans each step before the tokens of the
+            last one are known; see ``EarlyView``.
     """
 
     def __init__(self, inner: KVConnectorScheduler, *, plans_early: bool) -> None:
@@ -45,7 +46,7 @@ class StrictScheduler(ForwardingScheduler):
         super().on_new_request(self._shown(request))
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Ask twice."""
+        """Ask twice; the answers must be equal."""
         request = self._shown(request)
         first = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
         second = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -67,7 +68,7 @@ class StrictScheduler(ForwardingScheduler):
         return super().explain(request_id)
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        """Compare the step with what it was."""
+        """Pass on; the connector must leave the step as it was."""
         before = deepcopy(step)
         metadata = self.inner.build_connector_meta(step)
         assert step == before, "build_connector_meta changed the step"
@@ -78,7 +79,7 @@ class StrictScheduler(ForwardingScheduler):
 
 
 class StrictFactory:
-    """Makes strict scheduler sides of another factory's connectors. Satisfies ``KVConnectorFactory``.
+    """Wraps the scheduler sides of another factory in ``StrictScheduler``. Satisfies ``KVConnectorFactory``.
 
     Args:
         inner: the other factory.
@@ -99,10 +100,10 @@ class StrictFactory:
 
 
 class CodedExecutor(SimulatedExecutor):
-    """Hands every message over as bytes, as if the workers lived in other processes.
+    """An executor that encodes and decodes every message, as if the workers lived in other processes.
 
     Args:
-        engine: whose executor it replaces.
+        engine: the engine whose executor it replaces.
     """
 
     def __init__(self, engine: SimulatedEngine) -> None:

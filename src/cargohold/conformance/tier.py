@@ -1,4 +1,4 @@
-"""What any tier must do, as a suite of tests to inherit."""
+"""The conformance suite for tiers: tests of what every tier must do, to be inherited."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from cargohold.offload.tier import (
 NUM_THREADS = 4
 NUM_ROUNDS = 40
 QUEUE_S = 30.0
-"""Longer than any medium takes to fail."""
+"""Deadline of jobs in seconds: longer than any medium takes to fail."""
 
 
 class TierConformance(ABC):
-    """Stores, loads and forgets chunks in a tier, from one thread and from several.
+    """Tests a tier: stores, loads and removes chunks, from one thread and from several, also on a medium that goes bad.
 
     Attributes:
-        chunk_bytes: bytes of the largest chunk; no whole number of pages, so that padding is tested.
+        chunk_bytes: bytes of the largest chunk; not a multiple of the page size, so that padding is tested.
         outlives_process: whether chunks stay when the tier is closed and opened again.
-        is_shared: whether others use the same store, so that usage counts what was stored here, not what is there.
-        max_chunks: chunks that fit, if the tier has a limit that a test can reach.
-        cannot_be_damaged: why no stored byte can ever change, for a tier whose medium is the memory of its own process. Any
-            other tier has ``damage``.
-        cannot_fail: why its medium cannot fail. Any other tier has ``break_medium``.
+        is_shared: whether others may use the same store, so that ``usage`` counts what this tier stored, not what is there.
+        max_chunks: chunks that fit in, if the tier has a limit that a test can reach.
+        cannot_be_damaged: for a tier whose medium is the memory of its own process, the reason why no stored byte can change.
+            Any other tier must implement ``damage``.
+        cannot_fail: the reason why its medium cannot fail, if so. Any other tier must implement ``break_medium``.
     """
 
     chunk_bytes: ClassVar[int] = 10_000
@@ -52,28 +52,28 @@ class TierConformance(ABC):
 
     @abstractmethod
     def open(self, place: Path) -> Tier:
-        """A tier on a medium of ``place``'s own: the same directory, the same chunks.
+        """Open a tier with a medium for this directory alone: the same directory, the same chunks.
 
-        It takes 20 chunks of ``chunk_bytes`` at least.
+        The tier must have room for at least 20 chunks of ``chunk_bytes``.
         """
 
     def damage(self, place: Path, chunk: OffloadKey) -> None:
-        """Change a byte in the middle of what the medium holds of a chunk, behind the back of the tier that is open there."""
+        """Change a byte in the middle of a chunk's stored bytes, directly on the medium, while a tier may be open on it."""
         del place, chunk
         raise NotImplementedError(f"{type(self).__name__} needs damage(place, chunk), or a reason in cannot_be_damaged")
 
     def break_medium(self, place: Path) -> None:
-        """Make the medium fail, as a disk that is torn out or a server that goes, while a tier is open on it."""
+        """Make the medium fail while a tier is open on it, like a disk that is pulled out or a server that goes away."""
         del place
         raise NotImplementedError(f"{type(self).__name__} needs break_medium(place), or a reason in cannot_fail")
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Path:
-        """A directory of this test's own."""
+        """A directory that belongs to this test alone."""
         return tmp_path
 
     def test_the_life_of_chunks(self, place: Path) -> None:
-        """Absent, stored, found, loaded, removed, stored again."""
+        """Chunks are absent, stored, found, loaded, removed, absent, and stored again."""
         tier = self.open(place)
         keys = [key(f"{number}") for number in range(4)]
         assert tier.probe(keys) == [False] * 4, "chunks are found before any was stored"
@@ -97,7 +97,7 @@ class TierConformance(ABC):
         tier.close()
 
     def test_storing_twice_is_storing_once(self, place: Path) -> None:
-        """A key names contents: what is there stays as it is."""
+        """Storing a key that is there answers ``PRESENT`` and changes nothing: a key stands for its contents."""
         tier = self.open(place)
         assert self._store(tier, "a") is StoreOutcome.STORED
         usage = tier.usage()
@@ -107,7 +107,7 @@ class TierConformance(ABC):
         tier.close()
 
     def test_usage_counts_what_is_there(self, place: Path) -> None:
-        """Chunks, and at least their bytes."""
+        """``usage`` counts the chunks, and no fewer bytes than they have."""
         tier = self.open(place)
         assert tier.usage().num_chunks == 0
         for number in range(3):
@@ -123,7 +123,7 @@ class TierConformance(ABC):
 
     @pytest.mark.parametrize("offset", [0, 1, 7])
     def test_sizes_and_places_in_memory_do_not_matter(self, place: Path, offset: int) -> None:
-        """Chunks may be short, and lie anywhere."""
+        """Chunks may be shorter than ``chunk_bytes``, and their memory need not be aligned."""
         tier = self.open(place)
         sizes = [1, 511, 4095, 4096, 4097, 8192, self.chunk_bytes]
         for size in [size for size in sizes if size <= self.chunk_bytes]:
@@ -136,7 +136,7 @@ class TierConformance(ABC):
         tier.close()
 
     def test_a_chunk_of_another_length_is_not_loaded(self, place: Path) -> None:
-        """Whoever expects another length would get something else than it asked for."""
+        """A chunk is not loaded into a destination of another length than was stored: it cannot be what the caller expects."""
         tier = self.open(place)
         self._store(tier, "a")
         for size in (self.chunk_bytes - 1, 1):
@@ -144,7 +144,7 @@ class TierConformance(ABC):
         tier.close()
 
     def test_damage_is_found_and_the_next_store_mends_it(self, place: Path) -> None:
-        """A chunk that fails its check is not handed out, and is not there any more; others are."""
+        """A damaged chunk is not handed out and is forgotten, until it is stored again; other chunks stay."""
         if self.cannot_be_damaged:
             pytest.skip(f"nothing to damage: {self.cannot_be_damaged}")
         tier = self.open(place)
@@ -162,7 +162,7 @@ class TierConformance(ABC):
         tier.close()
 
     def test_damage_is_found_by_the_next_process(self, place: Path) -> None:
-        """What was damaged while nobody had it open is a miss, when it is opened or when it is loaded."""
+        """A chunk that was damaged while no tier was open is not handed out: opening the tier or loading the chunk finds it."""
         if self.cannot_be_damaged or not self.outlives_process:
             pytest.skip(self.cannot_be_damaged or "this tier keeps nothing when it is closed")
         first = self.open(place)
@@ -177,14 +177,14 @@ class TierConformance(ABC):
         second.close()
 
     def test_a_failing_medium_raises_tier_errors_and_nothing_else(self, place: Path) -> None:
-        """What it still knows it may answer; it never hands out what it did not store, and can always be asked and closed."""
+        """Calls raise ``TierError`` or answer truthfully from what the tier knows; ``usage`` and ``close`` never raise."""
         if self.cannot_fail:
             pytest.skip(f"its medium cannot fail: {self.cannot_fail}")
         tier = self.open(place)
         self._store(tier, "a")
         self.break_medium(place)
         errors: list[TierError] = []
-        for _ in range(2):  # the first failure must not spoil the tier
+        for _ in range(2):  # after a failure, the tier must still take calls
             for call in (
                 lambda: tier.probe([key("a"), key("b")]),
                 lambda: tier.touch([key("a")]),
@@ -207,7 +207,7 @@ class TierConformance(ABC):
         tier.close()
 
     def test_a_failing_medium_ends_jobs(self, place: Path) -> None:
-        """Between the engine and a failing medium is ``TierQueue``: jobs end, nothing is raised, no thread is lost."""
+        """Behind a ``TierQueue``, as in an engine, jobs on a failing medium end, done or failed, and nothing is raised."""
         if self.cannot_fail:
             pytest.skip(f"its medium cannot fail: {self.cannot_fail}")
         tier = self.open(place)
@@ -229,7 +229,7 @@ class TierConformance(ABC):
         queue.shutdown(QUEUE_S)
 
     def test_what_was_stored_does_not_change_with_its_source(self, place: Path) -> None:
-        """The source may be reused as soon as ``store`` has returned."""
+        """The caller may overwrite the payload's memory as soon as ``store`` has returned."""
         tier = self.open(place)
         source = bytearray(self._contents("a"))
         tier.store(key("a"), memoryview(source))
@@ -238,7 +238,7 @@ class TierConformance(ABC):
         tier.close()
 
     def test_chunks_outlive_the_process(self, place: Path) -> None:
-        """Closed and opened again, it holds what it held."""
+        """A tier that is closed and opened again holds the same chunks."""
         if not self.outlives_process:
             pytest.skip("this tier keeps nothing when it is closed")
         first = self.open(place)
@@ -251,7 +251,7 @@ class TierConformance(ABC):
         second.close()
 
     def test_its_limit_is_never_passed(self, place: Path) -> None:
-        """A full tier refuses chunks or evicts others; what it says is there can be loaded."""
+        """A full tier refuses chunks or evicts others, within its capacity; every chunk that it finds can be loaded."""
         tier = self.open(place)
         names = [f"{number}" for number in range(3 * (self.max_chunks or 10))]
         for name in names:
@@ -266,7 +266,7 @@ class TierConformance(ABC):
         tier.close()
 
     def test_threads_get_what_belongs_to_their_keys(self, place: Path) -> None:
-        """Stores, loads and removals of the same few chunks from several threads, which must not get in each other's way."""
+        """Threads that store, load and remove the same few chunks at once never get wrong contents, and raise nothing."""
         tier = self.open(place)
         wrong: list[object] = []
 
