@@ -1,4 +1,4 @@
-"""The connector that was asked for."""
+"""Makes the factory of the connector that options ask for."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Offload = OffloadConfig | LazyOffloadConfig | KVConnectorFactory
 
 
 def check_places(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout) -> None:
-    """Refuse tiers that cannot be opened on this machine. Knows nothing of other people's connectors.
+    """Check that the tiers in ``offload`` can be opened on this machine. Third parties' connectors are not checked.
 
     Raises:
-        ConfigError: a directory, its budget or a URL cannot be, there is no key for encryption, or a package is missing.
+        ConfigError: a directory, its budget or a URL cannot be used, the encryption key or a package is missing.
     """
     match offload:
         case OffloadConfig():
@@ -30,7 +30,7 @@ def check_places(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
 
 
 def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
-    """What makes the connector for options, for several of them in order of preference, or for none."""
+    """Return the factory of the connector for ``offload``: one configuration, several in order of preference, or ``None``."""
     match offload:
         case None:
             return NULL_CONNECTOR

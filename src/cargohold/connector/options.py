@@ -1,4 +1,4 @@
-"""Connector options from an untyped mapping: a JSON object in somebody's configuration file or on a command line.
+"""Parses connector options from an untyped mapping: a JSON object in a configuration file or on a command line.
 
 ::
 
@@ -8,7 +8,7 @@
                                                                     with tiers: the fields of DiskTierConfig, SharedTierConfig
     {"mode": "multi", "connectors": [{...}, {"mode": "lazy", ...}]}  several, most preferred first
 
-Whatever is unknown or of the wrong type is refused by name.
+An option that is unknown or has a value of the wrong type is refused by name.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ T = TypeVar("T")
 def parse_offload(
     options: Mapping[str, Any], path: str = "", *, beside: Collection[str] = ()
 ) -> Offload | Sequence[Offload]:
-    """Options as the typed configuration that ``connector_factory`` takes.
+    """Parse options into the typed configuration that ``connector_factory`` takes.
 
     Args:
-        options: what was written.
-        path: where it was written, in front of the names in errors: ``connectors[1].``.
-        beside: options of the caller's own that may stand beside these, for errors to name.
+        options: the untyped options.
+        path: prefix of the option names in errors, such as ``connectors[1].``.
+        beside: names of the caller's own options that may stand beside these, for suggestions in errors.
 
     Raises:
-        ConfigError: a key is unknown or missing, or its value cannot be.
+        ConfigError: a key is unknown or missing, or its value is invalid.
     """
     mode = options.get("mode", "eager")
     if mode == MULTI:
@@ -62,13 +62,13 @@ def parse_offload(
 
 
 def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "", *, beside: Collection[str] = ()) -> T:
-    """A configuration dataclass from a mapping of its fields, each of the annotated type.
+    """Make a configuration dataclass from a mapping of its fields, whose values must have the annotated types.
 
     Args:
         kind: the dataclass.
         options: its fields, by name.
-        path: in front of the names in errors.
-        beside: what else may be written in the same place, for errors to name.
+        path: prefix of the option names in errors.
+        beside: names of other options that may stand beside these, for suggestions in errors.
 
     Raises:
         ConfigError: a key is unknown or missing, or its value is of the wrong type or refused by the dataclass.

@@ -19,14 +19,14 @@ from cargohold.protocol import NULL_BLOCK_ID, KVCacheGroup
 _FIRST = (0,)
 
 
-@dataclass(slots=True)  # frozen ones take three times as long to make
+@dataclass(slots=True)  # a frozen dataclass takes three times as long to create
 class ChunkBlocks:
     """A chunk of a request, and those of its blocks that are stored.
 
     Attributes:
         index: number of the chunk in its group, from the start of the request.
-        positions: places inside the chunk, ascending.
-        block_ids: the device blocks there, parallel to ``positions``.
+        positions: positions of these blocks inside the chunk, ascending.
+        block_ids: ids of the device blocks, parallel to ``positions``.
     """
 
     index: int
@@ -36,12 +36,12 @@ class ChunkBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlocksToLoad:
-    """The blocks of one group that a load fills. Columns, not objects: a long prompt has thousands.
+    """The blocks of one group that a load fills. Columns, not one object per block: a long prompt has thousands.
 
     Attributes:
-        numbers: which blocks of the request they are, counted in the group from its start.
-        block_ids: the device blocks there, parallel to ``numbers``.
-        chunks: numbers of the chunks that they lie in, each once.
+        numbers: numbers of the blocks in the request's block table of the group, from 0.
+        block_ids: ids of the device blocks, parallel to ``numbers``.
+        chunks: numbers of the chunks that contain these blocks, each once.
     """
 
     numbers: Sequence[int]
@@ -52,14 +52,14 @@ class BlocksToLoad:
 def blocks_to_load(
     table: Sequence[int], block_tokens: int, blocks_per_chunk: int, num_computed_tokens: int, num_hit_tokens: int
 ) -> BlocksToLoad:
-    """A group's blocks between what is computed and the end of the hit. Null blocks need nothing.
+    """Return a group's blocks between the computed tokens and the end of the hit. Null blocks are left out.
 
     Args:
-        table: block ids of the request.
+        table: block ids of the request in the group.
         block_tokens: tokens per block of the group.
         blocks_per_chunk: blocks per chunk.
-        num_computed_tokens: leading tokens that are on the device.
-        num_hit_tokens: leading tokens that will be after the load.
+        num_computed_tokens: number of leading tokens that are on the device.
+        num_hit_tokens: number of leading tokens that will be on the device after the load.
     """
     numbers: Sequence[int] = range(num_computed_tokens // block_tokens, num_hit_tokens // block_tokens)
     block_ids = table[numbers[0] : numbers[-1] + 1] if numbers else ()
@@ -72,7 +72,7 @@ def blocks_to_load(
 
 
 def rows_to_load(blocks: BlocksToLoad, slots: Sequence[int], blocks_per_chunk: int) -> Sequence[int]:
-    """The tier's rows for blocks whose chunks are in ``slots``, parallel to ``blocks.chunks``."""
+    """Return the tier's row for each of ``blocks``; ``slots`` are those of their chunks, parallel to ``blocks.chunks``."""
     if blocks_per_chunk == 1:
         return slots
     slot_of = dict(zip(blocks.chunks, slots, strict=True))
@@ -84,10 +84,10 @@ def rows_to_load(blocks: BlocksToLoad, slots: Sequence[int], blocks_per_chunk: i
 def chunks_to_store(
     group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
 ) -> list[ChunkBlocks]:
-    """The chunks in ``[first_chunk, end_chunk)`` that can be stored.
+    """Return the chunks in ``[first_chunk, end_chunk)`` that can be stored.
 
-    A chunk is left out if a block is null that a later request could need: its KV is gone. In a window group the blocks before
-    what the chunk's last token sees are never needed, so they may be null; they are not copied.
+    A chunk is left out if one of its blocks that a later request could need is null: its KV is gone. In a window group, blocks
+    before the window of the chunk's last token are never needed, so they may be null; null blocks are not copied.
     """
     if blocks_per_chunk == 1:
         blocks = zip(range(first_chunk, end_chunk), table[first_chunk:end_chunk], strict=True)
@@ -102,7 +102,7 @@ def chunks_to_store(
 
 
 def chunk_rows(chunk: ChunkBlocks, slot: int, blocks_per_chunk: int) -> Iterator[int]:
-    """The tier's rows for a chunk's blocks."""
+    """Yield the tier's row for each of a chunk's stored blocks."""
     return (slot * blocks_per_chunk + position for position in chunk.positions)
 
 

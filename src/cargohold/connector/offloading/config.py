@@ -14,29 +14,29 @@ from cargohold.units import format_bytes, is_number, is_positive_int, is_positiv
 RESTORE_IF_FASTER = "if_faster"
 RESTORE_ALWAYS = "always"
 MAX_SHUTDOWN_S = 20.0
-"""Engines kill workers that have not stopped by themselves: the embedded one after 30 s."""
+"""Maximum of ``shutdown_timeout_s``. Engines kill workers that have not stopped by themselves: the embedded one after 30 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Keep KV in host memory. Checked when made; raises ``ConfigError`` naming the option.
+    """Options for keeping KV in host memory. Checked when created; raises ``ConfigError``, which names the option.
 
     Attributes:
         host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
-        policy: what is evicted when it is full; see ``cargohold.offload.policy.find_policy``.
-        blocks_per_chunk: blocks that are offloaded as one unit. Larger chunks cost less bookkeeping and hit less often.
-        store_generated: whether KV of generated tokens is kept too, or the prompts' alone.
-        max_inflight_fraction: part of the device pool that stores in flight may hold at most; above it new chunks wait.
+        policy: name of the eviction policy for host memory; see ``cargohold.offload.policy.find_policy``.
+        blocks_per_chunk: number of blocks offloaded as one unit. Larger chunks cost less bookkeeping and hit less often.
+        store_generated: whether KV of generated tokens is kept too; otherwise only that of prompts.
+        max_inflight_fraction: fraction of the device pool that stores in flight may hold; above it, new chunks wait.
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
         job_timeout_s: if a transfer has not ended on all workers after this time, something is broken, and the connector
             turns itself off.
-        tiers: below host memory, the fastest first: where chunks go that host memory has no room for, and what outlives the
-            process.
-        restore: whether chunks are brought up from lower tiers ``if_faster`` than computing them, judged by what both took
-            lately, or ``always``.
-        restore_timeout_s: a request waits for lower tiers no longer than this; what has not come by then is computed.
-        shutdown_timeout_s: what is being written to lower tiers when the engine stops may take this long to end; what has not
-            ended by then is not there after a restart.
+        tiers: the tiers below host memory, the fastest first. They keep chunks that host memory has no room for, and chunks
+            in them outlive the process.
+        restore: whether chunks are brought up from lower tiers only ``if_faster`` than computing them, judged by the recent
+            times of both, or ``always``.
+        restore_timeout_s: maximum time that a request waits for lower tiers; chunks that have not come by then are computed.
+        shutdown_timeout_s: maximum time to finish writes to lower tiers when the engine stops; chunks whose writes have not
+            ended by then are not there after a restart.
     """
 
     host_bytes: int | str

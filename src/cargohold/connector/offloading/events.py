@@ -1,4 +1,4 @@
-"""KV events of a tier: what the manager says became ready or was removed, with what a router needs to know of it."""
+"""KV events of a tier: the manager's events, completed with what a follower needs to know about each chunk."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from cargohold.protocol import BlockRemoved, BlockStored, KVEvent, Locality, Req
 
 
 class EventSource(Protocol):
-    """A manager, or whatever else knows what a tier holds."""
+    """A manager, or anything else that knows which chunks a tier holds."""
 
     def take_events(self) -> Sequence[ManagerEvent]:
-        """What became ready and what was removed since the last call, in order."""
+        """Return the events of chunks that became ready or were removed since the last call, in order."""
         ...
 
 
 class TierEvents:
     """Translates a manager's events into KV events.
 
-    A manager knows keys alone. What a chunk consists of is remembered from the moment its store begins until it is announced.
-    The same chunk may come and go several times between two looks at the events, so they are translated as they happen.
+    A manager knows only keys. A chunk's tokens, parent and extra keys are remembered here from the moment its store begins
+    until it is announced. The same chunk may come and go several times between two calls of ``take``, so the manager's events
+    are translated before a store begins or fails.
 
     Args:
-        source: whose events they are; it must record them.
+        source: the manager whose events are translated; it must record them.
         medium: name of the medium.
         chunk_tokens: tokens per chunk, per group.
-        locality: whose the medium is, where its name does not say it.
+        locality: whether the medium is local or shared; ``None`` if its name implies it.
     """
 
     def __init__(
@@ -39,17 +40,17 @@ class TierEvents:
         self._medium = medium
         self._locality = locality
         self._chunk_tokens = chunk_tokens
-        # What is being written, as it will be announced.
+        # Chunks that are being stored, each with the event that will announce it.
         self._pending: dict[OffloadKey, BlockStored] = {}
 
     def note_store(self, request: RequestView, keys: ChunkKeys, stored: Sequence[OffloadKey], first_chunk: int) -> None:
-        """Remember what is being stored.
+        """Remember what chunks consist of whose store begins.
 
         Args:
-            request: whose chunks they are.
+            request: the request whose chunks they are.
             keys: its keys in the group.
             stored: the chunks being stored, in prefix order.
-            first_chunk: number of a chunk of the request that is not behind the first of them.
+            first_chunk: number of the chunk at which to begin to search for them: at or before the first of them.
         """
         self._translate()
         size = keys.chunk_tokens
@@ -61,7 +62,7 @@ class TierEvents:
             self._pending[key] = BlockStored(
                 block_hashes=(split_key(key)[0],),
                 parent_block_hash=split_key(keys.keys[at - 1])[0] if at else None,
-                # Prompts may come as numbers of numpy, which no publisher can make bytes of.
+                # Token ids may be numpy integers, which no publisher can encode.
                 token_ids=tuple(map(int, request.all_token_ids[start:end])),
                 block_tokens=size,
                 group=keys.group.index,
@@ -72,13 +73,13 @@ class TierEvents:
             )
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """A store came to nothing."""
+        """Forget chunks whose store has failed."""
         self._translate()
         for key in keys:
             self._pending.pop(key, None)
 
     def take(self) -> list[KVEvent]:
-        """KV events since the last call, in order."""
+        """Return the KV events since the last call, in order."""
         self._translate()
         events, self._translated = self._translated, []
         return events
@@ -97,7 +98,7 @@ class TierEvents:
             yield self._pending.pop(key, unknown)
 
     def _removed(self, keys: Sequence[OffloadKey]) -> Iterator[BlockRemoved]:
-        # All of a group at once: a tier that is left alone takes everything back.
+        # One event per group: a tier that is left alone withdraws all its chunks at once.
         of_group: dict[int, list[bytes]] = {}
         for key in keys:
             block_hash, group = split_key(key)

@@ -30,15 +30,15 @@ def scheduler_side(
     make_stores: MakeStores = EagerStores,
     new_epoch: Callable[[], bytes] = random_epoch,
 ) -> OffloadingScheduler:
-    """The scheduler side over host memory, and over tiers below it if there are any.
+    """Make the scheduler side over host memory, and over tiers below it if there are any.
 
     Args:
         config: options.
-        environment: the engine.
-        host: host memory's manager.
-        tiers: how each tier below it is to be used, the fastest first.
-        make_stores: what decides which chunks are copied down; by default all, as they are computed.
-        new_epoch: names what is stored in lower tiers after a reset.
+        environment: what the engine says of itself.
+        host: the manager of host memory.
+        tiers: how each tier below host memory is to be used, the fastest first.
+        make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.
+        new_epoch: makes a new name at each reset; it becomes part of the chunks' names in lower tiers.
     """
     if not tiers:
         return OffloadingScheduler(config, environment, host, make_stores=make_stores)
@@ -55,7 +55,7 @@ def scheduler_side(
 
 @dataclass(frozen=True, slots=True)
 class OffloadingFactory:
-    """Satisfies ``cargohold.protocol.KVConnectorFactory``.
+    """Makes the offloading connector. Satisfies ``cargohold.protocol.KVConnectorFactory``.
 
     Attributes:
         config: options.
@@ -64,14 +64,14 @@ class OffloadingFactory:
     config: OffloadConfig
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
-        """The scheduler side. Raises ``ConfigError`` if the tier cannot hold a single chunk."""
+        """Make the scheduler side. Raises ``ConfigError`` if host memory cannot hold a single chunk."""
         host = make_manager(
             self.config.policy, self.num_slots(environment.layout), record_events=environment.emits_events
         )
         return scheduler_side(self.config, environment, host, tier_options(self.config, environment.layout))
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
-        """The worker side, with this worker's shards of the tiers. Raises ``ConfigError`` if one cannot be opened."""
+        """Make the worker side, with this worker's shards of the tiers. Raises ``ConfigError`` if one cannot be opened."""
         layout, per_chunk = environment.layout, self.config.blocks_per_chunk
         memory = HostMemory(self.num_slots(layout) * per_chunk, layout.block_bytes)
 
@@ -86,7 +86,7 @@ class OffloadingFactory:
         return OffloadingWorker(make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock))
 
     def num_slots(self, layout: KVCacheLayout) -> int:
-        """Chunks that the host memory holds. Raises ``ConfigError`` if it cannot hold one."""
+        """Return the number of slots in host memory. Raises ``ConfigError`` if it cannot hold a single chunk."""
         chunk_bytes = layout.block_bytes * layout.world_size * self.config.blocks_per_chunk
         num_slots = self.config.num_host_bytes // chunk_bytes
         if num_slots < 1:

@@ -1,4 +1,4 @@
-"""Keeping a copy's blocks from being reused while it runs: three ways, by what the engine offers."""
+"""Holding a copy's blocks while it runs, so that they are not reused. What the engine offers decides which of three ways."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class BlockHolder(ABC):
 
     @abstractmethod
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Nobody may reuse these blocks until they are released. Holds add up."""
+        """Keep these blocks from being reused until they are released. Holds add up."""
 
     @abstractmethod
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back what ``hold`` took."""
 
     def take_report(self) -> KVConnectorSchedulerOutput | None:
-        """What the scheduler must be told of it."""
+        """Return the locks and unlocks for the scheduler since the last call; ``None`` if there are none."""
         return None
 
     @property
     def outlives_requests(self) -> bool:
-        """Whether a hold survives the end of the request whose blocks they are."""
+        """Whether a hold survives the end of the request whose blocks are held."""
         return True
 
 
@@ -36,16 +36,16 @@ class TouchHolder(BlockHolder):
         self._context = context
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Touch."""
+        """Touch the blocks."""
         self._context.touch([self._context.get_block(block_id) for block_id in block_ids])
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Free."""
+        """Free the blocks."""
         self._context.free_blocks([self._context.get_block(block_id) for block_id in block_ids])
 
 
 class LockHolder(BlockHolder):
-    """Holds by asking the scheduler to lock and unlock, for engines without a context that apply such reports.
+    """Holds by asking the scheduler to lock and unlock blocks, for engines that have no context but apply locks.
 
     A lock is applied at the end of the step in which the copy is planned. Until then the request itself holds the blocks.
     """
@@ -55,15 +55,15 @@ class LockHolder(BlockHolder):
         self._unlock: list[int] = []
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Lock at the end of this step."""
+        """Lock the blocks at the end of this step."""
         self._lock += block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Unlock at the end of this step; locks are applied first."""
+        """Unlock the blocks at the end of this step; locks are applied first."""
         self._unlock += block_ids
 
     def take_report(self) -> KVConnectorSchedulerOutput | None:
-        """Locks and unlocks since the last call."""
+        """Return the locks and unlocks since the last call; ``None`` if there are none."""
         if not (self._lock or self._unlock):
             return None
         report = KVConnectorSchedulerOutput(tuple(self._lock), tuple(self._unlock))
@@ -75,12 +75,12 @@ class RequestHolder(BlockHolder):
     """Holds nothing: the request's own references must last until its copies have ended."""
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """The request holds them."""
+        """Do nothing: the request holds the blocks."""
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """The request holds them."""
+        """Do nothing: the request gives its blocks back itself."""
 
     @property
     def outlives_requests(self) -> bool:
-        """The request must outlive the hold instead."""
+        """``False``: the request's blocks must be kept until its copies have ended."""
         return False

@@ -1,4 +1,4 @@
-"""Transfers in flight: who they belong to and what they hold."""
+"""Transfers in flight: which requests they belong to, and which blocks and slots they hold."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cargohold.protocol import Clock, Patience
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Where the tokens of a load came from.
+    """The tier that each token of a load came from.
 
     Attributes:
-        names: of tiers, host memory's first.
+        names: names of the tiers, host memory's first.
         tiers: one byte per token, an index into ``names``.
     """
 
@@ -24,7 +24,7 @@ class Origins:
     tiers: bytes
 
     def count(self, num_tokens: int) -> Counter[str]:
-        """The first so many tokens, by tier; tiers without any are left out."""
+        """Count the first ``num_tokens`` tokens by tier; tiers without any are left out."""
         counts = {name: self.tiers.count(at, 0, num_tokens) for at, name in enumerate(self.names)}
         return Counter({name: count for name, count in counts.items() if count})
 
@@ -34,15 +34,15 @@ class Load:
     """A load in flight.
 
     Attributes:
-        job_id: the job.
-        request_id: who waits for it.
-        handle: pins on the chunks it reads.
-        num_computed_tokens: leading tokens that were on the device before it.
-        block_ids: its destinations, held until it has ended on all workers.
-        block_keys: which chunk fills each of them, parallel to ``block_ids``.
-        block_starts: the first token of each of them, counted from the request's start, parallel to ``block_ids``.
-        origins: where its tokens came from.
-        is_first: whether the request had not been admitted before.
+        job_id: id of the job.
+        request_id: the request that waits for it.
+        handle: pins on the chunks that it reads.
+        num_computed_tokens: number of leading tokens that were on the device before it.
+        block_ids: destinations, held until the load has ended on all workers.
+        block_keys: the chunk that fills each destination, parallel to ``block_ids``.
+        block_starts: position of each destination's first token in the request, parallel to ``block_ids``.
+        origins: the tiers that its tokens came from.
+        is_first: whether the request had not been admitted before; only then its tokens are counted in the stats.
     """
 
     job_id: int
@@ -61,11 +61,12 @@ class Store:
     """A store in flight.
 
     Attributes:
-        job_id: the job.
-        request_ids: whose blocks it reads; nobody's, if none of a request that is alive.
-        handle: slots reserved for the chunks it writes.
-        block_ids: its sources, held until it has ended on all workers.
-        is_spoiled: whether the step that computed its blocks failed: what it copies must never be found.
+        job_id: id of the job.
+        request_ids: requests whose blocks it reads, some of which may have ended; empty if it reads free blocks, whose
+            requests are not known.
+        handle: slots reserved for the chunks that it writes.
+        block_ids: sources, held until the store has ended on all workers.
+        is_spoiled: whether a step failed that may have computed its blocks: its chunks must then never be found.
     """
 
     job_id: int
@@ -82,7 +83,7 @@ class JobTable:
         clock: monotonic time in seconds.
 
     Attributes:
-        num_store_blocks: device blocks that stores in flight hold.
+        num_store_blocks: number of device blocks that stores in flight hold.
         version: changes whenever the answer of ``is_loading_any`` may have changed.
     """
 
@@ -90,7 +91,7 @@ class JobTable:
         self._clock = clock
         self._patience = Patience(clock)
         self._next_id = 0
-        # When each job began; oldest first.
+        # The time at which each job began; oldest first.
         self._since: dict[int, float] = {}
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
@@ -107,29 +108,29 @@ class JobTable:
 
     @property
     def num_loads(self) -> int:
-        """Loads in flight."""
+        """Number of loads in flight."""
         return len(self._loads)
 
     def new_id(self) -> int:
-        """An id for a new job."""
+        """Return an id for a new job."""
         self._next_id += 1
         return self._next_id
 
     def add_load(self, load: Load) -> None:
-        """A load begins."""
+        """Add a load that begins now."""
         self._loads[load.job_id] = load
         self._since[load.job_id] = self._clock()
         self.version += 1
         self._loading.update(load.handle.keys)
 
     def add_store(self, store: Store) -> None:
-        """A store begins."""
+        """Add a store that begins now."""
         self._stores[store.job_id] = store
         self._since[store.job_id] = self._clock()
         self.num_store_blocks += len(store.block_ids)
 
     def end(self, job_id: int) -> Load | Store | None:
-        """Take out a job that has ended; ``None`` if it is not in flight."""
+        """Remove a job that has ended, and return it; ``None`` if it is not in flight."""
         self._since.pop(job_id, None)
         if (load := self._loads.pop(job_id, None)) is not None:
             self._forget_loading(load.handle.keys)
@@ -140,7 +141,11 @@ class JobTable:
         return None
 
     def find_lost(self, after_s: float) -> int | None:
-        """A job that has not ended ``after_s`` seconds after it began. Call it once in every step."""
+        """Return the id of a job that the workers have lost; ``None`` if there is none. Call it once in every step.
+
+        A job is lost if it has not ended ``after_s`` seconds after it began, and is found so at several steps; see
+        ``Patience``.
+        """
         overdue = None
         if self._since:
             oldest, since = next(iter(self._since.items()))
@@ -149,7 +154,7 @@ class JobTable:
         return overdue if self._patience.ends_with(overdue, after_s) else None
 
     def is_loading_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether one of these chunks is being loaded."""
+        """Whether at least one of these chunks is being loaded."""
         return bool(self._loading) and not self._loading.keys().isdisjoint(keys)
 
     def _forget_loading(self, keys: Sequence[OffloadKey]) -> None:
@@ -162,13 +167,13 @@ class JobTable:
                 del self._loading[key]
 
     def loads(self) -> Iterable[Load]:
-        """The loads in flight."""
+        """Return the loads in flight."""
         return self._loads.values()
 
     def stores(self) -> Iterable[Store]:
-        """The stores in flight."""
+        """Return the stores in flight."""
         return self._stores.values()
 
     def is_storing(self, request_id: str) -> bool:
-        """Whether a store reads a request's blocks."""
+        """Whether a store in flight reads a request's blocks."""
         return any(request_id in store.request_ids for store in self._stores.values())

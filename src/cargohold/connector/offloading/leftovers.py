@@ -1,9 +1,9 @@
-"""What ended requests leave unstored.
+"""Leftovers: chunks that were not stored yet when their request ended.
 
-While a request runs, what cannot be stored now is offered again in the next step. A request may end before: one with a long
-prompt and a short answer often does, as stores may hold only a part of the pool. Its blocks are free then, but until somebody
-takes them the device's prefix cache still knows what they hold. So nothing is held here; chunks are offered as long as their
-blocks are what they were.
+While a request runs, chunks that cannot be stored now are offered again in the next step. A request may end before that: one
+with a long prompt and a short answer often does, because stores may hold only a part of the device pool. Its blocks are free
+then, but until they are reused the device's prefix cache still knows what they hold. So leftovers hold no blocks; their chunks
+are offered as long as the blocks still hold the same KV.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cargohold.connector.offloading.requests import RequestState
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, SchedulerContext
 
 MAX_LEFTOVERS: Final = 256
-"""Ended requests remembered at most; of more, those that ended first are forgotten."""
+"""Maximum number of ended requests remembered; beyond it, those that ended first are forgotten."""
 
 _Print: TypeAlias = tuple[bytes, int | None] | None
 
@@ -27,10 +27,10 @@ class Leftover:
     """An ended request with chunks that were not offered for storing.
 
     Attributes:
-        state: the request; ``next_chunk`` says what comes next.
+        state: the request; its ``next_chunk`` says which chunks come next.
         tables: its block tables when it ended.
-        prints: per group, what each of its blocks held then, from the first chunk that was not offered on.
-        starts: per group, the number of the first block that ``prints`` is about.
+        prints: per group, the block hash and group that each block held then, beginning with the first chunk not offered.
+        starts: per group, the number of the block that the first entry of ``prints`` is about.
     """
 
     state: RequestState
@@ -39,11 +39,14 @@ class Leftover:
     starts: tuple[int, ...]
 
     def end_chunk(self, group: int, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
-        """Number of the chunk before which all that were not offered are still what they were; looks at ``limit`` at most."""
+        """Return the number of the chunk before which all chunks not offered yet still hold the same KV.
+
+        Looks at ``limit`` chunks at most.
+        """
         table, prints, start = self.tables[group], self.prints[group], self.starts[group]
         number = self.state.next_chunk[group] * blocks_per_chunk
         if number < start:
-            return self.state.next_chunk[group]  # to be offered again from before what is known
+            return self.state.next_chunk[group]  # chunks to be offered again, of whose blocks nothing is known here
         end = min(start + len(prints), number + limit * blocks_per_chunk)
         while number < end:
             if _print_of(table[number], context) != prints[number - start]:
@@ -65,7 +68,10 @@ class Leftovers:
         return iter(tuple(self._leftovers))
 
     def add(self, state: RequestState, tables: BlockIds, num_tokens: int, context: SchedulerContext) -> None:
-        """Remember a request that ended, if the device knows what chunks of its first ``num_tokens`` tokens hold."""
+        """Remember a request that ended, if the prefix cache knows some of its unstored blocks.
+
+        Only chunks within its first ``num_tokens`` tokens are remembered.
+        """
         state.extend_keys()
         starts, prints = [], []
         for keys, first, table in zip(state.keys, state.next_chunk, tables, strict=True):
@@ -79,12 +85,12 @@ class Leftovers:
             )
 
     def remove(self, leftover: Leftover) -> None:
-        """Nothing of it is left to be offered."""
+        """Forget a request of which no chunk is left to be offered."""
         self._leftovers.remove(leftover)
 
 
 def _prints(block_ids: Sequence[int], context: SchedulerContext) -> list[_Print]:
-    """What blocks hold, up to the first whose contents the device does not know; ``None`` for null blocks."""
+    """Return what blocks hold, up to the first that is not in the prefix cache; ``None`` for null blocks."""
     prints: list[_Print] = []
     for block_id in block_ids:
         held = _print_of(block_id, context)

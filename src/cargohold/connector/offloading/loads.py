@@ -21,23 +21,25 @@ logger = logging.getLogger(__name__)
 
 
 class Loads:
-    """Plans loads and draws the consequences of their ends."""
+    """Plans loads, and handles their ends."""
 
     def __init__(self, shared: Shared, requests: Mapping[str, RequestState], recalls: Recalls | None = None) -> None:
         self._shared = shared
         self._recalls = recalls
         self._requests = requests
         self._planned: list[LoadJob] = []
-        # Blocks that some worker reported as bad, of loads that have not ended on all of them.
+        # Blocks that some worker reported as bad, of loads that have not ended on all workers.
         self._invalid_block_ids: set[int] = set()
 
     def plan(
         self, state: RequestState, blocks: BlockIds, num_computed_tokens: int, num_hit_tokens: int
     ) -> Counter[str]:
-        """Load what lies between the computed tokens and the end of the hit into the request's blocks.
+        """Plan the load of the tokens between the computed ones and the end of the hit into the request's ``blocks``.
+
+        Pins the chunks and holds the blocks until the load has ended.
 
         Returns:
-            The tokens to be loaded, by the tier they came from.
+            The number of tokens to be loaded, by the tier they came from.
         """
         shared = self._shared
         per_chunk = shared.config.blocks_per_chunk
@@ -86,20 +88,20 @@ class Loads:
         return origins.count(len(origins.tiers))
 
     def take_planned(self) -> tuple[LoadJob, ...]:
-        """The loads planned since the last call."""
+        """Return the loads planned since the last call."""
         if not self._planned:
             return ()
         planned, self._planned = tuple(self._planned), []
         return planned
 
     def note_invalid(self, block_ids: frozenset[int]) -> None:
-        """Some worker could not fill these blocks; those that no load of ours fills are somebody else's."""
+        """Remember blocks that some worker could not fill. Blocks of no load in flight are another connector's: ignored."""
         if block_ids:
             for load in self._shared.jobs.loads():
                 self._invalid_block_ids |= block_ids.intersection(load.block_ids)
 
     def end(self, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
-        """Release what the load held. Chunks that could not be read are forgotten: they are misses from now on."""
+        """Release the load's pins and blocks. Chunks that could not be read are removed: they are misses from now on."""
         bad_blocks = self._invalid_block_ids.intersection(load.block_ids)
         self._invalid_block_ids -= bad_blocks
         if outcome is TransferOutcome.FAILED and load.request_id in output.finished.failed_recving:
@@ -116,7 +118,7 @@ class Loads:
         self._note_restored(load, num_restored)
 
     def _num_kept_tokens(self, load: Load, bad_blocks: AbstractSet[int], output: KVConnectorOutput) -> int:
-        """How many of the first tokens of a load that failed the engine uses all the same."""
+        """Return how many leading tokens of a load that failed the engine uses nevertheless."""
         is_whole = not bad_blocks or load.request_id in output.finished.failed_recving
         if is_whole or not self._shared.keeps_partial_loads:
             return 0

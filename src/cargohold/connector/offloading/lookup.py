@@ -1,4 +1,4 @@
-"""How much of a request the tier can give back."""
+"""Look-ups: how many tokens of a request the tier can give back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class TierLookup:
     """Looks requests up in a tier.
 
     Args:
-        manager: what the tier holds.
+        manager: the manager of the tier.
         jobs: transfers in flight.
         shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
-        full_hits: whether a request may be hit as a whole.
-        recalls: brings chunks up from lower tiers first, where there are any.
+        full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
+        recalls: brings chunks up from lower tiers first; ``None`` if there are no lower tiers.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class TierLookup:
         self._full_hits = full_hits
 
     def find(self, state: RequestState, num_computed_tokens: int) -> Lookup:
-        """The longest usable prefix of a request. Remembered in ``state`` and repeated while nothing has changed."""
+        """Return the longest usable prefix of a request. Kept in ``state``, and returned again while nothing has changed."""
         request = state.request
         if state.recall is not None:
             state.recall.was_asked_for = True
@@ -49,7 +49,7 @@ class TierLookup:
         return lookup
 
     def num_kept_tokens(self, state: RequestState) -> int:
-        """Leading tokens of a request that could be loaded once the stores in flight have ended, if all goes well."""
+        """Return how many leading tokens of a request can be loaded once the stores in flight have ended, if all succeed."""
         state.extend_keys()
         storing = {key for store in self._jobs.stores() if not store.is_spoiled for key in store.handle.keys}
         groups = [
@@ -73,7 +73,7 @@ class TierLookup:
             limit_tokens=limit,
         )
         if hit.num_tokens - num_computed_tokens < min(keys.chunk_tokens for keys in state.keys):
-            # Not worth a transfer: less than one chunk beyond what is there.
+            # Not worth a transfer: less than one chunk beyond the computed tokens.
             return Lookup(num_computed_tokens, hit.undecided, num_computed_tokens, basis)
         waits = self._shares_loads and self._is_being_loaded(state, num_computed_tokens, hit.num_tokens)
         return Lookup(hit.num_tokens, hit.undecided or waits, num_computed_tokens, basis)

@@ -1,4 +1,4 @@
-"""The scheduler side of the tiers below host memory: requests on one hand, workers on the other."""
+"""The scheduler side of the tiers below host memory: links ``LowerTiers`` with the connector's steps and its workers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from cargohold.protocol import (
 
 
 class LowerSide:
-    """Passes on what lower tiers are to do, and what became of it.
+    """Passes jobs of lower tiers to the workers, and the workers' reports to the tiers.
 
     Args:
-        lower: what is known of the tiers.
-        manager: what host memory holds.
-        environment: the engine.
+        lower: the tiers below host memory.
+        manager: the manager of host memory.
+        environment: what the engine says of itself.
         chunk_tokens: tokens per chunk, per group.
-        only_if_faster: whether chunks are left where they are when computing them is faster.
+        only_if_faster: whether to bring chunks up only if that is expected to be faster than computing them.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class LowerSide:
         ]
 
     def begin_step(self, step: StepView, new_id: Callable[[], int]) -> tuple[tuple[TierCommand, ...], tuple[int, ...]]:
-        """What the workers are to start in this step, and which jobs they are to give up."""
+        """Begin a step; return the jobs that the workers are to start in it, and the ids of jobs that they are to give up."""
         self._pace.begin(step)
         self.tiers.clock.begin_step()
         self.recalls.note_step()
         return self.tiers.take_commands(new_id), self.tiers.take_cancelled()
 
     def end_step(self) -> None:
-        """The workers have reported."""
+        """End a step: the workers have reported it."""
         self._pace.end()
         self.tiers.clock.end_step()
 
     def note_answers(self, output: KVConnectorOutput) -> None:
-        """What some or all workers say of their jobs; whether a job has ended on all of them is said elsewhere."""
+        """Take in what some or all workers say of their jobs' chunks. ``end`` tells when a job has ended on all workers."""
         if isinstance(output.worker_meta, TierReport):
             for job_id, answer in output.worker_meta.answers.items():
                 self.tiers.note_answers(job_id, answer.succeeded, answer.num_workers)
@@ -71,19 +71,19 @@ class LowerSide:
                 self.tiers.turn_off(at)
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
-        """All workers have ended a job; ``False`` if it is none of the lower tiers'."""
+        """End a job that all workers have ended. Returns ``False`` if it is not a job of the lower tiers."""
         return self.tiers.end(job_id, outcome)
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether chunks stored lately wait to be written, and not for long."""
+        """Whether the engine should keep stepping for lower tiers; see ``LowerTiers.is_settling``."""
         return self.tiers.is_settling
 
     def take_events(self) -> Iterator[KVEvent]:
-        """What became known of the tiers' contents."""
+        """Yield events of what became known about the tiers' contents since the last call."""
         for events in self._events:
             yield from events.take()
 
     def take_stats(self) -> Stats:
-        """Counters since the last call."""
+        """Return counters since the last call."""
         return dict(self.tiers.take_stats())

@@ -11,17 +11,17 @@ from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import KVCacheLayout, WorkerEnvironment
 
 MAX_INFLIGHT_BYTES = 256 * 1024**2
-"""What is being written to one tier at the same time, over all workers."""
+"""Maximum number of bytes that are being written to one tier at the same time, over all workers."""
 
 
 def check_tiers(config: OffloadConfig, layout: KVCacheLayout) -> None:
-    """Refuse tiers that workers on this machine could not open, before they load anything. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` if workers on this machine could not open a tier, before they load anything."""
     for tier in config.tiers:
         check_tier(tier, _shard_bytes(config, layout), layout.world_size)
 
 
 def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptions]:
-    """How the tiers in ``config`` are to be used. Raises ``ConfigError`` if this engine cannot have any."""
+    """Return how the tiers in ``config`` are to be used. Raises ``ConfigError`` if this engine cannot use tiers at all."""
     if config.tiers:
         served_model(layout)
     chunk_bytes = layout.block_bytes * layout.world_size * config.blocks_per_chunk
@@ -36,10 +36,10 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
 
 
 def open_queues(config: OffloadConfig, environment: WorkerEnvironment) -> dict[str, TierQueue]:
-    """The worker side: each tier opened, by its name, with threads of its own. Reads the model's weights.
+    """Open each tier on a worker; return a queue per tier with threads of its own, by name. Reads the model's weights.
 
     Raises:
-        ConfigError: a tier cannot be opened; none is left open.
+        ConfigError: a tier cannot be opened; no tier is left open then.
     """
     layout = environment.layout
     namespace = namespace_of(layout, environment.rank, config.blocks_per_chunk)
@@ -61,7 +61,7 @@ def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
 
 
 def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
-    limits = QueueConfig()  # those of the workers' queues: what they refuse looks like a failure of the medium
+    limits = QueueConfig()  # the workers' queues have these: a job that they refuse looks like a failure of the medium
     return TierOptions(
         name=name,
         admission=Admission(tier.admission),

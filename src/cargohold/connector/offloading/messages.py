@@ -1,4 +1,4 @@
-"""What the scheduler side tells the workers, and what they answer."""
+"""Messages from the scheduler side to the workers, and the workers' answers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cargohold.offload.tiering.task import both
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Fill blocks of a request from the tier.
+    """A job that fills blocks of a request from the tier.
 
     Attributes:
-        job_id: the job.
-        request_id: who waits for it.
+        job_id: id of the job.
+        request_id: the request that waits for it.
         block_ids: destinations.
         rows: block-sized rows of the tier, parallel to ``block_ids``.
-        timeout_s: give up if it has not started after this time.
+        timeout_s: the job is given up if it has not started after this time.
     """
 
     job_id: int
@@ -29,13 +29,13 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Copy blocks to the tier, once the step's forward pass is over.
+    """A job that copies blocks to the tier, once the step's forward pass is over.
 
     Attributes:
-        job_id: the job.
+        job_id: id of the job.
         block_ids: sources; held until the job has ended on all workers.
         rows: block-sized rows of the tier, parallel to ``block_ids``.
-        timeout_s: give up if it has not started after this time.
+        timeout_s: the job is given up if it has not started after this time.
     """
 
     job_id: int
@@ -49,12 +49,13 @@ class OffloadingMetadata:
     """One step's jobs.
 
     Attributes:
-        loads: to start at once.
-        stores: to start after the forward pass.
-        finish_stores: let all stores end before this step overwrites blocks: their sources could not be held.
-        release: ended requests whose blocks no store reads any more; workers pass it on as ``finished_sending``.
+        loads: jobs to start at once.
+        stores: jobs to start after the forward pass.
+        finish_stores: whether all stores must have read their sources before this step overwrites blocks, because these
+            sources are not held.
+        release: ended requests whose blocks no store reads any more; workers report them as ``finished_sending``.
         tier_commands: jobs for the tiers below host memory, to start at once.
-        cancelled_tier_jobs: such jobs that nobody needs any more.
+        cancelled_tier_jobs: ids of jobs for these tiers that nobody needs any more.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -73,32 +74,32 @@ class TierAnswer:
     """How a job of a tier below host memory went, chunk by chunk.
 
     Attributes:
-        succeeded: 1 where all of the workers that speak here were successful, else 0.
-        num_workers: how many speak here.
+        succeeded: one byte per chunk: 1 if all of the ``num_workers`` workers were successful, else 0.
+        num_workers: number of workers whose answers are merged here.
     """
 
     succeeded: bytes
     num_workers: int = 1
 
     def aggregate(self, other: TierAnswer) -> TierAnswer:
-        """Both workers' answers."""
+        """Return the answers of both, merged: a chunk succeeded only if it did in both."""
         return TierAnswer(both(self.succeeded, other.succeeded), self.num_workers + other.num_workers)
 
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """What workers tell the scheduler side: jobs of lower tiers that ended.
+    """A report from workers to the scheduler side on lower tiers.
 
     Attributes:
-        answers: by job. Workers may report the same job in different steps.
-        tiers_off: tiers that a worker will not use any more; reported once by each.
+        answers: answers of jobs that ended, by job id. Workers may report the same job in different steps.
+        tiers_off: indices of tiers that a worker will not use any more; each worker reports each once.
     """
 
     answers: dict[int, TierAnswer] = field(default_factory=dict)
     tiers_off: frozenset[int] = frozenset()
 
     def aggregate(self, other: TierReport) -> TierReport:
-        """Both workers' reports."""
+        """Return both reports, merged."""
         merged = dict(self.answers)
         for job_id, theirs in other.answers.items():
             mine = merged.get(job_id)

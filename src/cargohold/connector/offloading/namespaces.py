@@ -1,4 +1,4 @@
-"""Who may find chunks that outlive an engine: only one whose KV would be the same bytes."""
+"""Namespaces of chunks that outlive an engine: only an engine whose KV would be the same bytes may find them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cargohold.protocol import KVCacheLayout, ServedModel
 
 
 def served_model(layout: KVCacheLayout) -> ServedModel:
-    """The model whose KV it is. Raises ``ConfigError`` if the engine cannot say all that decides on it."""
+    """Return the model that the engine serves. Raises ``ConfigError`` if the engine cannot say all that determines its KV."""
     if layout.model is None:
         raise ConfigError("tiers", None, "this engine does not say which model it serves, so KV cannot outlive it")
     if layout.model.obstacle:
@@ -18,7 +18,7 @@ def served_model(layout: KVCacheLayout) -> ServedModel:
 
 
 def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int) -> Namespace:
-    """Everything that changes the bytes of one worker's chunks, and what their keys stand for. Reads the model's files."""
+    """Return all that determines the bytes of one worker's chunks and the meaning of their keys. Reads the model's files."""
     model = served_model(layout)
     weights, config = digest_model(model)
     return Namespace(

@@ -1,4 +1,4 @@
-"""How fast the engine computes, judged by its steps."""
+"""Measures how fast the engine computes, by its steps."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from cargohold.offload.tiering import Pace
 from cargohold.protocol import Clock, StepView
 
 MAX_AGE_S: Final = 300.0
-"""The machine does not change; what it is used for may."""
+"""Age in seconds after which a measurement does not count: the machine does not change, but its use may."""
 _KEEP: Final = 0.8
-"""Weight that the past keeps with each new measurement."""
+"""Weight that earlier measurements keep with each new one."""
 _REACH: Final = 4
-"""Nothing is said of steps so many times larger than any that was measured."""
+"""Steps more than this many times larger than the largest measured one are not predicted."""
 _MOST_STEPS: Final = 16
-"""Steps under way at most: more than any engine has."""
+"""Maximum number of steps in flight: more than any engine has."""
 
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps of similar size.
+    """Measurements of steps of similar size.
 
     Attributes:
-        num_tokens, seconds: averages, the latest counting most.
-        noted_at: when the last one was measured.
+        num_tokens, seconds: averages over the steps, the latest counting most.
+        noted_at: time at which the last one was measured.
     """
 
     num_tokens: float
@@ -34,32 +34,32 @@ class _Steps:
 
 
 class StepPace:
-    """Measures steps from the moment their work is handed out to the moment their report is in.
+    """Measures each step from handing out its work until its report arrives, and predicts compute times from that.
 
-    A step may be handed out before the last one has ended: then it is measured from that end on.
+    A step may be handed out before the previous one has ended: then it is measured from the end of the previous one.
 
-    Sizes are told apart by powers of two: a long answer is hundreds of steps of one token, which say nothing of how long a
-    prompt takes, and must not make what was known of that forgotten.
+    Steps are averaged separately per size, in powers of two: a long answer is hundreds of steps of one token, which say
+    nothing about how long a prompt takes, and must not displace what is known about prompts.
 
     Args:
         clock: monotonic time in seconds.
-        max_step_tokens: tokens that one step computes at most.
+        max_step_tokens: maximum number of tokens that one step computes.
     """
 
     def __init__(self, clock: Clock, max_step_tokens: int) -> None:
         self._clock = clock
         self._max_step_tokens = max_step_tokens
         self._measured: dict[int, _Steps] = {}
-        # Tokens of the steps that have not ended, and when they were handed out; oldest first.
+        # Tokens of each step in flight, and the time at which it was handed out; oldest first.
         self._begun: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)
         self._ended_at = clock()
 
     def begin(self, step: StepView) -> None:
-        """The workers are about to get a step."""
+        """Note that a step is handed out to the workers now."""
         self._begun.append((sum(share.num_scheduled_tokens for share in step.scheduled), self._clock()))
 
     def end(self) -> None:
-        """They have reported the oldest step that has not ended."""
+        """Note that the workers have reported the oldest step in flight, and measure it."""
         if not self._begun:
             return
         (num_tokens, since), now = self._begun.popleft(), self._clock()
@@ -75,7 +75,7 @@ class StepPace:
         steps.noted_at = now
 
     def predict(self, num_tokens: int) -> float | None:
-        """Seconds to compute so many tokens; ``None`` if that is not known."""
+        """Return the seconds that computing ``num_tokens`` tokens takes; ``None`` if that is not known."""
         now = self._clock()
         fresh = [steps for steps in self._measured.values() if now - steps.noted_at <= MAX_AGE_S]
         largest = max((steps.num_tokens for steps in fresh), default=0.0)

@@ -1,4 +1,4 @@
-"""What a client can ask for one request, through ``kv_transfer_params``."""
+"""The ``kv_transfer_params`` that a client can give for one request."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cargohold.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """Wishes of one request.
+    """The parameters of one request.
 
     Attributes:
-        do_remote_decode: another engine will decode: keep all of the prompt's KV in the tier, hits included.
-        max_load_tokens: load at most so many tokens; ``None`` for no limit.
-        max_store_tokens: store at most so many leading tokens; ``None`` for no limit.
+        do_remote_decode: whether another engine will decode: all of the prompt's KV is then kept in the tier, hits included.
+        max_load_tokens: maximum number of tokens to load; ``None`` for no limit.
+        max_store_tokens: maximum number of leading tokens to store; ``None`` for no limit.
     """
 
     do_remote_decode: bool = False
@@ -25,10 +25,10 @@ class TransferParams:
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None, request_id: str) -> TransferParams:
-        """Read the wishes that are ours; other keys belong to other connectors.
+        """Read the parameters of this connector; other keys belong to other connectors.
 
         Raises:
-            RequestError: one of ours has a value that it cannot have.
+            RequestError: a parameter of this connector has an invalid value.
         """
         params = params or {}
         remote = params.get("do_remote_decode", False)

@@ -5,16 +5,16 @@
     first look-up ---> ask the tiers about what host memory does not have
                          | all have answered
                          v
-                       how far is it worth while? --not at all--> over: host memory's answer counts
-                         | so far
+                       how much is it worth while to bring up? --nothing--> over: host memory's answer counts
+                         | some leading chunks
                          v
-                       bring these chunks up, hold those that are there
-                         | they have arrived, or failed
+                       bring these chunks up, hold those that host memory has
+                         | all have arrived or failed
                          v
                        over, with the chunks held until the request is admitted
 
-At every point a deadline ends it, in time in which the engine steps: what has not come by then is computed. While the engine
-has no place for the request, its deadline is put off: it would have to wait anyway.
+A deadline ends the wait at every point, in time in which the engine steps: chunks that have not come by then are computed.
+While the engine has no place for the request, its deadline is put off: the request would have to wait anyway.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tiering import Chain, LowerTiers
 
 PATIENCE = 0.5
-"""Part of the time a request may wait that loads are planned to take: estimates err."""
+"""Fraction of ``restore_timeout_s`` that a load may take by its estimate, because estimates err."""
 LOOK_AGAIN_S = 0.02
-"""Pause between two looks at what others are doing."""
+"""Seconds until a request that waits for slots or for other requests' chunks looks again whether it can have them."""
 
 
 class Recalls:
-    """Decides what to bring up for whom.
+    """Decides which chunks to bring up from lower tiers, for each waiting request.
 
     Args:
-        host: what host memory holds.
-        lower: what is below it.
-        pace: how long computing takes; ``None`` to bring up whatever there is, without asking whether that is faster.
+        host: the manager of host memory.
+        lower: the tiers below host memory.
+        pace: predicts how long computing takes; ``None`` to bring up all chunks of a hit, even if computing may be faster.
     """
 
     def __init__(self, host: OffloadManager, lower: LowerTiers, pace: StepPace | None) -> None:
@@ -55,7 +55,10 @@ class Recalls:
         self._last_step = self._clock()
 
     def note_step(self) -> None:
-        """A step was scheduled. Requests that were not asked for had no place in it: that time is not spent on lower tiers."""
+        """Learn that a step was scheduled; put off the deadlines of requests that the engine has not asked for since the last.
+
+        There was no place for them, so the time since then was not spent waiting for lower tiers.
+        """
         now = self._clock()
         self._live = [recall for recall in self._live if not recall.is_over]
         for recall in self._live:
@@ -65,12 +68,14 @@ class Recalls:
         self._last_step = now
 
     def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
-        """Whether a request should be looked up in host memory later. Mutates ``state``, host memory and lower tiers.
+        """Whether a request must wait for lower tiers before it is looked up in host memory. Starts what it waits for.
+
+        Mutates ``state``, host memory and lower tiers.
 
         Args:
             state: the request.
             num_computed_tokens: leading tokens that are on the device.
-            limit_tokens: leading tokens that may be restored at most.
+            limit_tokens: maximum length in tokens of a hit, computed tokens included.
         """
         recall = state.recall
         if recall is None:
@@ -121,7 +126,7 @@ class Recalls:
         recall.is_over = not promotion.num_running
 
     def _is_time(self, recall: Recall) -> bool:
-        """Whether something may have changed for a request that waits for answers, slots or others' chunks."""
+        """Whether it is time to look again for a request that waits for answers, slots or other requests' chunks."""
         if recall.probes:
             return all(probe.has_ended for probe in recall.probes)
         return self._clock() >= recall.look_again_at
@@ -134,7 +139,7 @@ class Recalls:
     def _deep_hit(
         self, state: RequestState, num_computed_tokens: int, limit_tokens: int, unknown: list[OffloadKey]
     ) -> PrefixHit:
-        """The longest prefix that all tiers have together. Adds to ``unknown`` what they have to be asked for."""
+        """Return the longest prefix that all tiers together have. Adds chunks that tiers must be asked for to ``unknown``."""
         deep = [DeepStates(self._host, self._lower, keys, unknown) for keys in state.keys]
         groups = [
             GroupUnits(keys.group, keys.chunk_tokens, states) for keys, states in zip(state.keys, deep, strict=True)
@@ -144,12 +149,12 @@ class Recalls:
     def _worth_while(
         self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int
     ) -> tuple[int, Sequence[Chain]]:
-        """How many leading tokens to restore with the help of lower tiers, and what to bring up for that, if anything."""
+        """Return how many leading tokens to restore with the help of lower tiers, and which chunks to bring up for that."""
         chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
         load_s = self._lower.estimate_s(_count(chains))
         limit_s = PATIENCE * self._lower.config.restore_timeout_s
         if load_s is not None and load_s > limit_s:
-            # As much as will come in time.
+            # Only as many tokens as are likely to come in time.
             part = int(limit_s / load_s * (num_hit_tokens - num_computed_tokens))
             num_hit_tokens = self._deep_hit(state, num_computed_tokens, num_computed_tokens + part, []).num_tokens
             chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
@@ -166,7 +171,7 @@ class Recalls:
         return num_computed_tokens, ()
 
     def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, host_name: str) -> Origins:
-        """Where the tokens about to be loaded came from."""
+        """Return which tier each token about to be loaded came from."""
         promotion = None if state.recall is None else state.recall.promotion
         if promotion is None:
             return Origins((host_name,), bytes(num_hit_tokens - num_computed_tokens))
@@ -174,13 +179,13 @@ class Recalls:
         return Origins(names, sources_per_token(state, promotion.sources, num_computed_tokens, num_hit_tokens))
 
     def _host_hit(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> int:
-        """Leading tokens that need no lower tier."""
+        """Return how many leading tokens host memory can give back without a lower tier, computed tokens included."""
         groups = [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._host, keys)) for keys in state.keys]
         return longest_hit(groups, state.request.num_tokens, num_computed_tokens, limit_tokens).num_tokens
 
 
 def _count(chains: Sequence[Chain]) -> Counter[int]:
-    """Chunks per tier."""
+    """Return the number of chunks per tier."""
     counts: Counter[int] = Counter()
     for chain in chains:
         counts[chain.tier] += len(chain.keys)

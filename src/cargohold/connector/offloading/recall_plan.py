@@ -1,4 +1,4 @@
-"""Which chunks a hit needs, and which of them have to be brought up."""
+"""Finds the chunks that a hit needs, and those of them that must be brought up from lower tiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNREAD = 255
 
 
 def needed_keys(state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> list[OffloadKey]:
-    """The chunks that are read when the tokens between the computed ones and the end of the hit are loaded."""
+    """Return the chunks that a load of the tokens between the computed ones and the end of the hit reads."""
     return [
         key for keys in state.keys for key in _slice(keys, _needed(state, keys, num_computed_tokens, num_hit_tokens))
     ]
@@ -24,7 +24,7 @@ def needed_keys(state: RequestState, num_computed_tokens: int, num_hit_tokens: i
 def chains_to_promote(
     state: RequestState, host: OffloadManager, lower: LowerTiers, num_computed_tokens: int, num_hit_tokens: int
 ) -> list[Chain]:
-    """Those that host memory lacks, in pieces of one prefix and one tier."""
+    """Return the needed chunks that host memory lacks and a lower tier has, in chains of one tier each."""
     return [
         chain
         for keys in state.keys
@@ -35,14 +35,18 @@ def chains_to_promote(
 def sources_per_token(
     state: RequestState, sources: Mapping[OffloadKey, int], num_computed_tokens: int, num_hit_tokens: int
 ) -> bytes:
-    """The tier that each token to be loaded came from: 0 for host memory. The slowest counts where groups differ.
+    """Return one byte per token to be loaded, for the tier that it came from: 0 is host memory, ``n + 1`` lower tier ``n``.
 
-    Leading tokens that no group reads any more, because windows have moved on, count like the first that is read.
+    If the groups' chunks of a token came from different tiers, the slowest counts. Leading tokens that no group reads any
+    more, because windows have moved on, count like the first token that is read.
 
     Args:
-        sources: tier of each chunk that was brought up, from 0: here it is 1.
+        state: the request.
+        sources: index of the lower tier, from 0, of each chunk that was brought up.
+        num_computed_tokens: number of leading tokens that are on the device.
+        num_hit_tokens: number of leading tokens that will be on the device after the load.
     """
-    # What no group reads has a mark of its own.
+    # Tokens that no group reads have a mark of their own.
     marks = bytearray([_UNREAD]) * (num_hit_tokens - num_computed_tokens)
     spans = sorted(
         (sources.get(keys.keys[index], -1), index * keys.chunk_tokens - num_computed_tokens, keys.chunk_tokens)
@@ -58,7 +62,7 @@ def sources_per_token(
 
 
 def _needed(state: RequestState, keys: ChunkKeys, num_computed_tokens: int, num_hit_tokens: int) -> range:
-    """Those of one group: a window does not look back to the start. See ``cargohold.blocks.longest_hit``."""
+    """Return the numbers of the chunks that one group needs. A window needs only the last ones; see ``longest_hit``."""
     next_query = min(num_hit_tokens, state.request.num_tokens - 1)
     first_token = max(num_computed_tokens, keys.group.num_skipped_tokens(next_query))
     end = num_hit_tokens // keys.chunk_tokens
@@ -73,7 +77,7 @@ def _chains(keys: ChunkKeys, needed: range, host: OffloadManager, lower: LowerTi
     own = _slice(keys, needed)
     absent = [at for at, state in enumerate(host.lookup(own)) if state == ABSENT]
     tiers = lower.tiers_of([own[at] for at in absent])
-    # Neighbours in the same tier: their places count up as fast as their ranks.
+    # Neighbours in the same tier have the same difference between place (in ``own``) and rank (in ``places``).
     places = zip(absent, tiers, strict=True)
     for (tier, _), group in groupby(enumerate(places), lambda item: (item[1][1], item[1][0] - item[0])):
         if tier < 0:

@@ -1,4 +1,4 @@
-"""What the scheduler side remembers of each request."""
+"""The scheduler side's state of each request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cargohold.protocol import KVCacheLayout, RequestView
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The answer of a look-up, and what it depended on: while that is the same, so is the answer.
+    """The answer of a look-up, and the values that it depended on: while they are the same, so is the answer.
 
     Attributes:
-        num_tokens: leading tokens usable, computed ones included.
-        undecided: whether to ask again.
-        num_computed_tokens: leading tokens that were on the device.
-        basis: what else it depended on.
+        num_tokens: number of leading tokens that are usable, computed ones included.
+        undecided: whether the answer is "not yet", so that the engine must ask again.
+        num_computed_tokens: number of leading tokens that were on the device.
+        basis: the other values that the answer depended on.
     """
 
     num_tokens: int
@@ -34,12 +34,13 @@ class Recall:
     """A request's chunks on their way up from lower tiers; see ``cargohold.connector.offloading.recall``.
 
     Attributes:
-        deadline: when the request goes on with what there is; later if nobody had a place for it meanwhile.
-        alarm_at: when it is looked at again if nothing happens: the deadline, as it was when the alarm was set.
+        deadline: time at which the request stops waiting; put off while the engine has no place for the request.
+        alarm_at: time at which the request is looked at again if nothing else happens: the deadline when the alarm was set.
         was_asked_for: whether the engine has asked for the request since the last step.
-        probes: what the tiers were asked for.
-        look_again_at: not before this time, unless a probe has ended: looking costs time that others could use.
-        promotion: what is being brought up.
+        probes: questions to the tiers that the request waits for.
+        look_again_at: time before which the request is not looked at again unless its probes have ended, because looking
+            costs time that other requests could use.
+        promotion: the chunks that are being brought up; ``None`` before that begins.
         is_over: whether the request need not wait any more.
     """
 
@@ -52,7 +53,7 @@ class Recall:
     is_over: bool = False
 
     def end(self) -> None:
-        """Wait for nothing and hold nothing any more."""
+        """Stop waiting, and release the chunks held for the request."""
         self.is_over = True
         if self.promotion is not None:
             self.promotion.release()
@@ -60,17 +61,17 @@ class Recall:
 
 @dataclass(slots=True)
 class RequestState:
-    """One request.
+    """State of one request.
 
     Attributes:
         request: the engine's view of it.
-        params: the client's wishes.
+        params: the client's parameters.
         keys: offload keys per group.
-        next_chunk: per group, the first chunk not offered for storing yet.
-        due_tokens: so many tokens complete one of these.
+        next_chunk: per group, the number of the first chunk not offered for storing yet.
+        due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups.
         lookup: the last look-up's answer.
-        recall: what lower tiers are asked for; ``None`` before the first look-up, and once the request is admitted.
-        was_admitted: whether its tokens were counted: one that starts over is admitted again.
+        recall: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
+        was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
         restored_tokens: tokens loaded so far, by the tier they came from.
         notes: what was decided and why.
     """
@@ -88,7 +89,7 @@ class RequestState:
 
     @classmethod
     def create(cls, request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int) -> RequestState:
-        """State of a request that has just arrived. Raises ``RequestError`` if its wishes cannot be."""
+        """Make the state of a request that has just arrived. Raises ``RequestError`` if its parameters are invalid."""
         params = TransferParams.parse(request.kv_transfer_params, request.request_id)
         keys = tuple(ChunkKeys(group, blocks_per_chunk, layout.hash_block_tokens) for group in layout.groups)
         return cls(request, params, keys, [0] * len(keys))
@@ -97,24 +98,24 @@ class RequestState:
         self._note_due()
 
     def extend_keys(self) -> None:
-        """Add the keys of chunks that became full."""
+        """Add the keys of chunks that became full since the last call."""
         hashes = self.request.block_hashes
         for keys in self.keys:
             keys.extend(hashes)
 
     def end_recall(self) -> None:
-        """Lower tiers are not needed any more."""
+        """End the wait for lower tiers, and release the chunks held for the request."""
         recall, self.recall = self.recall, None
         if recall is not None:
             recall.end()
 
     def note_offered(self, group: int, next_chunk: int) -> None:
-        """A group's chunks before ``next_chunk`` were offered for storing."""
+        """Note that a group's chunks before ``next_chunk`` were offered for storing."""
         self.next_chunk[group] = next_chunk
         self._note_due()
 
     def offer_again_from(self, num_tokens: int) -> None:
-        """Offer again for storing what lies behind ``num_tokens``: the tier lost it."""
+        """Offer the chunks behind the first ``num_tokens`` tokens for storing again, because the tier lost them."""
         for group, keys in enumerate(self.keys):
             self.next_chunk[group] = min(self.next_chunk[group], num_tokens // keys.chunk_tokens)
         self._note_due()

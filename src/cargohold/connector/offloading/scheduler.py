@@ -46,11 +46,11 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     Args:
         config: options.
-        environment: the engine.
-        manager: what the tier holds.
-        make_stores: what decides which chunks are copied down; by default all, as they are computed.
+        environment: what the engine says of itself.
+        manager: plans which chunks the tier holds.
+        make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.
         tier: name of the tier in reports.
-        lower: the tiers below it; ``manager`` is then a ``TieringManager`` that they belong to.
+        lower: the tiers below, if there are any; ``manager`` must then be their ``TieringManager``.
     """
 
     name = "offloading"
@@ -100,33 +100,33 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     @property
     def manager(self) -> OffloadManager:
-        """What the tier holds: for inspection."""
+        """The manager of the tier: for inspection."""
         return self._shared.manager
 
     @property
     def num_requests(self) -> int:
-        """Requests that the connector knows: for inspection."""
+        """Number of requests that the connector knows: for inspection."""
         return len(self._requests)
 
     @property
     def max_store_blocks(self) -> int:
-        """Device blocks that stores in flight may hold at most."""
+        """Maximum number of device blocks that stores in flight may hold."""
         return self._shared.max_store_blocks
 
     @property
     def holds_outlive_requests(self) -> bool:
-        """Whether blocks being copied are held for the copy itself, or by their request alone."""
+        """Whether blocks being copied are held for the copy itself; otherwise only their request holds them."""
         return self._shared.holder.outlives_requests
 
     # --- requests come and go -----------------------------------------------------------------------------------------
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
-        """Hold blocks by touching them from now on."""
+        """Keep the context; from now on hold blocks by touching them."""
         self._shared.context = context
         self._shared.holder = TouchHolder(context)
 
     def on_new_request(self, request: RequestView) -> None:
-        """Remember the request; raises ``RequestError`` if it asks for something impossible."""
+        """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
         shared = self._shared
         state = RequestState.create(request, shared.layout, shared.config.blocks_per_chunk)
         self._requests[request.request_id] = state
@@ -134,7 +134,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
 
-        Returns, for a request whose decoding goes on elsewhere, the ``kv_transfer_params`` to send there.
+        Returns the ``kv_transfer_params`` for the engine that goes on with the decoding, if the request asked for that.
         """
         keeps_blocks = self._needs_request(request.request_id)
         if keeps_blocks:
@@ -148,14 +148,14 @@ class OffloadingScheduler(KVConnectorScheduler):
         return keeps_blocks, {"do_remote_prefill": True, "num_offloaded_tokens": num_tokens}
 
     def explain(self, request_id: str) -> CacheReport:
-        """What was decided for the request, and why; forgets it."""
+        """Return what was decided for the request, and why; forget the request."""
         state = self._requests.pop(request_id)
         return CacheReport(dict(state.restored_tokens), tuple(state.notes))
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond the computed ones that the tier holds; loaded asynchronously."""
+        """Return how many tokens beyond the computed ones the tier can give back; loads are asynchronous."""
         lookup = self._lookup.find(self._requests[request.request_id], num_computed_tokens)
         if lookup.undecided:
             return None, False
@@ -163,13 +163,13 @@ class OffloadingScheduler(KVConnectorScheduler):
         return num_external_tokens, num_external_tokens > 0
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """Plan the load of what was found, into the blocks allocated for it."""
+        """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""
         state = self._requests[request.request_id]
         lookup, state.lookup = state.lookup, None
         if lookup is None:
             state.was_admitted = True
             return  # the second call, after the load
-        # Marked only now that the request runs: a look-up may be repeated any number of times.
+        # Chunks are marked as used only now that the request is admitted: a look-up may be repeated any number of times.
         for keys in state.keys:
             self._shared.manager.touch(keys.keys)
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
@@ -183,9 +183,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         state.was_admitted = True
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        """This step's loads, and stores of the chunks that its tokens complete.
+        """Return this step's loads, and the stores of the chunks that its tokens complete.
 
-        Raises ``ContractError`` if the workers have lost a job: what it holds can be released only once they have stopped.
+        Raises ``ContractError`` if the workers have lost a job: its blocks and slots can be released only once they have
+        stopped.
         """
         lost = self._shared.jobs.find_lost(self._shared.config.job_timeout_s)
         if lost is not None:
@@ -210,7 +211,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Release what ended jobs held; make stored chunks visible, and forget those that could not be read."""
+        """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
         self._loads.note_invalid(output.invalid_block_ids)
         if output.finished.step_failed or output.invalid_block_ids:
             self._spoil_stores()
@@ -228,20 +229,23 @@ class OffloadingScheduler(KVConnectorScheduler):
                 logger.warning("a worker reported job %d, which is not in flight", job_id)
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
-        """Locks and unlocks, where blocks are held that way."""
+        """Return locks and unlocks, if blocks are held by locks. Also ends the step for lower tiers."""
         if self._lower is not None:
             self._lower.end_step()
         return self._shared.holder.take_report()
 
     def has_pending_work(self) -> bool:
-        """While jobs are in flight, or blocks of ended requests are kept, or stored; a while for what lower tiers write."""
+        """Whether jobs are in flight, or blocks of ended requests are kept or still to be stored.
+
+        Also whether lower tiers need further steps for a short while; see ``LowerTiers.is_settling``.
+        """
         is_busy = bool(self._shared.jobs or self._lingering) or self._stores.has_pending_work
         return is_busy or (self._lower is not None and self._lower.has_pending_work)
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[KVEvent]:
-        """What became available in the tiers and what was removed, if anyone listens."""
+        """Return the events of chunks that became available in the tiers or were removed, if anyone listens."""
         events = self._shared.events
         own = () if events is None else events.take()
         return own if self._lower is None else (*own, *self._lower.take_events())
@@ -251,10 +255,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         return not self._shared.jobs and self._shared.manager.reset()
 
     def get_stats(self) -> Stats:
-        """Counters since the last call."""
+        """Return counters since the last call."""
         stats, self._shared.stats = dict(self._shared.stats), Counter()
         levels = {"removed_chunks": self.manager.num_removed, "num_ready_chunks": self.manager.num_ready}
-        # Differences, so that counters of several steps add up to what there is.
+        # Differences, so that the counters of all steps sum up to the level.
         stats |= {
             name: level - before for name, level in levels.items() if level != (before := self._levels.get(name, 0))
         }
@@ -264,10 +268,10 @@ class OffloadingScheduler(KVConnectorScheduler):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _spoil_stores(self) -> None:
-        """A step computed with KV that was not there. What is being stored from it must never be found.
+        """Give up all stores in flight: a step computed with KV that was not there, and its chunks must never be found.
 
-        Which stores those are cannot be told here, so all in flight are given up: failures are rare, and what is given up is
-        offered again.
+        Which stores copy from that step cannot be told here, so all are given up: failures are rare, and chunks that are given
+        up are offered again.
         """
         for store in self._shared.jobs.stores():
             store.is_spoiled = True
@@ -275,18 +279,18 @@ class OffloadingScheduler(KVConnectorScheduler):
                 self._requests[request_id].offer_again_from(0)
 
     def _needs_request(self, request_id: str) -> bool:
-        """Whether a copy reads the request's blocks that nothing but the request's own references protects."""
+        """Whether a store reads the request's blocks and only the request's own references protect them."""
         return not self._shared.holder.outlives_requests and self._shared.jobs.is_storing(request_id)
 
     def _must_finish_stores(self, step: StepView) -> bool:
-        """Whether this step may overwrite blocks that stores read: those of preempted requests, or not seen any more."""
+        """Whether this step may overwrite blocks that stores read: of preempted requests, or that windows have left behind."""
         if self._shared.holder.outlives_requests or not self._shared.jobs.num_store_blocks:
             return False
         gives_blocks_back = any(group.kind is not AttentionKind.FULL for group in self._shared.layout.groups)
         return gives_blocks_back or any(self._needs_request(request_id) for request_id in step.preempted_req_ids)
 
     def _take_released(self) -> tuple[str, ...]:
-        """Ended requests whose stores have ended since the last step."""
+        """Return the ended requests whose last store has ended since the last step; they need not linger any more."""
         if not self._lingering:
             return ()
         released = tuple(sorted(lingering for lingering in self._lingering if not self._needs_request(lingering)))

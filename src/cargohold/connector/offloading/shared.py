@@ -1,4 +1,4 @@
-"""What the parts of the scheduler side share."""
+"""State that the parts of the scheduler side share."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from cargohold.protocol import KVCacheLayout, SchedulerContext
 
 @dataclass(slots=True)
 class Shared:
-    """One connector's common ground.
+    """State that the parts of one connector's scheduler side share.
 
     Attributes:
         config: options.
         layout: the engine's paged KV.
-        manager: what the tier holds.
-        tier: its name in reports.
+        manager: the manager of the tier.
+        tier: the tier's name in reports.
         holder: keeps blocks from being reused while they are copied.
         jobs: transfers in flight.
-        events: what is announced of the tier; ``None`` if nobody listens.
-        keeps_partial_loads: whether the engine finds what a failed load has brought before its first bad block.
-        context: the engine's block pool, where the engine gives one.
+        events: KV events of the tier; ``None`` if nobody listens.
+        keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
+        context: the engine's block pool; ``None`` if the engine gives none.
         stats: counters since they were last taken.
-        max_store_blocks: device blocks that stores in flight may hold at most: in the smallest pool those of one chunk.
+        max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
     """
 
     config: OffloadConfig
@@ -50,15 +50,15 @@ class Shared:
         self.max_store_blocks = max(self.config.blocks_per_chunk, int(self.layout.num_blocks * fraction))
 
     def num_storable_blocks(self) -> int:
-        """Device blocks that further stores may hold now."""
+        """Return how many more device blocks stores may hold now."""
         return max(0, self.max_store_blocks - self.jobs.num_store_blocks)
 
     def num_storable_chunks(self) -> int:
-        """Chunks that further stores may hold now."""
+        """Return how many more chunks stores may hold now, by their device blocks."""
         return self.num_storable_blocks() // self.config.blocks_per_chunk
 
     def places(self, chunks: Sequence[ChunkBlocks], slots: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Device blocks of chunks, and the tier's rows for them, in parallel."""
+        """Return the device blocks of chunks and the tier's rows for them, in parallel."""
         per_chunk = self.config.blocks_per_chunk
         if per_chunk == 1:
             return tuple([chunk.block_ids[0] for chunk in chunks]), tuple(slots)

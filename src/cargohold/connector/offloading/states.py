@@ -1,4 +1,4 @@
-"""Presence of one request's chunks of one group; see ``cargohold.blocks.UnitStates``."""
+"""Presence of one request's chunks in one group; implements ``cargohold.blocks.UnitStates``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class HostStates:
         self._keys = keys.keys
 
     def run(self, first: int, end: int) -> bytes:
-        """Up to the first absent one."""
+        """Return the states of chunks ``[first, end)``, up to the first absent one."""
         return self._manager.lookup_run(self._keys[first:end])
 
     def window(self, first: int, end: int) -> bytes:
-        """Every one."""
+        """Return the states of chunks ``[first, end)``."""
         return self._manager.lookup(self._keys[first:end])
 
 
 class ExpectedStates:
-    """Presence in the manager's own tier when what is being stored has arrived.
+    """Presence in the manager's own tier once all stores in flight have succeeded.
 
     Args:
-        manager: what the tier holds.
+        manager: the manager of the tier.
         keys: the request's chunks.
-        storing: chunks on their way to the tier.
+        storing: chunks that are being stored; they count as ready.
     """
 
     def __init__(self, manager: OffloadManager, keys: ChunkKeys, storing: AbstractSet[OffloadKey]) -> None:
@@ -46,11 +46,14 @@ class ExpectedStates:
         self._storing = storing
 
     def run(self, first: int, end: int) -> bytes:
-        """Every one: behind the first absent one nothing matters, and it is asked for once in a request's life."""
+        """Return the states of chunks ``[first, end)``.
+
+        Those behind the first absent one do not matter, but this is called only once per request, so it need not be fast.
+        """
         return self.window(first, end)
 
     def window(self, first: int, end: int) -> bytes:
-        """Every one."""
+        """Return the states of chunks ``[first, end)``."""
         keys = self._keys[first:end]
         states = self._manager.lookup(keys)
         return bytes(READY if key in self._storing else at for key, at in zip(keys, states, strict=True))
@@ -60,10 +63,10 @@ class DeepStates:
     """Presence in host memory or any tier below.
 
     Args:
-        host: host memory.
+        host: the manager of host memory.
         lower: the tiers below.
         keys: the request's chunks.
-        unknown: gets the chunks that no tier was asked about: they count as "not yet".
+        unknown: mutated: chunks are added that a lower tier must be asked for first. They count as "not yet".
     """
 
     def __init__(self, host: OffloadManager, lower: LowerTiers, keys: ChunkKeys, unknown: list[OffloadKey]) -> None:
@@ -73,9 +76,10 @@ class DeepStates:
         self._unknown = unknown
 
     def run(self, first: int, end: int) -> bytes:
-        """Up to the first absent one."""
+        """Return the states of chunks ``[first, end)``, up to the first absent one."""
         states = bytearray()
-        # Chunks of one tier mostly lie together. Where they do not, little is looked at in vain.
+        # Chunks of one tier mostly lie together, so the width doubles while they do. Where they do not, it is small, so that
+        # few chunks are looked up in vain.
         width = _LEAST_WIDTH
         while (at := first + len(states)) < end:
             keys = self._keys[at : min(at + width, end)]
@@ -94,7 +98,7 @@ class DeepStates:
         return bytes(states)
 
     def window(self, first: int, end: int) -> bytes:
-        """Every one."""
+        """Return the states of chunks ``[first, end)``."""
         keys = self._keys[first:end]
         states = bytearray(self._host.lookup(keys))
         absent = [at for at, state in enumerate(states) if state == ABSENT]
@@ -103,7 +107,7 @@ class DeepStates:
         return bytes(states)
 
     def _ask(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False) -> bytes:
-        """What the tiers below say of chunks that host memory lacks."""
+        """Return the states that the tiers below give for chunks that host memory lacks."""
         states = self._lower.lookup(keys, up_to_absent=up_to_absent)
         if UNKNOWN in states:
             self._unknown += [key for key, state in zip(keys, states, strict=False) if state == UNKNOWN]

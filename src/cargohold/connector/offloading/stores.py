@@ -24,18 +24,18 @@ logger = logging.getLogger(__name__)
 
 
 class StorePlanner(Protocol):
-    """Decides what is copied down in a step."""
+    """Decides which chunks are copied down in a step."""
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
-        """The stores to start after this step's forward pass."""
+        """Yield the stores to start after this step's forward pass."""
         ...
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
-        """A store has ended on all workers: release what it held; its chunks can be found if they were copied."""
+        """End a store that all workers have ended: release its blocks; let its chunks be found if they were copied."""
         ...
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
-        """A request ended, whose blocks may be free from now on."""
+        """Learn that a request ended; its blocks may be free from now on."""
         ...
 
     @property
@@ -45,19 +45,19 @@ class StorePlanner(Protocol):
 
 
 MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
-"""Makes what decides which chunks are copied down, for the requests given."""
+"""Makes a ``StorePlanner`` for the requests of a connector."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offered:
-    """Chunks of a request in one group, on offer.
+    """Chunks of one request in one group that are offered to the manager for storing.
 
     Attributes:
         state: the request.
-        group: the group.
-        first: the first chunk that is offered.
-        end: the chunk before which all were offered, once this is.
-        chunks: those that can be stored, by key; in prefix order.
+        group: index of the group.
+        first: number of the first chunk that is offered.
+        end: number of the chunk to stop before: all chunks before it are offered now, or were before.
+        chunks: the chunks in ``[first, end)`` that can be stored, by key; in prefix order.
     """
 
     state: RequestState
@@ -67,22 +67,22 @@ class _Offered:
     chunks: Mapping[OffloadKey, ChunkBlocks]
 
     def for_manager(self) -> StoreOffer:
-        """The same as managers see it."""
+        """Return the offer in the form that managers take."""
         index = next(iter(self.chunks.values())).index if self.chunks else 0
         return StoreOffer(tuple(self.chunks), self.state.keys[self.group].keys[index - 1] if index else None)
 
     def next_chunk(self, deferred: AbstractSet[OffloadKey]) -> int:
-        """What is to be offered next: the first chunk that waits for a slot that others use, with all behind it."""
+        """Return the number of the chunk to offer next: the first in ``deferred``, or ``end`` if none of these chunks is."""
         waiting = (chunk.index for key, chunk in self.chunks.items() if key in deferred)
         return next(waiting, self.end) if deferred else self.end
 
 
 class EagerStores:
-    """Stores chunks as they are computed; those that a step completes together, whoever's they are.
+    """Stores chunks as they are computed. All chunks that a step completes go in one job, of whichever requests they are.
 
     Args:
-        shared: the connector's common ground.
-        requests: its requests.
+        shared: the state that the connector's parts share.
+        requests: the connector's requests, by id.
     """
 
     def __init__(self, shared: Shared, requests: Mapping[str, RequestState]) -> None:
@@ -92,11 +92,11 @@ class EagerStores:
 
     @property
     def has_pending_work(self) -> bool:
-        """While chunks of ended requests are to be offered."""
+        """Whether chunks of ended requests are still to be offered."""
         return len(self._leftovers) > 0
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
-        """Store the chunks that are complete after this step and were not offered yet; first those of ended requests."""
+        """Yield stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
         if self._leftovers:
             yield from self._plan_leftovers()
         offered: list[_Offered] = []
@@ -106,7 +106,7 @@ class EagerStores:
             num_computed = share.num_computed_tokens + share.num_scheduled_tokens
             if num_computed < state.due_tokens:
                 continue  # most, while generating
-            # Under asynchronous scheduling the count runs ahead of the tokens that are known.
+            # Under asynchronous scheduling, num_computed may exceed the number of tokens that are known.
             num_tokens = min(num_computed, self._num_wanted_tokens(state))
             if num_tokens >= state.due_tokens:
                 state.extend_keys()
@@ -117,12 +117,12 @@ class EagerStores:
         yield from self._store(offered)
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
-        """Release the blocks, and let the chunks be found."""
+        """Release the store's blocks; let its chunks be found if they were copied."""
         end_store(self._shared, store, outcome)
         self._shared.holder.release(store.block_ids)
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Remember chunks that could not be stored yet, if their blocks can be recognised when they can."""
+        """Remember the request's chunks that could not be stored yet, if the context can tell later what their blocks hold."""
         context, num_tokens = self._shared.context, self._num_wanted_tokens(state)
         if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
             self._leftovers.add(state, block_ids, num_tokens, context)
@@ -132,7 +132,7 @@ class EagerStores:
         for leftover in self._leftovers:
             is_done = True
             for group, first in enumerate(leftover.state.next_chunk):
-                # No further than what can be stored now: all of them together are as long as the device's pool.
+                # Look no further than what can be stored now: all leftovers together may be as long as the device pool.
                 limit = self._shared.num_storable_chunks()
                 end = leftover.end_chunk(group, self._shared.config.blocks_per_chunk, self._shared.context, limit)
                 offered: list[_Offered] = []
@@ -145,7 +145,7 @@ class EagerStores:
                 return
 
     def _num_wanted_tokens(self, state: RequestState) -> int:
-        """Leading tokens that may be stored: known, and wanted."""
+        """Return how many leading tokens may be stored: their ids are known, and neither options nor the client forbid it."""
         request = state.request
         num_tokens = request.num_tokens
         if not self._shared.config.store_generated:
@@ -162,15 +162,15 @@ class EagerStores:
         end: int,
         num_allowed: int,
     ) -> int:
-        """Put a group's chunks before ``end`` on offer that were not yet; how many.
+        """Add a group's chunks before ``end`` that were not offered yet to ``offered``; return how many can be stored.
 
         Args:
-            offered: what is on offer; added to.
+            offered: the offers of this step; mutated.
             state: the request.
-            group: the group.
-            table: its blocks.
+            group: index of the group.
+            table: block ids of the request in the group.
             end: number of the chunk to stop before.
-            num_allowed: chunks whose blocks stores may hold now. What does not fit is offered again in the next step.
+            num_allowed: maximum number of chunks whose blocks stores may hold now. The rest is offered in the next step.
         """
         first = state.next_chunk[group]
         if end - first > num_allowed:
@@ -184,7 +184,7 @@ class EagerStores:
         return len(chunks)
 
     def _store(self, offered: Sequence[_Offered]) -> Iterator[StoreJob]:
-        """Offer chunks to the manager, and copy those that it takes: one job, for it is one step that completes them."""
+        """Offer chunks to the manager; yield one job that copies those that it takes, as one step completes all of them."""
         if not offered:
             return
         handle = self._shared.manager.prepare_stores([offer.for_manager() for offer in offered])
@@ -213,7 +213,7 @@ class EagerStores:
 
 
 def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob:
-    """Note that a store is in flight; the message that starts it. Its blocks must be held already."""
+    """Add a store to the jobs in flight, and return the message that starts it. Its blocks must be held already."""
     shared.jobs.add_store(store)
     shared.stats["stores"] += 1
     shared.stats["stored_blocks"] += len(store.block_ids)
@@ -221,7 +221,7 @@ def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob
 
 
 def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
-    """Let a store's chunks be found, or give their slots back."""
+    """Let a store's chunks be found if they were copied; otherwise give their slots back."""
     if outcome is TransferOutcome.DONE and not store.is_spoiled:
         store.handle.commit()
         shared.stats["stored_chunks"] += len(store.handle.keys)

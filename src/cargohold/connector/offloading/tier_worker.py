@@ -1,4 +1,4 @@
-"""Worker side of lower tiers: this worker's shard of host memory, and its shards of what is below."""
+"""Worker side of lower tiers: moves chunks between this worker's shard of host memory and its shards of the tiers below."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _OUTCOMES = {
 
 
 class JobQueue(Protocol):
-    """What ``cargohold.offload.tier.TierQueue`` offers: jobs go in, results come out, nobody waits."""
+    """The interface of ``cargohold.offload.tier.TierQueue``: takes jobs and returns results; no method but the last waits."""
 
     def submit(self, job: TierJob) -> bool:
-        """Take a job; ``False`` if it cannot be taken now, and then there is no result."""
+        """Take a job. Returns ``False`` if the queue cannot take it now; then there will be no result."""
         ...
 
     def poll(self) -> Sequence[TierResult]:
-        """The jobs that ended. Nothing touches their buffers any more."""
+        """Return the results of jobs that ended since the last call. Nothing reads or writes their buffers any more."""
         ...
 
     def cancel(self, job_id: int) -> None:
-        """End a job soon, if it has not ended."""
+        """Make a job end soon, if it has not ended."""
         ...
 
     @property
     def is_off(self) -> bool:
-        """Whether it refuses every job from now on."""
+        """Whether the queue refuses every job from now on."""
         ...
 
     def shutdown(self) -> None:
-        """Stop."""
+        """Stop the queue."""
         ...
 
 
@@ -50,9 +50,9 @@ class TierWorker:
     """Hands commands to the queues of one worker's tiers.
 
     Args:
-        queues: one per tier, by its name, the fastest first.
-        rows: this worker's shard of host memory.
-        rows_per_slot: rows that make a chunk.
+        queues: one queue per tier, by the tier's name, the fastest first.
+        rows: this worker's shard of host memory, one row per block.
+        rows_per_slot: number of rows that make a slot.
         clock: monotonic time in seconds.
     """
 
@@ -61,13 +61,13 @@ class TierWorker:
         self._chunks = rows.reshape(len(rows) // rows_per_slot, -1)
         self._clock = clock
         self._refused: list[TierCommand] = []
-        # Which queue has which job.
+        # The queue of each job in flight.
         self._queue_of: dict[int, JobQueue] = {}
         self._reported_off: set[int] = set()
         self._stats: Counter[str] = Counter()
 
     def start(self, command: TierCommand) -> None:
-        """Start a job."""
+        """Submit a job to its tier's queue. If the queue refuses it, ``poll`` reports it as abandoned."""
         buffers: list[memoryview] = []
         if command.kind in (JobKind.LOAD, JobKind.STORE):
             buffers = [self._chunks[slot].data for slot in command.slots]
@@ -79,13 +79,13 @@ class TierWorker:
             self._refused.append(command)
 
     def cancel(self, job_id: int) -> None:
-        """Nobody needs a job any more. It is reported all the same."""
+        """Make a job end soon, because nobody needs it any more. ``poll`` reports it like any other."""
         queue = self._queue_of.get(job_id)
         if queue is not None:
             queue.cancel(job_id)
 
     def poll(self) -> dict[int, tuple[TransferOutcome, TierAnswer]]:
-        """Jobs that ended, with how each of their chunks fared."""
+        """Return the jobs that ended since the last call, each with its outcome and whether each of its chunks succeeded."""
         refused, self._refused = self._refused, []
         ended = {
             command.job_id: (TransferOutcome.ABANDONED, TierAnswer(bytes(len(command.keys)))) for command in refused
@@ -98,13 +98,13 @@ class TierWorker:
         return ended
 
     def take_off(self) -> frozenset[int]:
-        """Tiers that are off for good, each said once."""
+        """Return the indices of tiers that are off for good, each only once."""
         news = frozenset(at for at, queue in enumerate(self._queues) if queue.is_off) - self._reported_off
         self._reported_off |= news
         return news
 
     def take_stats(self) -> Stats:
-        """Bytes moved and chunks that failed their check, per tier, since the last call."""
+        """Return the bytes moved and the chunks that failed their check, per tier, since the last call."""
         stats, self._stats = self._stats, Counter()
         return stats
 

@@ -23,8 +23,8 @@ class OffloadingWorker(KVConnectorWorker):
     """Moves blocks between one worker's paged KV and its shard of the tier.
 
     Args:
-        make_transfers: makes the transfer worker once the paged KV is known; called with the regions.
-        tiers: this worker's part of the tiers below host memory, where there are any.
+        make_transfers: makes the transfer worker; called with the regions, once the paged KV is known.
+        tiers: this worker's part of the tiers below host memory, if there are any.
     """
 
     name = "offloading"
@@ -55,12 +55,12 @@ class OffloadingWorker(KVConnectorWorker):
         self._metadata = metadata
 
     def handle_preemptions(self) -> None:
-        """Let stores end whose sources this step may overwrite."""
+        """Keep this step from overwriting blocks that stores in flight read, if the scheduler side asks for that."""
         if self._metadata.finish_stores:
             self._running.finish_stores()
 
     def start_load_kv(self) -> None:
-        """Start the loads, and the work of lower tiers."""
+        """Start the loads and the jobs of lower tiers, and cancel jobs of lower tiers that nobody needs any more."""
         for load in self._metadata.loads:
             self._waiting[load.job_id] = load.request_id
             self._running.submit(CopyJob(load.job_id, Direction.LOAD, load.block_ids, load.rows, load.timeout_s))
@@ -71,12 +71,12 @@ class OffloadingWorker(KVConnectorWorker):
                 self._tiers.cancel(job_id)
 
     def wait_for_save(self) -> None:
-        """Start the stores: the forward pass has written what they read."""
+        """Start the stores, now that the forward pass has written the blocks that they read."""
         for store in self._metadata.stores:
             self._running.submit(CopyJob(store.job_id, Direction.STORE, store.block_ids, store.rows, store.timeout_s))
 
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        """Jobs that ended, and the requests whose loads they were."""
+        """Return the jobs that ended since the last call, and the requests whose loads they were."""
         results = self._running.poll()
         if not results and self._tiers is None and not self._metadata.release:
             return NOTHING_ENDED  # most steps
@@ -105,17 +105,17 @@ class OffloadingWorker(KVConnectorWorker):
         )
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
-        """Blocks whose load failed since the last call."""
+        """Return the ids of blocks whose load failed since the last call."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
     def get_stats(self) -> Stats:
-        """Blocks copied and seconds taken, per direction, and what lower tiers moved, since the last call."""
+        """Return blocks copied and seconds taken, per direction, and the counters of lower tiers, since the last call."""
         stats, self._stats = self._stats, {}
         return stats if self._tiers is None else {**stats, **self._tiers.take_stats()}
 
     def build_connector_worker_meta(self) -> TierReport | None:
-        """How the chunks fared whose jobs in lower tiers ended, and which tiers are off from now on."""
+        """Return whether each chunk of the lower tiers' ended jobs succeeded, and which tiers are off from now on."""
         if self._tiers is None:
             return None
         answers, self._tier_answers = self._tier_answers, {}
@@ -127,7 +127,7 @@ class OffloadingWorker(KVConnectorWorker):
         self._metadata = NOTHING_TO_DO
 
     def shutdown(self) -> None:
-        """Let running copies end."""
+        """Let running jobs end, and release the queues of lower tiers and the transfer worker."""
         if self._tiers is not None:
             self._tiers.shutdown()
         if self._transfers is not None:
@@ -140,7 +140,7 @@ class OffloadingWorker(KVConnectorWorker):
 
     def _count(self, result: CopyResult) -> None:
         if result.outcome is not TransferOutcome.DONE:
-            return  # how much of it was copied is not known; of what came too late nothing
+            return  # how much a failed job has copied is not known; a job that came too late has copied nothing
         direction = result.job.direction.value
         for name, amount in ((f"{direction}_blocks", len(result.job.block_ids)), (f"{direction}_s", result.duration_s)):
             self._stats[name] = self._stats.get(name, 0) + amount
