@@ -14,13 +14,13 @@ entry point in ``plugin``.
     probe       the tested versions, and what else this adapter relies on in vLLM
     signatures  whether vLLM calls, and wants to be called, as expected
     settings    options
-    served      whose KV it is
-    stages      what each worker holds, where they differ
+    served      identity of the model whose KV is kept
+    stages      which part of the model each worker holds, where they differ
     layout      vLLM's KV-cache configuration as our layout, or why it cannot be served
     regions     the paged KV's tensors as plain bytes
     blocks      vLLM's block pool as a scheduler context
     room        whether there is room for another load
-    resets      resets of vLLM's prefix cache, followed
+    resets      follows resets of vLLM's prefix cache
     deferrals   how long requests wait for an answer
     step        vLLM's scheduler output as a step
     messages    what travels between scheduler and workers
@@ -28,7 +28,7 @@ entry point in ``plugin``.
     worker      worker side
     events      KV events
     metrics     counters for vLLM's log and its Prometheus endpoint
-    report      what is said at start
+    report      lines for the log at start
     connector   the class that vLLM instantiates
     server      ``vllm serve`` as a child process, for demos and benchmarks
     simulation  vLLM's scheduler and this adapter in ``cargohold simulate``

@@ -13,10 +13,10 @@ _GROUP_BYTES = 4
 
 
 class BlockView:
-    """One of vLLM's blocks, as the contract shows blocks.
+    """A view of one of vLLM's blocks; see ``cargohold.protocol.KVCacheBlockView``.
 
     Args:
-        block: vLLM's own.
+        block: vLLM's block object.
         groups: the KV-cache groups.
 
     Attributes:
@@ -42,7 +42,10 @@ class BlockView:
 
     @property
     def block_hash(self) -> bytes | None:
-        """Digest of the prefix it holds; ``None`` if that ends inside the block: then it holds no whole block's KV."""
+        """Hash of the prefix that ends with the block; ``None`` if it has none, or one that ends inside the block.
+
+        In the latter case, the block does not hold a whole block's KV.
+        """
         key = self.block.block_hash
         if key is None:
             return None
@@ -59,10 +62,10 @@ class BlockView:
 
 
 class BlockIdTable(Sequence[int]):
-    """The ids of a block table, made of what is asked for: of a long table, a step needs the end alone.
+    """The ids in a block table, read from vLLM's blocks on access: of a long table, a step needs only the end.
 
     Args:
-        blocks: vLLM's own.
+        blocks: vLLM's block objects.
     """
 
     __slots__ = ("_blocks",)
@@ -85,15 +88,15 @@ class BlockIdTable(Sequence[int]):
         return int(self._blocks[at].block_id)
 
     def __reduce__(self) -> tuple[type[list[int]], tuple[list[int]]]:
-        """To another process it goes as a list."""
+        """Pickle as a plain list."""
         return list, (self[:],)
 
 
 class BlockTables(Protocol):
-    """Where the blocks of a request are looked up."""
+    """Looks up the block tables of requests."""
 
     def blocks(self, request_id: str) -> Sequence[Sequence[Any]]:
-        """Blocks per group, vLLM's own, nulls in their places; empty tables if the request holds none."""
+        """The request's table per group: vLLM's block objects, null blocks included; empty tables if it holds no blocks."""
         ...
 
 
@@ -110,7 +113,7 @@ class ManagerTables:
 
 
 class NotedTables:
-    """Tables as they were handed over at allocation, for versions that do not give the manager away.
+    """Tables noted when blocks are allocated, for versions of vLLM that do not hand their KV-cache manager to connectors.
 
     The manager changes these very lists as blocks come and go, so they are always current.
     """
@@ -120,11 +123,11 @@ class NotedTables:
         self._empty: Sequence[Sequence[Any]] = ((),) * num_groups
 
     def note(self, request_id: str, blocks: Sequence[Sequence[Any]]) -> None:
-        """The request has these tables until it is noted again or forgotten."""
+        """Note a request's tables. They hold until the request is noted again or forgotten."""
         self._tables[request_id] = blocks
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget the tables of a request that has ended."""
         self._tables.pop(request_id, None)
 
     def blocks(self, request_id: str) -> Sequence[Sequence[Any]]:
@@ -142,7 +145,7 @@ class PoolContext:
         waiting: the requests that wait, in the order in which they will be tried.
 
     Attributes:
-        shows_free_blocks: whether there is anything in the free queue for whoever walks it.
+        shows_free_blocks: whether ``iter_free_blocks`` yields the free blocks; while this is ``False``, it yields none.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class PoolContext:
         self._tables = tables
         self._waiting = waiting
         self.shows_free_blocks = True
-        # Made when they are asked for first; vLLM's blocks stay the same ones.
+        # Each view is made on first access, and then kept: vLLM never replaces its block objects.
         self._views: list[BlockView | None] = [None] * len(pool.blocks)
 
     def get_block(self, block_id: int) -> BlockView:
@@ -174,12 +177,12 @@ class PoolContext:
         self._pool.touch(self._own(blocks, "touch"))
 
     def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
-        """Give one reference back on each. Whether they were taken here is for whoever calls to know."""
+        """Give back one reference on each block. The caller must have taken it; that is not checked here."""
         own = self._own(blocks, "free")
         if not evict_first:
             self._pool.free_blocks(own)
             return
-        # vLLM puts cached blocks at the tail; these are kept elsewhere and can go first.
+        # vLLM puts cached blocks at the tail of the free queue; these are also kept elsewhere, and can be evicted first.
         for block in own:
             block.ref_cnt -= 1
         freed = {block.block_id: block for block in own if block.ref_cnt == 0}
@@ -213,7 +216,7 @@ class PoolContext:
             block = following
 
     def would_free(self, held: Mapping[int, int]) -> bool:
-        """Whether some block would become free if so many references were given back, by block id."""
+        """Whether some block would become free if the references in ``held``, counted by block id, were given back."""
         blocks = self._pool.blocks
         return any(blocks[block_id].ref_cnt == count for block_id, count in held.items())
 

@@ -42,7 +42,7 @@ def _need(module: str, name: str) -> Any:
 
 
 def _ask(module: str, name: str, num_args: int, otherwise: Callable[..., Any]) -> Any:
-    """A function that takes so many arguments; ``otherwise`` where there is none."""
+    """A function of vLLM, which must take ``num_args`` arguments; ``otherwise`` if this version has no such function."""
     found = _find(module, name)
     if found is None:
         return otherwise
@@ -63,28 +63,28 @@ SchedulerOutput = _need("vllm.v1.core.sched.output", "SchedulerOutput")
 KVConnectorOutput = _need("vllm.v1.outputs", "KVConnectorOutput")
 
 TransferResults: Any = _find(_BASE, "KVConnectorTransferResults")
-"""Since 0.30: with it, failed loads are reported by request. Before, by block, which vLLM cannot place with several groups."""
+"""Since 0.30: failed loads are reported by request. Before, by block, and with several groups vLLM cannot tell whose it is."""
 
 Executor: Any = _find("vllm.v1.executor.abstract", "Executor")
 MultiprocExecutor: Any = _find("vllm.v1.executor.multiproc_executor", "MultiprocExecutor")
-"""What runs the workers, and the kind of it that brings together what all of them report, whatever their stage."""
+"""vLLM's executors, which run the workers, and the only kind of them that merges the reports of all pipeline stages."""
 
 CacheHitSource: Any = _find("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
 """Since 0.32: where an external hit came from, for vLLM's own statistics."""
 
 convert_block_hash: Any = _ask(_HASHES, "maybe_convert_block_hash", 1, lambda digest: digest)
-"""Block hashes as vLLM's events name them."""
+"""Converts a block hash to the form that vLLM's events use."""
 
 extra_keys: Any = _ask(_HASHES, "generate_block_hash_extra_keys", 4, lambda *_: (None, 0))
 event_keys: Any = _ask(_HASHES, "to_event_extra_keys", 1, list)
-"""What block hashes cover besides tokens, and how vLLM's events tell it: since 0.31 without what kind of thing each is."""
+"""Find what block hashes cover besides tokens, and convert it to the form of vLLM's events (since 0.31 without kinds)."""
 
 _spec_kind: Any = _ask(_SPECS, "get_kv_cache_spec_kind", 1, lambda _: None)
 _spec_window: Any = _ask(_SPECS, "get_kv_cache_spec_sliding_window", 1, lambda _: None)
 
 
 def describe_group(spec: Any) -> tuple[str | None, int | None]:
-    """How vLLM's events tell what kind of KV a group has, and how far its window reaches; ``None`` where they do not say."""
+    """A group's kind of KV as vLLM's events name it, and its window in tokens; ``None`` where this version does not say."""
     kind = _spec_kind(spec)
     return None if kind is None else kind.value, _spec_window(spec)
 

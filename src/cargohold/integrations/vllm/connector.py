@@ -61,31 +61,31 @@ _SUDDEN_END = (
 
 
 class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]  # vLLM ships no types
-    """vLLM's V1 interface over Cargohold's connectors. Only translates: what happens is decided on the two sides.
+    """vLLM's V1 connector interface, served by Cargohold's connectors. Passes calls on to ``SchedulerSide`` or ``WorkerSide``.
 
-    Where model, configuration or version cannot be served, it stays in place and keeps nothing, or refuses to start; see
-    ``AdapterSettings.if_unsupported``.
+    If the model, the configuration or the version of vLLM cannot be served, the connector stays in place and keeps nothing,
+    or refuses to start; see ``AdapterSettings.if_unsupported``.
 
     Args:
         vllm_config: vLLM's configuration.
-        role: which of the two sides.
-        kv_cache_config: what vLLM made of the model's layers.
+        role: which of the two sides this object is.
+        kv_cache_config: vLLM's KV-cache configuration for the model's layers.
     """
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
-        """Made where vLLM demands hooks that are not here, too: it is told then why nothing is offloaded."""
+        """Make the connector even if vLLM demands hooks that it lacks: the log then says why nothing is offloaded."""
         with waived_demands(cls):
             connector: Self = super().__new__(cls)
             return connector
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # vLLM sets handlers up for its own loggers alone; ours follow them.
+        # vLLM sets up handlers for its own loggers alone; ours use the same handlers.
         _follow_vllm_log()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._ended = Ended()
-        # Makes the scheduler side, once all workers have said what they hold.
+        # With pipeline stages: makes the scheduler side, once all workers have said which part of the model they hold.
         self._begin: Callable[[Parts], None] | None = None
         self._mean_block_bytes = 0.0
         self._events = EventTranslator(())  # until there is a scheduler side
@@ -102,7 +102,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if self._is_scheduler:
             if self._settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
                 logger.info("%s", _SUDDEN_END)
-            # Read by vLLM's scheduler right behind this.
+            # vLLM's scheduler reads this option right after it has made the connector.
             vllm_config.kv_transfer_config.kv_load_failure_policy = self._settings.adapter.load_failure_policy
         else:
             rank = int(vllm_config.parallel_config.rank)
@@ -113,12 +113,12 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what is not stored is computed again."""
+        """``False``: tokens whose KV was not stored are computed again."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing happens between layers. Bad options are refused here already, before the model is loaded."""
+        """``False``: nothing happens between layers. Raises ``ConfigError`` for bad options, before the model is loaded."""
         Settings.parse(extra_config).require_packages()
         return False
 
@@ -146,7 +146,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerPart | None:
-        """What this worker holds, where it is not what the scheduler side takes for granted."""
+        """Which part of the model this worker holds; ``None`` without pipeline stages, where the scheduler side knows it."""
         if self._worker is None:
             return WorkerPart(obstacles=tuple(self._obstacles))
         if not has_stages(self._vllm_config):
@@ -155,7 +155,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return WorkerPart(block_bytes(self._kv_cache_config), num_layers)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """First call of a step."""
+        """Take this step's message: vLLM makes this call first in a step."""
         if self._worker is not None and kv_connector_metadata is not None:
             self._worker.begin(kv_connector_metadata)
 
@@ -171,10 +171,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._worker.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All loads are asynchronous: what a step computes with is there."""
+        """Do nothing: all loads are asynchronous, so a step computes only with KV that has arrived."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Stores start when the whole step is computed."""
+        """Do nothing: stores start when the whole step is computed."""
 
     def wait_for_save(self) -> None:
         """The forward pass is over: start the stores."""
@@ -182,19 +182,19 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._worker.save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose transfers ended."""
+        """Ids of requests whose transfers ended: those sent, and those received."""
         if self._worker is None:
             return None, None
         self._ended = self._worker.collect(finished_req_ids)
         return set(self._ended.sent), set(self._ended.received)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same, with those that failed (since vLLM 0.30)."""
+        """Like ``get_finished``, with the requests whose load failed (since vLLM 0.30)."""
         sent, received = self.get_finished(finished_req_ids)
         return compat.TransferResults(sent or set(), received or set(), set(self._ended.failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of failed loads, for versions that cannot be told the request."""
+        """Blocks of failed loads, for versions of vLLM that cannot be told the request."""
         ended, self._ended = self._ended, Ended()
         return set() if compat.TransferResults is not None else set(ended.invalid_block_ids)
 
@@ -203,7 +203,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return None if self._worker is None else self._worker.build_meta()
 
     def clear_connector_metadata(self) -> None:
-        """Last call of a step."""
+        """End the step: vLLM makes this call last."""
         super().clear_connector_metadata()
         if self._worker is not None:
             self._worker.end()
@@ -211,16 +211,16 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     # --- scheduler side -----------------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """The block pool and the requests' tables (since vLLM 0.30)."""
+        """Take vLLM's block pool and the requests' tables (since vLLM 0.30)."""
         if not self._obstacles and not self._turn_off(probe.missing_from_manager(kv_cache_manager)):
             self._bind(kv_cache_manager.block_pool, ManagerTables(kv_cache_manager))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The block pool alone, before vLLM 0.30."""
+        """Take vLLM's block pool, which is all that versions before 0.30 give."""
         self._bind(gpu_block_pool, NotedTables(len(self._groups)))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """What the workers said, by stage and by rank within it; before the first request."""
+        """Take what workers said of their parts, by stage and by rank within it. Called before the first request."""
         if self._obstacles or not self._is_scheduler:
             return
         parts = {at: part for at, part in metadata.items() if isinstance(part, WorkerPart)}
@@ -250,9 +250,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Where hits come from, for vLLM's own statistics: from host memory, unless there is more below it.
+        """Where hits come from, for vLLM's own statistics: host memory, or unspecified if there are tiers below it.
 
-        Then our own counters say it: vLLM asks before a load has ended, and its sources do not name ours.
+        With tiers, our own counters tell: vLLM asks before a load has ended, and has no names for our tiers.
         """
         source = compat.CacheHitSource.EXTERNAL_UNSPECIFIED if self._settings.has_tiers else compat.CacheHitSource.HOST
         return {source: num_external_tokens} if num_external_tokens else {}
@@ -281,20 +281,23 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return self._scheduler is not None and self._scheduler.has_pending_work()
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting frees blocks, so that nobody need be preempted."""
+        """Whether blocks will become free if vLLM waits, so that it need not preempt a request."""
         return self._scheduler is not None and self._scheduler.has_pending_block_frees()
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[Any]:
-        """KV events since the last call. vLLM asks behind every step's output, with reports of workers or without."""
+        """KV events since the last call. Also ends the step on the scheduler side.
+
+        vLLM calls this after every step's output, whether workers reported something or not.
+        """
         if self._scheduler is None:
             return ()
         self._scheduler.end_step()
         return list(self._events.translate(self._scheduler.take_events()))
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        """Counters of both sides, from the scheduler's."""
+        """Counters of both sides since the last call, on the scheduler side; ``None`` on workers or if nothing was counted."""
         if self._scheduler is None:
             return None
         stats = for_vllm(self._scheduler.take_stats(), self._mean_block_bytes)
@@ -310,10 +313,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             if side is not None:
                 side.shutdown()
 
-    # --- what it stands on, of which the simulation has its own -------------------------------------------------------
+    # --- replaced in the simulation -----------------------------------------------------------------------------------
 
     def _factory(self) -> KVConnectorFactory:
-        """What makes this side of the connector. Raises ``ConfigError`` if its options cannot be."""
+        """The factory that makes this side of the connector. Raises ``ConfigError`` if an option is impossible."""
         return self._settings.factory() if self._is_scheduler else connector_factory(self._settings.offload)
 
     def _clock(self) -> Clock:
@@ -339,7 +342,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return make_layout(self._groups, self._vllm_config, self._kv_cache_config, hash_block_tokens)
 
     def _bind(self, pool: Any, tables: BlockTables) -> None:
-        """The pool is known: make the scheduler side, or wait for what the stages say."""
+        """Make the scheduler side now that the pool is known; with pipeline stages, once all workers have told their parts."""
         if self._obstacles or self._turn_off(probe.missing_from_pool(pool)):
             return
         layout = self._layout(int(pool.hash_block_size))
@@ -370,7 +373,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         options = SideOptions(
             adapter.load_timeout_s, adapter.follow_resets, dropped_tokens(self._vllm_config, layout.groups)
         )
-        # All tested versions say; without pipeline parallelism two steps in flight are the most there are.
+        # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
         room = LoadRoom(pool, layout.groups, tables, int(in_flight))
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
@@ -378,7 +381,11 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             logger.info("%s", line)
 
     def _turn_off(self, obstacles: Iterable[str]) -> bool:
-        """Note why nothing can be kept; whether there is a reason. Raises instead if the user wants that."""
+        """Note and log the obstacles to offloading; returns whether there are any.
+
+        Raises:
+            ConfigError: there are some, and ``if_unsupported`` is ``refuse``.
+        """
         self._obstacles = list(obstacles)
         if not self._obstacles:
             return False

@@ -9,11 +9,11 @@ from cargohold.protocol import Clock, Patience
 
 @dataclass(slots=True)
 class _Wait:
-    """One request's.
+    """The wait of one request.
 
     Attributes:
-        patience: its own: others may be asked for in steps in which there is no place for this one.
-        seconds: how long it has waited.
+        patience: decides when the wait is too long; each request has its own, for vLLM does not ask for all in the same steps.
+        seconds: how long the request has waited.
     """
 
     patience: Patience
@@ -21,10 +21,10 @@ class _Wait:
 
 
 class Deferrals:
-    """How long each request has waited for the connector's answer, and for nothing else.
+    """Measures how long each request has waited for the connector's answer, and for nothing else.
 
-    vLLM asks again only while it has a place for the request, which may be minutes later. So of the time between two steps
-    only that counts after which it was asked again.
+    vLLM asks again only when it has a place for the request, which may be minutes later. So the time between two steps counts
+    only for requests about which vLLM asked again at its end.
 
     Args:
         clock: monotonic time in seconds.
@@ -40,23 +40,23 @@ class Deferrals:
         return len(self._waits.keys() | self._asked)
 
     def note(self, request_id: str) -> bool:
-        """A request was told to ask again; whether for the first time."""
+        """Note that a request was told to ask again. Returns whether that was the first time."""
         is_first = request_id not in self._waits and request_id not in self._asked
         self._asked.add(request_id)
         return is_first
 
     def forget(self, request_id: str) -> None:
-        """It has its answer, or needs none any more."""
+        """Forget a request that has its answer, or needs none any more."""
         self._waits.pop(request_id, None)
         self._asked.discard(request_id)
 
     def clear(self) -> None:
-        """Nobody is asked any more."""
+        """Forget all requests: the connector is asked no more."""
         self._waits.clear()
         self._asked.clear()
 
     def note_step(self, limit_s: float) -> str | None:
-        """A step was scheduled; returns a request that has waited for longer than this, if there is one."""
+        """Count the time since the last step. Returns a request that has waited longer than ``limit_s``, if there is one."""
         asked, self._asked = sorted(self._asked), set()
         before, self._last_step = self._last_step, self._clock()
         late = None

@@ -10,17 +10,17 @@ from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEv
 
 
 class EventTranslator:
-    """Makes vLLM's events of ours.
+    """Translates our KV events into vLLM's.
 
     Args:
-        groups: vLLM's KV-cache groups; routers follow events of some kinds of them alone.
+        groups: vLLM's KV-cache groups. Events name their kinds, because routers follow only some kinds of groups.
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self._kinds = [compat.describe_group(group.kv_cache_spec) for group in groups]
 
     def translate(self, events: Iterable[KVEvent]) -> Iterator[Any]:
-        """Ours as vLLM's, in order."""
+        """Yield vLLM's event for each of ours, in order."""
         for event in events:
             match event:
                 case BlockStored():

@@ -25,10 +25,10 @@ class Metric:
     """One time series.
 
     Attributes:
-        name: in Prometheus; a counter's gets ``_total`` behind it.
+        name: its name in Prometheus, which appends ``_total`` to the names of counters.
         help: what it counts.
-        labels: what tells it from others of that name.
-        is_level: whether its counter is one, and can go down.
+        labels: names and values of the labels that tell it from other series with the same name.
+        is_level: whether its value is a level, which can go down.
     """
 
     name: str
@@ -67,10 +67,10 @@ METRICS: Mapping[str, Metric] = {
     ),
     "num_ready_chunks": Metric("cargohold_tier_chunks", "Chunks that host memory holds.", is_level=True),
 }
-"""By the name of the counter."""
+"""Time series by the name of the connectors' counter."""
 
 _TIER_TOKENS = "_hit_tokens"
-# Counted per connector, so several would count a request several times; or said by others already.
+# Either counted by each connector, so that several connectors would count a request several times, or told by other counters.
 _NOT_SHOWN = frozenset({"asked_tokens", f"device{_TIER_TOKENS}", "loaded_blocks", "stored_blocks"})
 
 
@@ -89,7 +89,7 @@ def for_vllm(stats: Stats, block_bytes: float) -> dict[str, float]:
 
     Args:
         stats: counters since the last call. Those of one of several connectors have its name and a dot in front.
-        block_bytes: of one block on one worker; their mean where workers differ, for each copies the same blocks.
+        block_bytes: bytes of one block on one worker. Where workers differ, their mean: all of them copy the same blocks.
     """
     total: dict[str, float] = {}
     for name, value in stats.items():
@@ -100,7 +100,7 @@ def for_vllm(stats: Stats, block_bytes: float) -> dict[str, float]:
 
 
 _registered: list[Any] = []
-# Of the last engine in this process: two cannot have time series of the same name.
+# Time series of the last engine in this process, to be unregistered before the next one: names must be unique.
 
 
 class TransferStats(compat.KVConnectorStats):  # type: ignore[misc]  # vLLM's class, or an inert one without it
@@ -113,14 +113,14 @@ class TransferStats(compat.KVConnectorStats):  # type: ignore[misc]  # vLLM's cl
         self.data = {}
 
     def aggregate(self, other: TransferStats) -> TransferStats:
-        """Both; this object is changed and returned, as vLLM's own do."""
+        """Add ``other`` to this object, and return this object, as vLLM's own classes do."""
         total: Counter[str] = Counter(self.data)
         total.update(other.data)
         self.data = dict(total)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the log shows of an interval: no levels, for of those it is only known by how much they changed."""
+        """Counters as the log shows them for an interval. Levels are left out: only their change in the interval is known."""
         return {name: round(value, 3) for name, value in sorted(self.data.items()) if not is_level(name)}
 
     def is_empty(self) -> bool:
@@ -133,7 +133,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
 
     Args:
         vllm_config: vLLM's configuration.
-        metric_types: what vLLM uses for each kind of metric.
+        metric_types: the class that vLLM uses for each of Prometheus's kinds of metric.
         labelnames: labels that all of vLLM's metrics have.
         per_engine_labelvalues: their values, per engine.
     """
@@ -160,7 +160,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         for counter, value in transfer_stats_data.items():
             series = self._find(engine_idx, counter)
             if metric_of(counter).is_level:
-                # Counted here: vLLM's gauges in Ray can be set and nothing else.
+                # Added up here, because vLLM's gauges in Ray can only be set.
                 self._levels[engine_idx, counter] += value
                 series.set(self._levels[engine_idx, counter])
             else:
@@ -179,7 +179,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         if metric.name not in self._families:
             kind, options = self._types[PromCounter], {}
             if metric.is_level:
-                # Each API server is told its part of what comes and goes.
+                # Each API server is told only a part of the changes, so the level is the sum over all of them.
                 kind, options = self._types[PromGauge], {"multiprocess_mode": "sum"}
             labelnames = [*self._labelnames, *(name for name, _ in metric.labels)]
             family = kind(name=metric.name, documentation=metric.help, labelnames=labelnames, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-logger = logging.getLogger("vllm.cargohold")  # vLLM shows what is below its own name alone
+logger = logging.getLogger("vllm.cargohold")  # vLLM shows only loggers below its own name
 
 NAME: Final = "CargoholdConnector"
 MODULE: Final = "cargohold.integrations.vllm.connector"
@@ -14,7 +14,7 @@ MODULE: Final = "cargohold.integrations.vllm.connector"
 def register() -> None:
     """Register the connector. vLLM calls this in each of its processes, and may call it several times.
 
-    Every vLLM of this environment does so, those included that want no connector: so whatever it is like, they live on.
+    Every vLLM in this environment calls it, also one without a connector. So it must not raise, whatever vLLM is like.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM is there now

@@ -1,8 +1,8 @@
 """Which versions of vLLM this adapter was tested with, and what it needs of vLLM's objects beyond their documented interface.
 
-vLLM calls its connector interface experimental, and the block pool is not part of it. So what is used of it is written down
-here and looked for at start, and hooks are compared with what our class answers: a version that has moved on is told in one
-line, before the first request.
+vLLM calls its connector interface experimental, and the block pool is not part of it. So everything that is used of vLLM is
+listed here and looked for at start, and vLLM's hooks are compared with our class's methods: if a version has changed, the log
+says so in one line, before the first request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cargohold.integrations.vllm.signatures import changed_hooks, refused_call
 OLDEST: Final = (0, 28)
 NEWEST: Final = (0, 32)
 SCHEDULER_ONLY: Final = ((0, 33),)
-"""Versions of which the scheduler's side alone was tested, for want of a build for CPUs."""
+"""Versions of which only the scheduler's side was tested, because there is no build for CPUs."""
 
 _MANAGER = ("block_pool",)
 _MANAGER_CALLS = {"get_blocks": 1}
@@ -44,7 +44,7 @@ _SOURCES_HOOK = "get_external_cache_hit_sources"
 _SOURCES = ("EXTERNAL_UNSPECIFIED", "HOST")
 _LATER_HOOKS = (_SOURCES_HOOK, "get_transfer_results", "has_pending_block_frees")
 _BINDING_HOOKS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
-"""Hooks that not every tested version has; of the binding ones it takes one."""
+"""Hooks that not every tested version has. Of the binding hooks, a version must have at least one."""
 
 _EVENTS = {
     "BlockStored": (
@@ -74,9 +74,9 @@ def vllm_version() -> tuple[int, int] | None:
 
 
 def missing_from_vllm(connector: type) -> list[str]:
-    """What this version lacks or calls otherwise, as sentences, as far as can be told without any of its objects."""
+    """What this version lacks or calls in another way, as sentences, as far as its classes and functions tell."""
     if compat.MISSING:
-        return list(compat.MISSING)  # what is not there would be found changed too
+        return list(compat.MISSING)  # the stand-ins of missing names would be reported as changed, too
     missing = changed_hooks(connector, later=(*_LATER_HOOKS, *_BINDING_HOOKS))
     if not any(hasattr(compat.KVConnectorBase_V1, name) for name in _BINDING_HOOKS):
         missing.append(f"vLLM has none of the hooks {', '.join(_BINDING_HOOKS)}")
@@ -130,7 +130,7 @@ def _missing(what: str, subject: Any, names: Iterable[str]) -> list[str]:
 
 
 def _changed_calls(what: str, subject: Any, calls: Mapping[str, int]) -> list[str]:
-    """What ``subject`` cannot be asked with so many arguments."""
+    """Methods that ``subject`` lacks, or that do not take the given number of arguments, as sentences."""
     missing = _missing(what, subject, calls)
     return missing or [
         sentence

@@ -45,7 +45,9 @@ class Piece:
 
 
 def regions_of(kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tensor]:
-    """Two-dimensional ``uint8`` views of shape ``(num_blocks, width)`` that together hold every block, in an order that lasts.
+    """Two-dimensional ``uint8`` views of shape ``(num_blocks, width)`` that together hold every block.
+
+    Their order is the same after a restart.
 
     Args:
         kv_caches: what vLLM registers: per layer a tensor, or several for layers with several states.

@@ -1,4 +1,4 @@
-"""What is said at start: what will be kept, how large it is, and what each option came to."""
+"""The report in the log at start: what will be kept, how large it is, and what each option came to."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from cargohold.protocol import Adapter, ExtraKey
 
 
 class SeenRequest:
-    """One of vLLM's requests; see ``cargohold.protocol.RequestView``.
+    """A view of one of vLLM's requests; see ``cargohold.protocol.RequestView``.
 
     Args:
-        own: vLLM's.
+        own: vLLM's request object.
 
     Attributes:
-        own: vLLM's.
+        own: vLLM's request object.
         request_id: its id.
     """
 
@@ -55,7 +55,7 @@ class SeenRequest:
         return None if lora is None else Adapter(lora.lora_name, lora.lora_int_id)
 
     def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
-        """What vLLM's own events would say of these tokens."""
+        """What block hashes cover of these tokens besides their ids, in the form of vLLM's own events."""
         keys: tuple[Any, ...] | None = compat.extra_keys(self.own, start, end, 0)[0]
         return () if keys is None else compat.event_keys([keys])[0]
 

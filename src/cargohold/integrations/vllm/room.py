@@ -1,13 +1,15 @@
 """Room for loads: no two loaded requests may wait for each other's blocks for ever.
 
-A request whose load has been given blocks keeps them until it has run; vLLM preempts only what runs. So it admits another load
-only if what the earlier ones still need stays free. Where a group forgets the past, it counts too little: from the most
-blocks that a request holds at a time it takes away the length of its table, forgotten blocks included::
+A request that was given blocks for a load keeps them until it has run, for vLLM preempts only running requests. So vLLM admits
+another load only if the blocks that earlier loaded requests still need stay free. Where a group forgets the past, as with a
+window, vLLM counts too few: from the most blocks that a request holds at a time it subtracts the length of the request's
+table, forgotten blocks included::
 
     window of 16, blocks of 4, load of 64 tokens, 128 in all      at most 8 blocks at a time, 4 of them held
     table   |  |  |  |  |  |  |  |  |  |  |  |  |##|##|##|##|     16 long: 8 - 16 < 0, so nothing is reserved
 
-Two such requests can then fill the pool, and neither of them has room for its next tokens. Here blocks are counted.
+Two such requests can then fill the pool, and neither of them has room for its next tokens. Here, the blocks that requests
+really hold are counted.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ step before that is still in flight."""
 
 
 class LoadRoom:
-    """Whether the pool has room for another load.
+    """Decides whether the pool has room for another load.
 
     Args:
         pool: vLLM's block pool.
         groups: the KV-cache groups.
         tables: the requests' block tables.
-        max_in_flight_tokens: tokens that vLLM schedules at most before it frees what they make superfluous.
+        max_in_flight_tokens: most tokens that vLLM schedules before it frees the blocks that these tokens move out of a window.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class LoadRoom:
         return taken + sum(needed) <= int(self._pool.get_num_free_blocks())
 
     def _num_needed(self, request: Any) -> int:
-        """Blocks that a parked request will want beyond those it holds."""
+        """Blocks that a parked request will need beyond those it holds."""
         tables = self._tables.blocks(request.request_id)
         return sum(
             max(self._max_held(group, request.num_tokens) - sum(not block.is_null for block in table), 0)

@@ -1,4 +1,4 @@
-"""Scheduler side: vLLM's calls as those of the contract, and the connector contained."""
+"""Scheduler side: translates vLLM's calls into those of the contract, and contains the connector."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class _Load:
 
     Attributes:
         since: when it began.
-        num_tokens: tokens not counted as computed for its sake; none once a rank has failed it, and for a request that comes
-            again, whose prompt was counted.
+        num_tokens: prompt tokens that were not counted as computed because they are loaded. 0 once a rank has failed the load,
+            when they are counted after all, and for a request that was admitted before, whose prompt is counted already.
     """
 
     since: float
@@ -54,13 +54,13 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class SideOptions:
-    """How to live in vLLM.
+    """Options of the scheduler side.
 
     Attributes:
         load_timeout_s: a connector that keeps a request waiting for longer is turned off.
         follow_resets: whether a reset of vLLM's prefix cache drops what is kept, too.
-        dropped_tokens: what vLLM finds on the device and computes again all the same. A load of no more would bring back, at
-            every hit, what was just dropped.
+        dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
+            load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
     """
 
     load_timeout_s: float
@@ -69,16 +69,16 @@ class SideOptions:
 
 
 class SchedulerSide:
-    """The connector of one engine replica.
+    """The adapter's scheduler side: runs the connector of one engine replica, contained in a guard.
 
     Args:
         inner: the connector.
         layout: the paged KV.
         pool: vLLM's block pool.
         tables: the requests' block tables.
-        room: says whether there is room for a load.
+        room: decides whether there is room for a load.
         clock: monotonic time in seconds.
-        options: how to live in vLLM.
+        options: see ``SideOptions``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SchedulerSide:
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         self._requests: dict[str, SeenRequest] = {}
-        # By request, the oldest first.
+        # Loads in flight by request id, the oldest first.
         self._loading: dict[str, _Load] = {}
         self._deferrals = Deferrals(clock)
         self._patience = Patience(clock)
@@ -111,9 +111,9 @@ class SchedulerSide:
         self._parked: dict[str, SeenRequest] = {}
         # Requests whose load failed: asking again might fail again, for ever.
         self._failed: set[str] = set()
-        # Tokens on the device when vLLM last asked.
+        # By request id, tokens on the device when vLLM last asked.
         self._num_computed: dict[str, int] = {}
-        # Requests whose prompt was counted: after a failed load or a preemption they come again.
+        # Requests whose prompt was counted: after a failed load or a preemption they are admitted again.
         self._admitted: set[str] = set()
         self._new_loads: dict[str, tuple[int, ...]] = {}
         self._new_sends: list[str] = []
@@ -126,7 +126,7 @@ class SchedulerSide:
     # --- requests come and go -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """A request arrived. One that the connector refuses, or that may change its own past, is served without it."""
+        """Tell the connector of a new request. One that it refuses, or that may change its own past, is served without it."""
         if not self._has_seen_request:
             self._has_seen_request = True
             missing = probe.missing_from_request(request)
@@ -136,7 +136,7 @@ class SchedulerSide:
             return
         wishes = request.kv_transfer_params
         if wishes is not None and not isinstance(wishes, Mapping):
-            # vLLM passes on whatever a client has put there.
+            # vLLM passes on whatever a client has put into kv_transfer_params.
             logger.warning(
                 "request %s: kv_transfer_params=%r must be an object; it is served without offloading",
                 request.request_id,
@@ -192,15 +192,15 @@ class SchedulerSide:
             self.guard.break_off("wants to load within a step, which the adapter for vLLM does not carry")
             return 0, False
         is_full_hit = num_computed_tokens + num_tokens == request.num_tokens
-        # vLLM drops the last token of a prompt too, for it must be computed, and with it the block that it ends.
+        # Of a full hit vLLM drops the last token, too, because it must be computed, and with it the block that ends with it.
         if num_tokens <= self._dropped_tokens * (1 + is_full_hit):
             return 0, False
         if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._parked.values()):
-            return None, False  # as long as vLLM keeps the others waiting, however long that is
+            return None, False  # ask again: for as long as vLLM keeps the parked requests waiting, without a deadline
         return num_tokens, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks were allocated for a request, and for what is to be loaded."""
+        """Note the blocks allocated for a request, those to be loaded included; count where its prompt comes from."""
         request_id = request.request_id
         if isinstance(self._tables, NotedTables):
             self._tables.note(request_id, blocks.blocks)
@@ -223,7 +223,8 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> StepMessage:
         """This step's message to the workers."""
         self._check_deadlines()
-        # What is stored before a reset is dropped by it. And if every step stored something, there would be none.
+        # While a reset is due, the connector sees no requests and no free blocks, so that it stores nothing: the reset would
+        # drop it, and if every step stored something, the connector would always be in use and never be reset.
         is_reset_due = self._resets.is_due()
         self._context.shows_free_blocks = not is_reset_due
         if self._parked:
@@ -236,7 +237,7 @@ class SchedulerSide:
         return StepMessage(inner, new_loads, new_sends, stop=self.guard.broken is not None and not self._is_released)
 
     def update_connector_output(self, message: WorkerMessage | None) -> None:
-        """What the ranks reported after a step."""
+        """Take the ranks' reports of a step; ``None`` if no rank had anything to report."""
         if message is None:
             return
         ranks = range(self.layout.world_size)
@@ -261,7 +262,7 @@ class SchedulerSide:
             self._release()
 
     def end_step(self) -> None:
-        """A step's output is in, and what the ranks reported with it, if they did: apply locks and unlocks."""
+        """Apply the connector's locks and unlocks; after a step's output, and after ``update_connector_output`` if it came."""
         report = self.guard.report_to_scheduler()
         if report is not None:
             get = self._context.get_block
@@ -273,7 +274,7 @@ class SchedulerSide:
         return bool(self._loading) or self._must_stop_workers or self.guard.has_pending_work()
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks will become free soon without anybody being preempted."""
+        """Whether blocks will become free soon without a preemption."""
         return self._context.would_free(self.guard.held_references())
 
     # --- on demand ----------------------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ class SchedulerSide:
         return self.guard.take_events()
 
     def reset_cache(self) -> bool:
-        """Drop everything kept; ``False`` if it is in use: then it is dropped later, and not found until then."""
+        """Drop everything kept; ``False`` if it is in use: it is then dropped later, and not found until then."""
         return self._resets.reset()
 
     def take_stats(self) -> Stats:
@@ -319,12 +320,12 @@ class SchedulerSide:
         )
 
     def _waiting_requests(self) -> Iterable[SeenRequest]:
-        """A guess, for vLLM hides its queue: those preempted come first, then the others as they came."""
+        """Waiting requests in a guessed order, because vLLM hides its queue: preempted ones first, then others by arrival."""
         waiting = [seen for seen in self._requests.values() if not seen.own.status.name.startswith("RUNNING")]
         return sorted(waiting, key=lambda seen: seen.own.status.name != "PREEMPTED")
 
     def _note_failed(self, request_ids: AbstractSet[str]) -> None:
-        """A rank could not load for these requests. They stay parked: those behind them run only after them."""
+        """Note requests whose load failed on a rank. They stay parked: the requests behind them run only after them."""
         self._failed |= request_ids & self._requests.keys()
         for request_id in request_ids:
             load = self._loading.get(request_id)
@@ -342,7 +343,7 @@ class SchedulerSide:
             self.guard.break_off(f"did not decide on request {undecided} within {self._timeout_s:g} s")
 
     def _release(self) -> None:
-        """All workers have stopped: nothing reads or writes the blocks any more."""
+        """Give back all references of the connector. All workers have stopped: nothing reads or writes its blocks any more."""
         unlocks = self.guard.release().unlock_block_ids
         self._context.free_blocks([self._context.get_block(block_id) for block_id in unlocks])
         self._loading.clear()
@@ -353,8 +354,9 @@ class SchedulerSide:
 def _wants_all_computed(request: Any) -> bool:
     """Whether a request needs every token of its prompt in a forward pass."""
     if getattr(request, "skip_reading_prefix_cache", False):
-        return True  # vLLM would not heed another answer
-    # Unless it is told so, vLLM takes care of these itself; if it is not, it answers with memory that nobody has written.
+        return True  # vLLM would ignore tokens that are offered
+    # vLLM sets the option above for these requests, unless the client has set it to False: then vLLM would answer with memory
+    # that nobody has written.
     return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
 
 

@@ -1,4 +1,4 @@
-"""Whose KV it is: everything in vLLM's configuration that its bytes depend on, or that it cannot be said."""
+"""The identity of the served model: everything in vLLM's configuration that its KV depends on, or why that cannot be told."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Final
 from cargohold.integrations.vllm import compat
 from cargohold.protocol import ServedModel
 
-# What is laid over the files that the model's digest is made of, where it is not what it is by itself.
+# Options that change what the model's files say; the model's digest is made of these files.
 _CHANGES_OF_MODEL: Final = ("hf_config_path", "hf_overrides", "quantization", "quantization_config")
 _IMPLEMENTATION: Final = ("config_format", "model_impl")
 _CACHE: Final = ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
-# The hash of a picture or a sound knows the bytes that came, and what the request says of them.
+# Options that the hash of a picture or a sound does not cover: it covers its bytes, and what the request says of them.
 _MEDIA: Final = (
     "media_io_kwargs",
     "mm_encoder_attn_dtype",
@@ -24,7 +24,7 @@ _MEDIA: Final = (
 )
 _TEMPERATURE: Final = "attn_temperature_tuning"
 _NO_CHANGE: Final = ("auto", "evs", "float32")
-"""Defaults of these options, and a type of states that tells itself from others by its size."""
+"""Values of these options that change nothing: their defaults, and a type of states that differs from others in size."""
 
 _LOCAL_FORMATS: Final = frozenset(
     {
@@ -44,11 +44,11 @@ _LOCAL_FORMATS: Final = frozenset(
         "sharded_state",
     }
 )
-"""How weights can be loaded that lie where the model is; others bring them from elsewhere."""
+"""Load formats that read weights from where the model is; other formats may bring them from elsewhere."""
 
 
 def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
-    """Whose KV it is. How its bytes are arranged is up to version, layout and attention backends: they are part of its type."""
+    """The identity of the served model. Its ``dtype`` names version, layout and attention backends, which arrange the KV."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     changes = {name: getattr(model, name, None) for name in _CHANGES_OF_MODEL}
     if vllm_config.load_config.load_format == "dummy":
@@ -74,7 +74,7 @@ def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
 
 
 def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
-    """Options that are no change unless somebody has set them."""
+    """Names and values of options that change the KV, but only if somebody has set them."""
     model = vllm_config.model_config
     media = getattr(model, "multimodal_config", None)
     for config, names in ((model, _IMPLEMENTATION), (vllm_config.cache_config, _CACHE), (media, _MEDIA)):
@@ -84,7 +84,7 @@ def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
                 yield name, value
     speculation = getattr(vllm_config, "speculative_config", None)
     if speculation is not None and (speculation.use_eagle() or speculation.uses_draft_model()):
-        # Its KV lies in the same blocks, and decides on how fast answers come.
+        # The draft model's KV lies in the same blocks, and decides how fast answers come.
         said = [getattr(speculation, name, None) for name in ("method", "model", "revision", "quantization")]
         yield "drafts by", " ".join(map(str, said))
     if _tempers_by_length(model):
@@ -96,14 +96,14 @@ def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
 
 
 def _obstacles(vllm_config: Any) -> Iterator[str]:
-    """What decides on KV and cannot be told from what it will be after a restart."""
+    """Reasons, as sentences, why the KV may be another one after a restart without anybody noticing."""
     model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
     if getattr(vllm_config, "lora_config", None) is not None:
         # vLLM hashes an adapter's name and path: after a restart other weights may be there, and nobody would notice.
         yield "vLLM knows LoRA adapters by name and path, which may be given to others"
     media = getattr(model, "multimodal_config", None)
     if getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
-        # And begins at 1 at every start.
+        # And the numbers begin at 1 at every start.
         yield "with mm_processor_cache_gb=0 and without prefix caching vLLM numbers pictures and sounds, and hashes none"
     if str(getattr(load_format, "value", load_format)) not in _LOCAL_FORMATS:
         yield f"load_format={load_format} may bring weights from elsewhere than {model.model}"
@@ -121,25 +121,25 @@ def _text(value: object) -> str | None:
 
 
 def _turns_by_length(model_config: Any) -> bool:
-    """Whether a model's rotary embedding turns all keys by other angles where longer sequences are allowed."""
+    """Whether a model's rotary embedding turns all keys by angles that depend on the longest sequence allowed."""
     text = getattr(model_config, "hf_text_config", None)
     return any("longrope" in str(getattr(text, name, None)) for name in ("rope_parameters", "rope_scaling"))
 
 
 def _tempers_by_length(model_config: Any) -> bool:
-    """Whether a model scales its queries as the generation config says, or else where longer sequences are allowed: Llama 4."""
+    """Whether a model scales its queries by the generation config, or else by the longest sequence allowed: Llama 4 does."""
     return hasattr(getattr(model_config, "hf_text_config", None), _TEMPERATURE)
 
 
 def _state_shapes(kv_cache_config: Any) -> str:
-    """How recurrent states are arranged. Kernels' options and the number of tokens guessed decide on it; padding hides it."""
+    """The shapes of recurrent states. Kernels' options and the number of speculated tokens change them; padding hides it."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
     return " ".join(sorted({str(layer.shapes) for layer in layers if hasattr(layer, "shapes")}))
 
 
 def _attention_backends(vllm_config: Any) -> str:
-    """The backends that write the KV, where layers have been made: on workers."""
+    """Names of the attention backends that write the KV; empty where no layers have been made, that is, not on a worker."""
     compilation = getattr(vllm_config, "compilation_config", None)
     layers = getattr(compilation, "static_forward_context", None) or {}
     names = {layer.get_attn_backend().get_name() for layer in layers.values() if hasattr(layer, "get_attn_backend")}

@@ -28,7 +28,7 @@ class ServerError(CargoholdError):
     """The server did not start.
 
     Attributes:
-        log: end of what it said.
+        log: the end of its output.
     """
 
     def __init__(self, reason: str, log: str) -> None:
@@ -50,12 +50,12 @@ def serving(
 
     Args:
         model: directory or hub id.
-        log: file for what it says.
+        log: file for the server's output.
         transfer_config: vLLM's ``--kv-transfer-config``.
         options: further options of ``vllm serve``, without the dashes in front; ``True`` for flags.
 
     Raises:
-        ServerError: it ended, or was not ready in time.
+        ServerError: the server ended, or was not ready in time.
     """
     port = _free_port()
     command = [*_command(model), "--host", "127.0.0.1", "--port", str(port)]
@@ -64,7 +64,7 @@ def serving(
     if transfer_config is not None:
         command += ["--kv-transfer-config", json.dumps(transfer_config)]
     with _signals_that_end(), log.open("w") as out:
-        # A group of its own, so that its own processes end with it whatever happens.
+        # In a process group of its own, so that the processes it starts end with it whatever happens.
         process = subprocess.Popen(  # noqa: S603  # our own interpreter, and no shell
             command, stdout=out, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
         )
@@ -77,9 +77,9 @@ def serving(
 
 @contextmanager
 def _signals_that_end() -> Iterator[None]:
-    """Whoever is told to end, or loses its terminal, leaves by an exception, so as to leave no server behind."""
+    """Exit by an exception when this process is told to end or loses its terminal, so that no server is left behind."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # nohup ignores one
+    ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as of nohup
     for number in ours:
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     try:
@@ -99,7 +99,10 @@ def _command(model: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """VLLM's CPU build uses another number of threads with a connector than without, unless it is told."""
+    """Environment variables for the server.
+
+    Unless it is told, vLLM's CPU build uses another number of threads with a connector than without.
+    """
     cores = sorted(os.sched_getaffinity(0))
     defaults = {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),

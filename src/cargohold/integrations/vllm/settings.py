@@ -31,10 +31,10 @@ class AdapterSettings:
             one line and serves without offloading; ``refuse`` does not start.
         load_failure_policy: what vLLM does with a request whose load failed: ``recompute`` its tokens, or ``fail`` it. vLLM's
             own option of that kind is set to this value.
-        load_timeout_s: a connector that has not ended a load after this time, or has kept a request waiting for it, is turned
-            off. Connectors have deadlines of their own; this one is for connectors that forget.
-        follow_resets: whether a reset of vLLM's prefix cache drops what is kept below it, too. Whoever changes weights in place
-            resets it.
+        load_timeout_s: a connector that has not ended a load after this time, or has kept a request waiting for its answer so
+            long, is turned off. Connectors have deadlines of their own; this one is for connectors that miss them.
+        follow_resets: whether a reset of vLLM's prefix cache drops what is kept below it, too. Programs that change weights in
+            place reset that cache.
         record: a new file for the block trace of all requests, for ``cargohold replay``: hashes only.
     """
 
@@ -56,11 +56,11 @@ class AdapterSettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that the user wrote.
+    """All options that the user wrote.
 
     Attributes:
-        adapter: how to live in vLLM.
-        offload: which connectors.
+        adapter: options of the adapter.
+        offload: the connectors and their options.
     """
 
     adapter: AdapterSettings
@@ -68,7 +68,7 @@ class Settings:
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Read ``kv_connector_extra_config``. Raises ``ConfigError`` naming the key that cannot be."""
+        """Read ``kv_connector_extra_config``. Raises ``ConfigError`` naming the key that is unknown or impossible."""
         own = {field.name for field in fields(AdapterSettings)}
         try:
             adapter = parse_dataclass(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
@@ -78,7 +78,7 @@ class Settings:
         return cls(adapter, offload)
 
     def of_replica(self, replica: int) -> Self:
-        """The same for a data-parallel replica by its number: each has a disk to itself, in a directory below."""
+        """The settings of one data-parallel replica, by its number from 0: disk tiers get a directory each."""
         if isinstance(self.offload, Sequence):
             return replace(self, offload=[_of_replica(child, replica) for child in self.offload])
         return replace(self, offload=_of_replica(self.offload, replica))
@@ -94,13 +94,13 @@ class Settings:
             require_packages(tier)
 
     def factory(self) -> KVConnectorFactory:
-        """What makes the connector. Raises ``ConfigError`` if the trace cannot be recorded."""
+        """The factory that makes the connector. Raises ``ConfigError`` if the trace cannot be recorded."""
         factory = connector_factory(self.offload)
         return factory if self.adapter.record is None else RecordingFactory(factory, self.adapter.record)
 
     @property
     def _tiers(self) -> list[TierConfig]:
-        """Those of all connectors."""
+        """The tiers below host memory of all connectors of ours."""
         children = self.offload if isinstance(self.offload, Sequence) else [self.offload]
         return [tier for child in children if _is_ours(child) for tier in child.tiers]
 

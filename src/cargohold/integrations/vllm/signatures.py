@@ -1,4 +1,4 @@
-"""Whether vLLM calls its connectors, and lets itself be called, as this adapter expects: told from signatures alone."""
+"""Checks that vLLM calls connectors, and can be called, as this adapter expects. They look at signatures alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def refused_call(what: str, function: Callable[..., Any], num_args: int = 0, keywords: Iterable[str] = ()) -> list[str]:
-    """That ``function`` does not take so many arguments by position and these by name, as a sentence. It is not called."""
+    """A sentence if ``function`` does not take ``num_args`` arguments by position and these keywords; else none.
+
+    The function is not called.
+    """
     try:
         signature(function).bind(*[None] * num_args, **dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:
@@ -22,11 +25,11 @@ def refused_call(what: str, function: Callable[..., Any], num_args: int = 0, key
 
 
 def changed_hooks(ours: type, *, later: Iterable[str] = ()) -> list[str]:
-    """Hooks that a class does not answer as its bases say they will be called, and hooks that they demand of it, as sentences.
+    """Hooks whose signature in a class does not fit its bases', and hooks that the bases demand and it lacks, as sentences.
 
     Args:
-        ours: its own public methods and properties are taken for hooks, all of which it relies on.
-        later: hooks that some versions do not have yet.
+        ours: the class. Its own public methods and properties are taken for hooks, and its bases must have all of them.
+        later: hooks that the bases of some versions do not have yet.
     """
     changed = [sentence for name in vars(ours) if name not in later for sentence in _changed_hook(name, ours)]
     changed += [sentence for name in later if _inherited(name, ours) for sentence in _changed_hook(name, ours)]
@@ -35,7 +38,7 @@ def changed_hooks(ours: type, *, later: Iterable[str] = ()) -> list[str]:
 
 @contextmanager
 def waived_demands(ours: type) -> Iterator[None]:
-    """Within this, the class can be instantiated although it lacks hooks that its bases demand."""
+    """Within the ``with`` block, the class can be instantiated although it lacks hooks that its bases demand."""
     demanded = _demanded(ours)
     ours.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]  # every class has it that ABCMeta made
     try:
@@ -49,7 +52,7 @@ def _demanded(ours: type) -> frozenset[str]:
 
 
 def _inherited(name: str, ours: type) -> Any:
-    """What the class would have under that name without its own."""
+    """The attribute that the class would inherit under this name, had it none of its own; ``None`` if there is none."""
     return next((vars(base)[name] for base in ours.__mro__[1:] if name in vars(base)), None)
 
 

@@ -49,8 +49,8 @@ class Share:
     def _states(self, group: int, table: Sequence[Any]) -> list[int]:
         """Blocks of recurrent state; null where a block does not hold the state at its end.
 
-        vLLM keeps running states, checkpoints and scratch space in the same table. A block holds what its place says exactly
-        when vLLM's own prefix cache says so.
+        vLLM keeps running states, checkpoints and scratch space in the same table. A block holds the state that belongs to its
+        place exactly if vLLM's own prefix cache has it under the hash of that place.
         """
         per_block = self._layout.groups[group].block_tokens // self._layout.hash_block_tokens
         hashes = self._request.block_hashes
