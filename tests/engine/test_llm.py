@@ -6,6 +6,7 @@ import gc
 import json
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from cargohold import (
     LLM,
+    DiskTierConfig,
     EngineDeadError,
     LazyOffloadConfig,
     OffloadConfig,
@@ -268,6 +270,26 @@ def test_a_closed_model_says_so(llama: MakeLLM) -> None:
     llm.close()
     with pytest.raises(EngineDeadError, match="it was shut down"):
         llm.generate(prompt(0, 5))
+
+
+def test_a_model_that_is_forgotten_is_stopped_in_the_background(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    """As in a notebook, whose cells run again. Its threads kept KV, host memory and the disk's directory."""
+    before = set(threading.enumerate())
+    disk = DiskTierConfig(directory=tmp_path, max_bytes="1MiB", reserve_bytes=0, lock_wait_s=60)
+    offload = OffloadConfig(host_bytes="1MiB", tiers=[disk], restore="always")
+    llm = LLM(tiny_model("llama"), offload=offload)
+    llm.generate(prompt(0, 60), SamplingParams(max_tokens=2))
+    threads = [one for one in set(threading.enumerate()) - before if one.name.startswith("cargohold")]
+    assert threads
+    del llm
+    with LLM(tiny_model("llama"), offload=offload) as another:
+        (answer,) = another.generate(prompt(0, 60), SamplingParams(max_tokens=2))
+    assert answer.metrics.restored_tokens["disk"] > 0
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), thread.name
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------------

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
+from _thread import start_new_thread
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from threading import Thread
 from typing import Any
 
 from cargohold.engine.core.request import FinishReason, Request, RequestTimes
@@ -18,7 +21,7 @@ from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.engine.text_stream import TextStream
 from cargohold.errors import EngineDeadError, RequestError, one_line
-from cargohold.protocol import Clock, KVEvent, Stats, add_stats
+from cargohold.protocol import Clock, ConnectorGuard, KVEvent, Stats, add_stats
 from cargohold.units import is_int
 
 IDLE_SLEEP_S = 0.0005
@@ -61,7 +64,7 @@ class LLMEngine:
     """Serves requests, step by step. One thread owns it.
 
     Of every request that was added, ``step`` returns outputs, the last of them ``finished``, however it ends; unless the
-    engine itself ends first.
+    engine itself ends first. An engine that is forgotten without ``shutdown`` is stopped in the background.
 
     Args:
         scheduler: decides.
@@ -99,6 +102,9 @@ class LLMEngine:
         self._undelivered: list[RequestOutput] = []
         self._num_requests = 0
         self._end: BaseException | None = None
+        # Threads of transfers and tiers would keep the KV, host memory and a disk's directory for as long as the process lives.
+        self._if_forgotten = weakref.finalize(self, _stop_in_background, executor, scheduler.connector, publisher)
+        self._if_forgotten.atexit = False
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -223,14 +229,10 @@ class LLMEngine:
         if self._end is None:
             self._end = reason
             self._live.clear()
+            self._if_forgotten.detach()
             executor, self._executor = self._executor, None  # with it, weights and KV
             assert executor is not None
-            try:
-                executor.shutdown()
-            finally:
-                self.scheduler.connector.shutdown()
-                if self._publisher is not None:
-                    self._publisher.close()
+            _stop_all(executor, self.scheduler.connector, self._publisher)
 
     def _step(self) -> list[RequestOutput]:
         assert self._executor is not None
@@ -332,6 +334,25 @@ class LLMEngine:
             cache_notes=update.cache_report.notes,
             kv_transfer_params=update.kv_transfer_params,
         )
+
+
+def _stop_all(executor: Executor, connector: ConnectorGuard, publisher: ZmqEventPublisher | None) -> None:
+    try:
+        executor.shutdown()
+    finally:
+        connector.shutdown()
+        if publisher is not None:
+            publisher.close()
+
+
+def _stop_in_background(executor: Executor, connector: ConnectorGuard, publisher: ZmqEventPublisher | None) -> None:
+    """Stop what an engine has started that nobody refers to any more.
+
+    The garbage collector may find that out in any thread, in the middle of anything, so nothing is waited for.
+    """
+    stopping = Thread(target=_stop_all, args=(executor, connector, publisher), name="cargohold-stop", daemon=True)
+    # ``Thread.start`` takes a lock, which this thread may hold already.
+    start_new_thread(stopping.start, ())
 
 
 def _check_options(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -291,6 +292,26 @@ def test_of_jobs_that_have_ended_nothing_more_is_begun(kind: JobKind) -> None:
     piece = ledger.take()
     assert piece is not None and list(piece.keys) == [b"other"]
     assert ledger.take() is None
+
+
+class Watched(list[bytes]):
+    """Keys of a job, of which can be told whether anybody still has them."""
+
+
+def test_jobs_that_have_ended_are_forgotten_though_every_thread_hangs() -> None:
+    gate = Gate("load")
+    with queue_on(FaultyTier(MemoryTier(CHUNK), gate), QueueConfig(num_threads=1), gate) as setup:
+        setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
+        gate.wait_for_arrival()
+        jobs = []
+        for _ in range(10):
+            keys = Watched([b"b"])
+            jobs.append(weakref.ref(keys))
+            assert setup.submit(JobKind.LOAD, keys, [bytearray(CHUNK)])
+            setup.queue.cancel(setup.num_jobs)
+            setup.queue.poll()
+            del keys
+        assert sum(job() is not None for job in jobs) <= 1
 
 
 def test_what_a_late_thread_answers_says_nothing_of_the_medium() -> None:
@@ -612,7 +633,7 @@ def test_what_is_queued_fails_when_the_breaker_opens(caplog: pytest.LogCaptureFi
         gate.opened.set()
         assert setup.queue.drain(WAIT_S)
         assert [result.status for result in setup.queue.poll()] == [JobStatus.FAILED] * 2
-        assert "rests for a while, after failures in a row: gone" in caplog.text
+        assert "rests: after several failures in a row it is not asked for a while; the last: gone" in caplog.text
 
 
 def test_hanging_threads_open_the_breaker() -> None:

@@ -100,7 +100,10 @@ class JobLedger:
         if not job.keys:
             self.end(live, JobStatus.DONE)
         else:
-            (self._urgent if job.kind in URGENT else self._others).append(live)
+            queue = self._urgent if job.kind in URGENT else self._others
+            while queue and queue[0].end:
+                queue.popleft()  # as long as every thread hangs in the medium, nobody takes them out
+            queue.append(live)
 
     def take(self) -> Piece | None:
         """The next piece of work, if there is any."""
