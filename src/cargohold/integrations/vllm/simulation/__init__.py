@@ -1,7 +1,7 @@
 """vLLM's own scheduler under the simulation.
 
-The scheduler, its block pool and our adapter are the real ones; the model, the links, the tiers, time, and everything that can
-go wrong are the simulation's. ``cargohold simulate --engine vllm`` plays it.
+The scheduler, its block pool and our adapter are the real ones; the model, the links, the tiers, time and all faults are
+simulated. ``cargohold simulate --engine vllm`` runs it.
 
     configuration  a scenario's engine as vLLM is told of it
     connector      the adapter over simulated tiers, in virtual time

@@ -23,10 +23,10 @@ class _Row:
 
 
 class InputBatch:
-    """Follows vLLM's scheduler outputs, and says what each of them asks of the model.
+    """Follows vLLM's scheduler outputs, and converts each of them to a step of the model.
 
     Args:
-        tokens_of: prompt and answer of a request: the model knows what it will say.
+        tokens_of: gives the prompt and answer of a request; the simulated model's answers are known beforehand.
     """
 
     def __init__(self, tokens_of: Callable[[str], Sequence[int]]) -> None:

@@ -1,4 +1,4 @@
-"""A scenario's engine as vLLM is told of it: its configuration, and its KV-cache groups."""
+"""A scenario's engine in vLLM's terms: vLLM's configuration, and its KV-cache groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from cargohold.simulation.layouts import layout_of
 from cargohold.simulation.scenario import Shape
 
 ASYNC: Final = "async_scheduling"
-"""Key in a shape's scheduler options: whether vLLM schedules a step before it knows what came of the one before."""
+"""Key in a shape's scheduler options: whether vLLM schedules a step before it has the output of the one before."""
 MATCH_UNIT: Final = "prefix_match_unit"
 """Key in a shape's scheduler options: tokens per block hash, where prefixes of recurrent state may end inside a block."""
 MAX_MODEL_LEN: Final = "max_model_len"
@@ -68,7 +68,7 @@ def vllm_config(shape: Shape, *, with_connector: bool = True) -> Any:
     config = VllmConfig(
         model_config=model,
         cache_config=CacheConfig(
-            # What vLLM's engine core makes of it: steps of a prompt end there, so that states are left at boundaries.
+            # The value that vLLM's engine core would set: a prompt's steps end at its multiples, where states are left.
             block_size=min(plan.block_tokens for plan in shape.groups),
             enable_prefix_caching=options["prefix_caching"],
             prefix_match_unit=options.get(MATCH_UNIT),
@@ -89,16 +89,16 @@ def vllm_config(shape: Shape, *, with_connector: bool = True) -> Any:
         kv_events_config=KVEventsConfig(enable_kv_cache_events=options["emit_events"], publisher="null"),
     )
     if any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
-        # Behind the back of the model's configuration, which has no recurrent layers.
+        # Set here because vLLM would look at the model's configuration, which has no recurrent layers.
         config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = shape.num_blocks
-    # Behind the back of vLLM's platform: CPUs do not schedule ahead, and it is GPUs that this is about.
+    # Set here because vLLM turns it off on CPUs; the simulation is about what happens on GPUs.
     config.scheduler_config.async_scheduling = options[ASYNC]
     return config
 
 
 def config_of_rank(config: Any, rank: int) -> Any:
-    """The same, as the worker of that rank has it."""
+    """A copy of the configuration for the worker of this rank."""
     own = copy(config)
     own.parallel_config = copy(config.parallel_config)
     own.parallel_config.rank = rank
@@ -120,7 +120,7 @@ def kv_cache_config(shape: Shape) -> Any:
 
 
 def num_blocks_needed(shape: Shape) -> int:
-    """Blocks, the null block included, without which vLLM would not start for requests this long."""
+    """Fewest blocks, the null block included, with which vLLM starts for requests of the shape's ``MAX_MODEL_LEN`` tokens."""
     config = vllm_config(shape, with_connector=False)
     specs = [group.kv_cache_spec for group in kv_cache_config(shape).kv_cache_groups]
     return 1 + sum(int(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)) for spec in specs)

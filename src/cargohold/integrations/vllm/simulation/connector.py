@@ -17,7 +17,7 @@ _GROUND: ContextVar[tuple[KVConnectorFactory, Clock]] = ContextVar("ground")
 
 @contextmanager
 def standing_on(factory: KVConnectorFactory, clock: Clock) -> Iterator[None]:
-    """While this lasts, connectors that vLLM makes stand on these: it has no way to hand them through."""
+    """Within the ``with`` block, connectors that vLLM makes use this factory and clock: vLLM itself cannot pass them on."""
     token = _GROUND.set((factory, clock))
     try:
         yield
@@ -26,7 +26,7 @@ def standing_on(factory: KVConnectorFactory, clock: Clock) -> Iterator[None]:
 
 
 class SimulatedConnector(CargoholdConnector):
-    """The adapter itself; only what it stands on is simulated."""
+    """The adapter, with a simulated factory and clock."""
 
     def _factory(self) -> KVConnectorFactory:
         return _GROUND.get()[0]

@@ -42,11 +42,11 @@ from cargohold.simulation.scenario import Shape
 
 @dataclass(slots=True)
 class _InFlight:
-    """A step that was scheduled and has not been accounted for.
+    """A scheduled step whose result the scheduler has not been told yet.
 
     Attributes:
         output: vLLM's scheduler output.
-        step: what the workers were asked, once they have run.
+        step: the step as the workers ran it; empty until they have.
         answer: vLLM's model runner output of all ranks; ``None`` until they have run.
     """
 
@@ -62,10 +62,10 @@ class VllmEngine:
         shape: the engine, as ``recipe`` has fitted it for vLLM.
         clock: virtual time; advances by ``STEP_S`` per step.
         copies: per rank, where transfers note what they copy.
-        random: decides what real time would: when workers run, when aborts arrive.
+        random: decides what real time would decide: when workers run, and when aborts arrive.
 
     Attributes:
-        requests: all requests so far, by id, as far as their clients know about them.
+        requests: all requests so far by id, in the state that their clients know of.
         vllm: vLLM's scheduler.
         side: the adapter's scheduler side.
         workers: by rank.
@@ -131,7 +131,7 @@ class VllmEngine:
         self._chains.use_weights(version)
 
     def abort(self, request_id: str) -> None:
-        """End a request: now, or while a step is in flight."""
+        """End a request, either at once or, at random, just before the next step's result is accounted for."""
         if self._random.random() < 0.5:
             self._late_aborts.append(request_id)
         else:
@@ -141,13 +141,13 @@ class VllmEngine:
         """One step of vLLM's engine core: schedule as far ahead as it does, then account for the oldest step in flight.
 
         Raises:
-            WrongTokenError: the model has read what it should not.
+            WrongTokenError: the model has read KV that is not what the block table says.
         """
         self.last_step = (SchedulerStep(), StepOutput())
-        # A step that nobody needs, if it comes to that: whoever calls may wait for what an idle vLLM would not do.
+        # One step is made even if vLLM has nothing to do: the caller may wait for something that an idle vLLM would not do.
         while not self._in_flight or (len(self._in_flight) < self._depth and self.vllm.has_requests()):
             self._in_flight.append(_InFlight(self.vllm.schedule()))
-            # Workers run behind the scheduler; how far, nobody knows.
+            # Workers lag behind the scheduler, by an unknown number of steps.
             if self._random.random() < 0.5:
                 self._run_workers(len(self._in_flight))
         self._run_workers(1)
@@ -159,7 +159,8 @@ class VllmEngine:
     def cached_prefixes(self) -> set[tuple[bytes, int | None]]:
         """Hash and group of every prefix that vLLM can find on the device.
 
-        A block may be found under several: where groups have blocks of different sizes, under prefixes that end inside it too.
+        A block may be found under several prefixes: where groups have blocks of different sizes, also under those that end
+        inside it.
         """
         pool = self.vllm.kv_cache_manager.block_pool
         keys = {block.block_hash for block in pool.blocks if block.block_hash is not None}
@@ -175,7 +176,7 @@ class VllmEngine:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def _run_workers(self, num_steps: int) -> None:
-        """Let the workers run the oldest steps in flight, unless they have."""
+        """Let the workers run the oldest ``num_steps`` steps in flight, those excepted that they have run."""
         for flight in list(self._in_flight)[:num_steps]:
             if flight.answer is None:
                 message = pickle.dumps(flight.output)
@@ -186,7 +187,7 @@ class VllmEngine:
                 self._check_tokens()
 
     def _account(self, flight: _InFlight) -> tuple[SchedulerStep, StepOutput]:
-        """Tell the scheduler what came of a step."""
+        """Tell the scheduler the result of a step."""
         late, self._late_aborts = self._late_aborts, []
         for request_id in late:
             self._abort(request_id)
@@ -216,7 +217,7 @@ class VllmEngine:
         return answer
 
     def _check_tokens(self) -> None:
-        """All loads are asynchronous: no step may read anything but what it should, whatever becomes of its result."""
+        """Raise ``WrongTokenError`` if a worker read wrong KV. As all loads are asynchronous, not even a discarded step may."""
         for worker in self.workers:
             for error in worker.runner.wrong.values():
                 raise error

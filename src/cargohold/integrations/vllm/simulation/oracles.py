@@ -9,7 +9,7 @@ from cargohold.simulation.oracles import Oracle
 
 
 class BridgeOracle(Oracle):
-    """Neither vLLM nor either side of the adapter remembers what is over.
+    """At the end, neither vLLM nor either side of the adapter remembers requests and transfers that are over.
 
     Args:
         engine: the replica.

@@ -14,8 +14,8 @@ def from_vllm(event: Any, medium: str) -> KVEvent:
     Tokens are left out: vLLM's hashes are its own business.
 
     Args:
-        event: vLLM's.
-        medium: what it is about where it does not say.
+        event: vLLM's event.
+        medium: the medium of an event that does not name its own.
     """
     match event:
         case compat.BlockStored():

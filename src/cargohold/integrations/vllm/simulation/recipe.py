@@ -1,4 +1,4 @@
-"""Which scenarios can be played with vLLM's scheduler, and what surrounds it."""
+"""Scenarios that can be played with vLLM's scheduler, and the world around it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cargohold.simulation.traffic import Ask
 from cargohold.simulation.world import World
 
 APPLICABLE: Final = tuple(name for name, kind in CONNECTORS.items() if kind.with_context and kind.applies_locks)
-"""Connectors by name: inside vLLM there is always a view of the pool."""
+"""Names of the connectors that can be played: inside vLLM there is always a view of the pool."""
 
 
 class VllmWorld(World):
@@ -45,13 +45,13 @@ class VllmWorld(World):
         return engine
 
     def oracles(self, engine: Replica) -> list[Oracle]:
-        """What must hold in vLLM."""
+        """The oracle for what must hold in vLLM and in the adapter."""
         assert isinstance(engine, VllmEngine)
         return [BridgeOracle(engine)]
 
 
 class VllmRun(Run):
-    """A run whose engines are vLLM's. Sees to what vLLM reads from its surroundings."""
+    """A run whose engines are vLLM's. Sets the environment variable that vLLM needs, and quiets its log."""
 
     def play(self) -> RunResult:
         """Play to the end, or to the first failure."""
@@ -60,7 +60,7 @@ class VllmRun(Run):
 
 
 class VllmRecipe(Recipe):
-    """The same scenarios, with vLLM's scheduler in the place of ours. Raises ``ConfigError`` for those that do not apply."""
+    """The same scenarios, with vLLM's scheduler in the place of ours. Raises ``ConfigError`` for an inapplicable connector."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,17 +76,17 @@ class VllmRecipe(Recipe):
             return fitted(draw_scenario(seed, self.workload, connector, self.faults), random)
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
-        """A run of it."""
+        """A run of ``scenario``."""
         return VllmRun(scenario, timeline=timeline, world=VllmWorld(scenario))
 
 
 def fitted(scenario: Scenario, random: Random) -> Scenario:
-    """The scenario with an engine that vLLM can be. What our own engine does not have is drawn.
+    """Change the scenario's engine into one that vLLM supports. Options that our own engine does not have are drawn.
 
-    * Recurrent state wants a prefix cache, and blocks no larger than the others'.
-    * Beside chunked local attention vLLM wants blocks of one size, and chunks of whole blocks.
-    * The pool has as many spare blocks as before, beyond those without which vLLM does not start. Where a prefix may end
-      inside a block, there is one more per group: vLLM copies such blocks, and does not make sure that it ever can.
+    * Recurrent state needs a prefix cache, and blocks no larger than those of other groups.
+    * With chunked local attention, vLLM needs blocks of one size, and chunks of whole blocks.
+    * The pool keeps its number of spare blocks, beyond those without which vLLM does not start. Where a prefix may end
+      inside a block, it gets one more per group: vLLM copies such blocks, and does not make sure that it ever has room to.
     """
     asks = [action for action in scenario.actions if isinstance(action, Ask)]
     longest = max((len(ask.prompt) + ask.max_tokens for ask in asks), default=1)
@@ -95,7 +95,7 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
     if any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
         options["prefix_caching"] = True  # without it vLLM keeps one state per request, which is no prefix of anything
     options |= {
-        # vLLM wants room for a token of each.
+        # vLLM refuses to start without room for one token of each request in a step.
         "max_num_batched_tokens": max(options["max_num_batched_tokens"], options["max_num_seqs"]),
         MAX_MODEL_LEN: longest + 1,
         ASYNC: random.random() < 0.4,
@@ -112,7 +112,7 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
 
 
 def _match_unit(groups: tuple[GroupPlan, ...], random: Random) -> int | None:
-    """How finely prefixes are hashed, where that is up to the user: beside attention, states are then left there as well."""
+    """Draw tokens per block hash where users may set it: with recurrent state beside attention. States are left there, too."""
     if len(groups) == 1 or not any(plan.kind is AttentionKind.RECURRENT for plan in groups):
         return None
     return random.choice((None, random.choice((1, 2, min(plan.block_tokens for plan in groups)))))

@@ -1,4 +1,4 @@
-"""What workers report, as vLLM carries it and as the simulation reads it."""
+"""Workers' reports, converted from the form in which vLLM carries them to the simulation's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOut
 
 
 class InOrder(set[str]):
-    """A set of names that is gone through in their order: a set of strings has another order in every process."""
+    """A set of strings that is iterated in sorted order: the order of a plain one differs from process to process."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(super().__iter__()))
@@ -23,7 +23,7 @@ def in_order(report: Any) -> None:
 
 
 def united(answer: Any) -> StepOutput:
-    """A model runner output of vLLM in our terms. Ranks are not counted: a job is there once one of them has reported it."""
+    """Convert vLLM's model runner output. Ranks are not counted: a job is in the result if one of them has reported it."""
     report = answer.kv_connector_output
     message = None if report is None else report.kv_connector_worker_meta
     reports = [] if message is None else [message.reports[rank] for rank in sorted(message.reports)]

@@ -1,4 +1,4 @@
-"""Requests as vLLM has them, and as far as their clients know about them."""
+"""Requests as vLLM has them, and beside each the request as its client knows it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _HASH: Final = "sha256"
 _NO_HASHES: Final = 1 << 30
 _NOTHING_RESTORED: Final = CacheReport()
 _BEYOND: Final = 4
-"""Tokens that the model can say beyond the end of an answer: vLLM may compute a step more before it knows of the end."""
+"""Tokens known beyond the end of an answer: vLLM may compute further steps before it notices the end."""
 
 
 class RequestBook:
-    """Makes vLLM's requests, and keeps ours beside them.
+    """Makes vLLM's requests, and keeps for each one a request of our own, which has what its client knows.
 
     Args:
         clock: virtual time.
-        hash_tokens: tokens per hash of vLLM's.
-        tell: called with what a client hears.
+        hash_tokens: tokens per block hash of vLLM's.
+        tell: called with every update that a client gets.
 
     Attributes:
-        own: all requests so far, by id, with what their clients have heard.
-        failed_loads: requests of which a load has failed.
+        own: our requests so far by id, with what their clients have been told.
+        failed_loads: ids of requests of which a load has failed.
     """
 
     def __init__(self, clock: Clock, hash_tokens: int, tell: Callable[[RequestUpdate], None]) -> None:
@@ -50,11 +50,11 @@ class RequestBook:
         self.failed_loads: set[str] = set()
 
     def tokens(self, request_id: str) -> Sequence[int]:
-        """Prompt and answer: the model knows what it will say."""
+        """Prompt and answer of a request: the model's answers are known beforehand."""
         return self._tokens[request_id]
 
     def root(self, request_id: str) -> int:
-        """Where the request's fingerprints start."""
+        """The number that the request's chain of fingerprints starts from."""
         return root_of_salt(self.own[request_id].salt)
 
     def make(
@@ -92,7 +92,7 @@ class RequestBook:
         return request
 
     def take(self, news: Any) -> None:
-        """News from vLLM: new tokens of a request, and its end."""
+        """Take one of vLLM's outputs: new tokens of a request, or its end, or both."""
         request = self.own[news.request_id]
         if news.prefill_stats is not None:
             request.num_first_device_tokens = news.prefill_stats.num_local_cached_tokens
@@ -105,7 +105,7 @@ class RequestBook:
             self.end(news.request_id, FinishReason(str(news.finish_reason)), report)
 
     def end(self, request_id: str, reason: FinishReason, report: CacheReport = _NOTHING_RESTORED) -> None:
-        """A request has ended."""
+        """Note that a request has ended, and tell its client."""
         request = self.own[request_id]
         if reason is FinishReason.ERROR and request_id in self.failed_loads:
             request.error = "its load failed"
@@ -115,7 +115,7 @@ class RequestBook:
         self._tell(RequestUpdate(request, cache_report=report))
 
     def follow_status(self) -> None:
-        """Note which requests are loading, for people who watch."""
+        """Note which requests are loading, for timelines that people read."""
         for request_id, request in self._live.items():
             is_loading = request.status is VllmStatus.WAITING_FOR_REMOTE_KVS
             self.own[request_id].status = RequestStatus.LOADING if is_loading else RequestStatus.WAITING
@@ -136,7 +136,7 @@ def _own_request(request_id: str, token_ids: Sequence[int], max_tokens: int, sal
 
 @cache
 def hash_function() -> Any:
-    """What vLLM hashes blocks with here."""
+    """The function that vLLM hashes blocks with in the simulation."""
     function = get_hash_fn_by_name(_HASH)
     init_none_hash(function)
     return function

@@ -1,4 +1,4 @@
-"""The fingerprint model in vLLM's order of things."""
+"""The fingerprint model, with reads and writes of KV in vLLM's order."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from cargohold.simulation.fingerprints import FingerprintRunner
 class WriteFirstRunner(FingerprintRunner):
     """Writes the KV of a whole batch before any of it is read, layer by layer, as vLLM's model runner does.
 
-    So a request may hit blocks that another one fills in the same step; vLLM's prefix cache counts on it. Recurrent states
-    are copied and advanced one by one: nobody may hit what a step in front of it has not left yet.
+    So a request may hit blocks that another one fills in the same step; vLLM's prefix cache relies on it. Recurrent states
+    are copied and advanced one by one: a request may hit only states that an earlier step has left.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         recurrent = [group for group in self._groups if group.kind is AttentionKind.RECURRENT]
-        # vLLM wants them alike.
+        # vLLM requires that all recurrent groups have blocks of the same size.
         self._running = RunningStates(recurrent[0].block_tokens) if recurrent else None
         self._lost_states: Iterable[str] = ()
 
     def lose_states(self, request_ids: Iterable[str]) -> None:
-        """These requests have other blocks at the next step, or none."""
+        """Note requests that will have other blocks at the next step, or none."""
         self._lost_states = request_ids
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks before anything else in a step, as vLLM does with blocks that a prefix ends in.
 
-        One after the other: one may be copied from what another has just been copied to. vLLM (0.32) copies all at once, and
-        such a block gets what was there before.
+        They are copied one after the other, as a block may be copied from one that was just copied to. vLLM (0.32) copies all
+        at once, so that such a block gets the old contents.
         """
         for source, destination in pairs:
             self._copies.check_read([source], "a copy on write")
@@ -42,7 +42,7 @@ class WriteFirstRunner(FingerprintRunner):
             self.memory[destination] = self.memory[source]
 
     def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
-        """Write the step's fingerprints, and check all that it reads."""
+        """Write the step's fingerprints, and check everything that the step reads."""
         self.wrong.clear()
         self.before_forward()
         pairs = [(share, group) for share in step.scheduled for group in self._groups]

@@ -48,15 +48,15 @@ class RunningStates:
         self._places: dict[str, int] = {}
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These have ended, or lost their blocks."""
+        """Forget requests that have ended or lost their blocks."""
         for request_id in request_ids:
             self._places.pop(request_id, None)
 
     def moves(self, shares: Sequence[ScheduledTokens]) -> list[StateMove]:
-        """The copies to make before a step; afterwards the states are where it goes on."""
+        """The copies to make before a step. Notes that the states are then in the blocks where the step goes on."""
         moves = []
         for share in shares:
-            # One that was not running before has found its state in the prefix cache, or has loaded it.
+            # A request that was not running before has found its state in the prefix cache, or has loaded it.
             found_at = (share.num_computed_tokens - 1) // self._block_tokens
             source = self._places.get(share.request_id, found_at)
             destination = place_of_state(share, self._block_tokens)

@@ -1,4 +1,4 @@
-"""What vLLM reads from its surroundings."""
+"""The environment variables that vLLM reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INT_HASHES: Final = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 
 @contextmanager
 def whole_hashes() -> Iterator[None]:
-    """Events name blocks by their whole hashes, which can be looked up, and not by 64 bits of them."""
+    """Within the ``with`` block, vLLM's events name blocks by whole hashes, which can be looked up, not by 64 bits of them."""
     before = os.environ.get(_INT_HASHES)
     os.environ[_INT_HASHES] = "0"
     try:

@@ -1,4 +1,4 @@
-"""vLLM's scheduler and block pool, as the simulation's oracles look at an engine."""
+"""Views of vLLM's scheduler and block pool with the interface that the simulation's oracles need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cargohold.protocol import MEDIUM_DEVICE, MEDIUM_HOST, ConnectorGuard, KVCac
 
 
 class PoolView:
-    """vLLM's block pool. What it gives out passes through ``allocate``, so that oracles can look at it.
+    """vLLM's block pool. Blocks are given out by ``allocate`` alone, so that oracles can watch it.
 
     Args:
         pool: vLLM's own.
@@ -24,7 +24,7 @@ class PoolView:
         self._pool = pool
         self._groups = groups
         self._get_new_blocks = pool.get_new_blocks
-        # Looked up at each call: oracles put themselves in its place.
+        # ``_allocate`` looks up ``allocate`` at each call: oracles replace that by functions of their own.
         pool.get_new_blocks = self._allocate
 
     @property
@@ -52,7 +52,7 @@ class PoolView:
         return BlockView(self._pool.blocks[block_id], self._groups)
 
     def allocate(self, num_blocks: int) -> Any:
-        """Blocks for somebody; vLLM's own."""
+        """Allocate blocks; returns vLLM's block objects."""
         return self._get_new_blocks(num_blocks)
 
     def _allocate(self, num_blocks: int) -> Any:
@@ -80,7 +80,7 @@ class CacheView:
         self.pool = pool
 
     def reference_counts(self) -> Counter[int]:
-        """References that requests hold, those included that vLLM gives back when a step in flight has ended."""
+        """References that requests hold by block id, including those that vLLM gives back when a step in flight has ended."""
         managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
         tables = [table for manager in managers for table in manager.req_to_blocks.values()]
         tables += [blocks for _, blocks in self._scheduler.deferred_frees]
@@ -125,7 +125,7 @@ class SchedulerView:
         return [*self._scheduler.kv_holding_waiting, *self._scheduler.waiting]
 
     def reset_cache(self) -> bool:
-        """Forget everything cached, if nothing is in the way. Every other time vLLM is not told that there is a connector."""
+        """Reset vLLM's prefix cache; whether it could be. Every other time, the connector is not to be reset with it."""
         self._num_resets += 1
         return bool(self._scheduler.reset_prefix_cache(reset_connector=self._num_resets % 2 == 0))
 
@@ -148,7 +148,7 @@ class SchedulerView:
         )
 
     def _watched(self, take: Callable[[], Any], medium: str) -> Callable[[], Any]:
-        """The same, noting what is taken. vLLM's event of a cleared medium does not say which."""
+        """Wrap ``take`` so that events taken are noted here, too. ``medium`` is for vLLM's event of a cleared medium."""
 
         def take_and_note() -> Any:
             events = take()

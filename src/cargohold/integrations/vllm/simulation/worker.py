@@ -31,7 +31,7 @@ class SimulatedWorker:
         config: vLLM's configuration, with this worker's rank.
         kv_cache_config: vLLM's description of the paged KV.
         runner: the model and the paged KV.
-        tokens_of: prompt and answer of a request.
+        tokens_of: gives the prompt and answer of a request.
 
     Attributes:
         connector: the adapter.
@@ -53,10 +53,10 @@ class SimulatedWorker:
         """Run one step.
 
         Args:
-            message: the pickled scheduler output, for it comes from another process.
+            message: the scheduler output, pickled as on its way to another process.
 
         Returns:
-            The step, and the pickled output.
+            The step, and the pickled model runner output.
         """
         output = pickle.loads(message)  # noqa: S301  # our own bytes
         with _is_the_connector(self.connector):
@@ -74,7 +74,7 @@ class SimulatedWorker:
         """What vLLM's model runner does between taking a step's message and its forward pass."""
         if output.kv_cache_block_copies:
             self.runner.copy_blocks(output.kv_cache_block_copies)
-        if output.num_scheduled_tokens:  # vLLM forgets them in front of a forward pass alone
+        if output.num_scheduled_tokens:  # vLLM forgets states only before a forward pass
             resumed = output.scheduled_cached_reqs.resumed_req_ids
             self.runner.lose_states({*output.finished_req_ids, *(output.preempted_req_ids or ()), *resumed})
 
@@ -100,7 +100,7 @@ class SimulatedWorker:
 
 @contextmanager
 def _is_the_connector(connector: Any) -> Iterator[None]:
-    """While this lasts, vLLM finds it where it looks: in a global of each of its processes, which here all ranks share."""
+    """Within the ``with`` block, vLLM finds ``connector`` in its global variable, which here all ranks share."""
     vars(kv_transfer_state)[_GLOBAL] = connector
     try:
         yield
