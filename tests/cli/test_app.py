@@ -27,7 +27,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     # In the words of whichever Typer there is.
     "no number": (["run", MODEL, "--max-tokens", "many"], "--max-tokens.*'many' .* a valid int"),
     "a range": (["demo", "--turns", "9"], "--turns.*9.* (less than or equal to 4|in the range 2<=x<=4)"),
-    "no disk": (["run", MODEL, "-p", "x", "--disk-bytes", "1GiB"], "--disk-bytes='1GiB' .* without --disk-dir"),
+    "no disk": (["run", MODEL, "-p", "x", "--disk-bytes", "1GiB"], "--disk-bytes='1GiB' .* it needs --disk-dir"),
     "disk alone": (
         ["run", MODEL, "-p", "x", "--disk-dir", "/tmp"],
         "not possible without --host-bytes: .* such as 1GiB",

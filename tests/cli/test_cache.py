@@ -289,7 +289,7 @@ def test_what_is_not_ours_is_not_touched(place: Place, tmp_path: Path) -> None:
         (["rm", "PLACE", "--all", "ab"], "give --all for every one"),
         (["rm", "PLACE", "zz"], "exactly one namespace's id"),
         (["rm", "PLACE", ""], "exactly one namespace's id"),
-        (["prune", "PLACE"], "say what may stay"),
+        (["prune", "PLACE"], "say how much may stay"),
         (["prune", "PLACE", "--max-bytes", "lots"], "such as 2GiB"),
     ],
 )

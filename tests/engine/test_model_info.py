@@ -121,7 +121,10 @@ def test_the_generation_config_says_where_answers_end(tmp_path: Path, eos: objec
 
 @pytest.mark.parametrize(
     ("generation_config", "reason"),
-    [({"eos_token_id": "5"}, "eos_token_id='5' must be a token's number"), ([5], "generation_config.json cannot be")],
+    [
+        ({"eos_token_id": "5"}, "eos_token_id='5' must be a token's number"),
+        ([5], "generation_config.json is not valid"),
+    ],
 )
 def test_a_generation_config_that_would_never_end_an_answer_is_refused(
     tmp_path: Path, generation_config: object, reason: str

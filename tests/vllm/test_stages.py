@@ -221,7 +221,9 @@ def test_executors_that_hear_of_the_last_stage_alone_are_refused(monkeypatch: py
     assert stage_obstacles(cut("external_launcher", num_stages=1)) == []
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     (sentence,) = stage_obstacles(cut("ray"))
-    assert sentence == "with pipeline parallelism RayDistributedExecutor hears of the last stage alone; use mp"
+    assert (
+        sentence == "with pipeline parallelism RayDistributedExecutor passes on the last stage's reports only; use mp"
+    )
     assert len(stage_obstacles(cut("uni"))) == 1
     monkeypatch.setattr(compat, "MultiprocExecutor", None)
     assert stage_obstacles(cut("mp")) == ["vLLM does not say how it runs stages"]

@@ -100,7 +100,7 @@ def prune(
 ) -> None:
     """Make room: what was used longest ago goes first. What is in use on this machine stays."""
     if max_bytes is None and max_days is None:
-        raise ConfigError("--max-bytes", None, "say what may stay, with it or with --max-days")
+        raise ConfigError("--max-bytes", None, "say how much may stay: give it or --max-days")
     limit = None if max_bytes is None else parse_bytes("--max-bytes", max_bytes)
     inventory = open_inventory(place)
     holdings = _listed(inventory)

@@ -80,14 +80,14 @@ class EngineOptions:
             max_bytes = DEFAULT_DISK_BYTES if self.disk_bytes is None else self.disk_bytes
             tiers.append(DiskTierConfig(directory=self.disk_dir, max_bytes=max_bytes))
         elif self.disk_bytes is not None:
-            raise ConfigError("disk_bytes", self.disk_bytes, "there is no disk without --disk-dir")
+            raise ConfigError("disk_bytes", self.disk_bytes, "it needs --disk-dir")
         if self.shared_url is not None:
             tiers.append(SharedTierConfig(url=self.shared_url))
         if self.host_bytes is not None:
             return OffloadConfig(host_bytes=self.host_bytes, tiers=tiers)
         if tiers:
             raise ConfigError(
-                "host_bytes", None, "what is below host memory goes through it; give it some, such as 1GiB"
+                "host_bytes", None, "the tiers below host memory need some of it; give a size, such as 1GiB"
             )
         return None
 

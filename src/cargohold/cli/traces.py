@@ -58,7 +58,7 @@ class DiskOptions:
         look_here_for([self.disk_policy])
         find_policy(self.disk_policy, "disk_policy")
         if self.disk_policy != DEFAULT_DISK_POLICY and not has_disk:
-            raise ConfigError("disk_policy", self.disk_policy, "there is no disk; say how large it is")
+            raise ConfigError("disk_policy", self.disk_policy, "there is no disk; give its size, too")
         return self.disk_policy
 
 
@@ -118,11 +118,11 @@ class CostOptions:
         per_token = self.bytes_per_token
         if model is not None:
             if per_token is not None:
-                raise ConfigError("bytes_per_token", per_token, "the model tells; give one of the two")
+                raise ConfigError("bytes_per_token", per_token, "--model tells it, too; give one of the two")
             quiet_transformers()
             per_token = describe_kv(model, self.kv_dtype_bytes).bytes_per_token
         elif self.kv_dtype_bytes is not None:
-            raise ConfigError("kv_dtype_bytes", self.kv_dtype_bytes, "it changes what --model tells; give one")
+            raise ConfigError("kv_dtype_bytes", self.kv_dtype_bytes, "it changes what --model tells; give --model, too")
         return CostModel(
             bytes_per_token=per_token,
             prefill_tokens_per_s=self.prefill_tokens_per_s,

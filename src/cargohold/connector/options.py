@@ -123,7 +123,7 @@ def _several(options: Mapping[str, Any], path: str, beside: Collection[str]) -> 
         if not isinstance(child, Mapping):
             raise ConfigError(place, child, "it must be an object with options")
         if child.get("mode") == MULTI:
-            raise ConfigError(f"{place}.mode", MULTI, "a list in a list says nothing that one list does not say")
+            raise ConfigError(f"{place}.mode", MULTI, "put the connectors of the inner list into the outer one")
         parsed.append(cast("Offload", parse_offload(child, f"{place}.")))
     return parsed
 

@@ -255,7 +255,7 @@ def _longest_that_fits(
         raise ConfigError(
             "num_device_blocks",
             num_blocks,
-            f"hardly a token fits in; one request of {wanted_len} tokens needs {needed} blocks",
+            f"this holds hardly a token; one request of {wanted_len} tokens needs {needed} blocks",
         )
     logger.info("sequences are limited to the %d tokens that %d device blocks can hold", longest, num_blocks)
     return longest

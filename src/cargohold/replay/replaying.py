@@ -61,7 +61,9 @@ def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[R
     try:
         trace = OfflineTrace(requests, (workload.prompt_ends - workload.starts).tolist())
     except ValueError as error:
-        raise ConfigError("policy", OPTIMUM, "the trace's ids do not form a trie, so there is no such thing") from error
+        raise ConfigError(
+            "policy", OPTIMUM, "the trace's ids do not form a trie, so no optimum can be computed"
+        ) from error
     for sizes in capacities:
         hits = np.array(trace.optimal_hits(sum(sizes)), dtype=np.int64)
         yield _result(workload, OPTIMUM, sizes, hits, started)

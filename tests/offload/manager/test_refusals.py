@@ -26,7 +26,10 @@ def test_an_unknown_policy_names_those_there_are(name: str) -> None:
         with pytest.raises(ConfigError) as raised:
             make(name, 8)
         assert (raised.value.key, raised.value.value) == ("policy", name)
-        assert raised.value.expected == "it must be one of arc, fifo, lru, reuse-index, or MODULE:CLASS of one's own"
+        assert (
+            raised.value.expected
+            == "it must be one of arc, fifo, lru, reuse-index, or MODULE:CLASS for a class of your own"
+        )
     with pytest.raises(ConfigError, match="arc, fifo, lru, reuse-index"):
         OffloadConfig(host_bytes=1, policy=name)
 

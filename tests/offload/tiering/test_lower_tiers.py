@@ -441,7 +441,7 @@ def test_a_tier_that_a_worker_will_not_use_any_more_is_asked_for_nothing(caplog:
     assert follow(world, set()) == set(), "what it wrote last is of no use"
     assert world.lower.take_stats()["tier0_off"] == 1
     assert caplog.text.count("tier tier0 is off") == 1
-    assert "left alone for a while" not in caplog.text, "for it is not tried again"
+    assert "is not asked for a while" not in caplog.text, "for it is not tried again"
     world.manager.check()
 
 

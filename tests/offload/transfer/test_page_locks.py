@@ -101,7 +101,7 @@ def test_pages_that_cannot_be_locked_are_said_to_be_so_and_no_others_are_tried(
     locks.close()
     assert len(driver.calls) == 1
     assert [record.message for record in caplog.records] == [
-        "host memory cannot be page-locked (CUDA error 2): offloading is slower, and holds the model up"
+        "host memory cannot be page-locked (CUDA error 2): copies are slower, and the model waits for them"
     ]
 
 

@@ -84,7 +84,7 @@ class Recalls:
             self._live.append(recall)
             self._lower.wake_at(deadline)
             state.notes += [
-                f"tier {tier.name} is off, for a worker cannot use it any more"
+                f"tier {tier.name} is off, because a worker can no longer use it"
                 for tier in self._lower.tiers
                 if tier.is_off
             ]

@@ -99,7 +99,7 @@ class MultiprocessExecutor:
             try:
                 channel.send(STOP, STOP_TIMEOUT_S)
             except (ChannelClosedError, TimeoutError):
-                logger.warning("a worker did not take the order to stop")
+                logger.warning("a worker did not take the message to stop")
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -125,7 +125,7 @@ class MultiprocessExecutor:
         try:
             channel.send(frame, self._step_timeout_s)
         except TimeoutError as error:
-            raise EngineDeadError(f"worker {rank} takes no step: it hangs") from error
+            raise EngineDeadError(f"worker {rank} does not take a step: it hangs") from error
         except ChannelClosedError as error:
             raise EngineDeadError(self._epitaph(rank)) from error
 

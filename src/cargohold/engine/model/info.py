@@ -136,7 +136,7 @@ def _eos_token_ids(model: str, path: str, text_config: Any) -> frozenset[int]:
     except OSError:
         eos = None  # a model need not have one
     except Exception as error:  # whatever transformers raises for what is no mapping
-        raise UnsupportedModelError(model, f"its generation_config.json cannot be: {one_line(error)}") from error
+        raise UnsupportedModelError(model, f"its generation_config.json is not valid: {one_line(error)}") from error
     if eos is None:
         eos = getattr(text_config, "eos_token_id", None)
     token_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]

@@ -155,7 +155,7 @@ def _parallel_obstacles(parallel_config: Any) -> list[str]:
     }
     obstacles = [f"{what} is not served" for name, what in names.items() if getattr(parallel_config, name, 1) > 1]
     if parallel_config.world_size > 1 and parallel_config.distributed_executor_backend == "external_launcher":
-        obstacles.append("with external_launcher every scheduler hears of one worker alone; use mp or ray")
+        obstacles.append("with external_launcher each scheduler gets the reports of one worker only; use mp or ray")
     return obstacles
 
 

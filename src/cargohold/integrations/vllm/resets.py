@@ -36,7 +36,7 @@ class CacheResets:
             self._index = index
             if self._follows:
                 logger.warning(
-                    "vLLM's prefix cache was reset: what is kept below it is dropped, too, for the weights may have changed; "
+                    "vLLM's prefix cache was reset: what Cargohold keeps is dropped, too, because the weights may have changed; "
                     "if they have not, follow_resets=false keeps it"
                 )
                 self._is_due = True

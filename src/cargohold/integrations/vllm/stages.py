@@ -103,5 +103,7 @@ def stage_obstacles(vllm_config: Any) -> list[str]:
     executor = compat.Executor.get_class(vllm_config)
     if not issubclass(executor, compat.MultiprocExecutor):
         # Of the others only the last stage answers: nobody would learn that a copy has ended on those before.
-        obstacles.append(f"with pipeline parallelism {executor.__name__} hears of the last stage alone; use mp")
+        obstacles.append(
+            f"with pipeline parallelism {executor.__name__} passes on the last stage's reports only; use mp"
+        )
     return obstacles

@@ -78,8 +78,8 @@ class WorkerSide:
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         except Exception as error:  # whatever it is, vLLM can serve without
-            logger.exception("rank %d cannot offload", self._rank)
-            self._registration_error = f"rank {self._rank} could not take the paged KV: {error!r}"
+            logger.exception("rank %d cannot take part in offloading", self._rank)
+            self._registration_error = f"rank {self._rank} could not register the KV cache: {error!r}"
             return
         # A block id belongs to one group at a time, so all groups share the same bytes.
         self._guard.register_kv_caches([regions] * len(self._layout.groups))

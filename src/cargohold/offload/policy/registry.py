@@ -38,7 +38,7 @@ def find_policy(name: object, key: str = "policy", *, besides: Sequence[str] = (
         ConfigError: there is no such policy, or it cannot be imported.
     """
     if not isinstance(name, str) or (name not in POLICIES and ":" not in name):
-        raise ConfigError(key, name, f"it must be one of {', '.join([*besides, POLICY_NAMES])} of one's own")
+        raise ConfigError(key, name, f"it must be one of {', '.join([*besides, POLICY_NAMES])} for a class of your own")
     if name in POLICIES:
         return POLICIES[name]
     policy = import_named(key, name)

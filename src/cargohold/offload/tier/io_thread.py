@@ -79,7 +79,7 @@ class IoThread:
             except TierError as error:
                 self._work.fail(piece, error.reason)
             except Exception as error:  # a tier's bug costs a miss; it is logged with its traceback
-                logger.exception("tier %s: %s failed in an unforeseen way", self._tier.name, piece.kind.value)
+                logger.exception("tier %s: a %s failed with an unexpected error", self._tier.name, piece.kind.value)
                 self._work.fail(piece, one_line(error))
             else:
                 self._work.answer(piece, answers, self._clock() - started)

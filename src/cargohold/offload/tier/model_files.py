@@ -46,7 +46,9 @@ def find_files(path: str, revision: str | None, what: str) -> Path:
     try:
         return Path(snapshot_download(path, revision=revision, local_files_only=True))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ConfigError("tiers", path, f"to know KV again, the model's {what} must be in local files") from error
+        raise ConfigError(
+            "tiers", path, f"to recognise KV of an earlier run, the model's {what} must be in local files"
+        ) from error
 
 
 def side_files(model: ServedModel, place: Path) -> dict[str, Path]:
@@ -58,12 +60,16 @@ def side_files(model: ServedModel, place: Path) -> dict[str, Path]:
     found = {name: place / name for name in _SIDE_FILES if (place / name).is_file()}
     if ADAPTER_FILE in found and not Path(model.path).exists():
         # With the package peft, transformers then loads the model that it names, whichever that is today.
-        raise ConfigError("tiers", model.path, f"it has an {ADAPTER_FILE}; to know KV again, merge the adapter")
+        raise ConfigError(
+            "tiers", model.path, f"it has an {ADAPTER_FILE}; to recognise KV of an earlier run, merge the adapter"
+        )
     if model.config_path is not None:
         config = find_files(model.config_path, model.revision, "configuration")
         config = config / CONFIG_FILE if config.is_dir() else config
         if not config.is_file():
-            raise ConfigError("tiers", model.config_path, f"to know KV again, its {CONFIG_FILE} must be a local file")
+            raise ConfigError(
+                "tiers", model.config_path, f"to recognise KV of an earlier run, its {CONFIG_FILE} must be a local file"
+            )
         found[f"instead: {CONFIG_FILE}"] = config
     return found
 

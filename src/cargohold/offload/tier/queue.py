@@ -154,7 +154,9 @@ class TierQueue:
             thread.join(max(0.0, patience_ends - time.monotonic()))
         if self._has_living_thread():
             # It may still use the tier's files: a closed file's number may be given to another.
-            logger.warning("tier %s: a thread hangs in its medium; the tier is left open", self.tier.name)
+            logger.warning(
+                "tier %s: an I/O thread still hangs in its medium, so the tier is not closed", self.tier.name
+            )
         else:
             self.tier.close()
 
@@ -249,7 +251,11 @@ class TierQueue:
 
     def _note_failure(self, reason: str) -> None:
         if self._breaker.note_failure():
-            logger.warning("tier %s rests for a while, after failures in a row: %s", self.tier.name, reason)
+            logger.warning(
+                "tier %s rests: after several failures in a row it is not asked for a while; the last: %s",
+                self.tier.name,
+                reason,
+            )
             self._end_all(f"the tier rests: {reason}")
 
     def _end_all(self, reason: str) -> None:

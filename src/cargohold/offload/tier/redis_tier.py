@@ -54,7 +54,9 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
     except (ValueError, TypeError, redis.exceptions.RedisError) as error:
         raise ConfigError("url", config.shown_url, one_line(error)) from error
     if pool.connection_kwargs.get("decode_responses"):
-        raise ConfigError("url", config.shown_url, "decode_responses cannot be: chunks are no text")
+        raise ConfigError(
+            "url", config.shown_url, "decode_responses is not possible, because chunks are bytes and no text"
+        )
     return client
 
 

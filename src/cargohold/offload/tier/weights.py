@@ -28,7 +28,9 @@ def digest_model(model: ServedModel) -> tuple[str, str]:
     weights = [place] if place.is_file() else sorted(file for file in place.rglob("*") if _holds_weights(file))
     if not weights:
         raise ConfigError(
-            "tiers", model.path, "to know KV again, the model's weights must be in local files; none are here"
+            "tiers",
+            model.path,
+            "to recognise KV of an earlier run, the model's weights must be in local files; none are here",
         )
     config = place / CONFIG_FILE
     text = config.read_text(encoding="utf-8") if config.is_file() else ""

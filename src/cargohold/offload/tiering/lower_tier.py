@@ -179,7 +179,8 @@ class LowerTier:
             self.is_off = True
             self.stats["off"] += 1
             logger.error(
-                "tier %s is off: a worker cannot use it any more, and says why; a restart brings it back", self.name
+                "tier %s is off: a worker can no longer use it, and logged why; restart the engine to use it again",
+                self.name,
             )
             self.clear()
 
@@ -192,7 +193,7 @@ class LowerTier:
         if self.breaker.note_failure():
             # Workers say of every trial why it failed.
             level = logging.INFO if was_trial else logging.WARNING
-            logger.log(level, "tier %s is left alone for a while: %s", self.name, reason)
+            logger.log(level, "tier %s is not asked for a while: %s", self.name, reason)
             # Nobody can load it now. What is still there when the tier is back is announced again when it is found.
             self._withdraw()
 

@@ -90,7 +90,7 @@ class CudaTransferWorker(TransferWorker):
                 while lane.in_flight and lane.in_flight[0].done.query():
                     self._end_first(lane, TransferOutcome.DONE)
             except RuntimeError:
-                logger.exception("the device does not say how copies fare")
+                logger.exception("the device does not report whether copies have ended")
                 self._drain(lane)
         results, self._results = self._results, []
         return results
@@ -117,7 +117,7 @@ class CudaTransferWorker(TransferWorker):
         try:
             lane.stream.synchronize()
         except RuntimeError:
-            logger.exception("the device does not say how copies fared")
+            logger.exception("the device does not report whether copies have ended")
             outcome = TransferOutcome.FAILED
         while lane.in_flight:
             self._end_first(lane, outcome)

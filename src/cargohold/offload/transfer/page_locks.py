@@ -148,7 +148,7 @@ class PageLocks:
             fault = str(error) or type(error).__name__
         if fault is not None:
             logger.warning(
-                "host memory cannot be page-locked (%s): offloading is slower, and holds the model up", fault
+                "host memory cannot be page-locked (%s): copies are slower, and the model waits for them", fault
             )
         return fault
 

@@ -131,7 +131,11 @@ class Shard:
             try:
                 table = segment.read_headers()
             except OSError as error:
-                logger.warning("disk tier: headers of %s are lost: %s", self._segment_path(number), error.strerror)
+                logger.warning(
+                    "disk tier: cannot read the headers of %s, so its chunks are lost: %s",
+                    self._segment_path(number),
+                    error.strerror,
+                )
                 table = bytes(HEADER_BYTES * self.geometry.slots_per_segment)
             yield table
 

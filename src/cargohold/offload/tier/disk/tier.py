@@ -164,7 +164,9 @@ class DiskTier(Tier):
             state.uses.save()
             state.shard.note_use()
         except OSError as error:
-            logger.warning("disk tier in %s: what was used last was not saved: %s", state.shard.path, error.strerror)
+            logger.warning(
+                "disk tier in %s: cannot save which chunks were used last: %s", state.shard.path, error.strerror
+            )
 
     def _living_state(self) -> _State | None:
         """The state, or an empty new one if somebody has deleted the directory or moved it away; ``None`` while it is made."""
