@@ -11,14 +11,15 @@ logger = logging.getLogger(__name__)
 
 
 class CacheResets:
-    """Drops what the connector keeps when vLLM has emptied its prefix cache, and lets nothing be found until that is done.
+    """Resets the connector after vLLM has reset its prefix cache. Until that is done, nothing that is kept may be found.
 
-    Whoever changes a model's weights in place has vLLM reset its prefix cache, as the KV of other weights is worthless; that
-    there is more of it below is easily forgotten, for vLLM resets connectors only on demand, and tells them nothing else.
+    A program that changes a model's weights in place has vLLM reset its prefix cache, because the KV of other weights is
+    worthless. It easily forgets that more KV is kept below: vLLM resets connectors only on demand, and does not tell them of
+    other resets.
 
     Args:
         guard: the connector.
-        pool: vLLM's block pool; a reset gives it a new index of blocks.
+        pool: vLLM's block pool. A reset is noticed by the new index of blocks that it gives the pool.
         follows: whether the connector is reset with vLLM's prefix cache, or only on demand.
     """
 
@@ -30,13 +31,16 @@ class CacheResets:
         self._is_due = False
 
     def is_due(self) -> bool:
-        """Whether what is kept may not be found, because it is to be dropped and was in use so far. Mutates the connector."""
+        """Whether a reset of the connector is still due, so that nothing it keeps may be found.
+
+        Looks for a reset of vLLM's prefix cache, and tries to reset the connector, which refuses while it is in use.
+        """
         index = self._pool.cached_block_hash_to_block
         if index is not self._index:
             self._index = index
             if self._follows:
                 logger.warning(
-                    "vLLM's prefix cache was reset: what Cargohold keeps is dropped, too, because the weights may have changed; "
+                    "vLLM's prefix cache was reset: what Cargohold keeps is dropped, too: the weights may have changed; "
                     "if they have not, follow_resets=false keeps it"
                 )
                 self._is_due = True
@@ -45,7 +49,7 @@ class CacheResets:
         return self._is_due
 
     def reset(self) -> bool:
-        """Drop what is kept; ``False`` if it is in use: then it is dropped later, and not found until then."""
+        """Drop what is kept; ``False`` if it is in use: it is then dropped later, and not found until then."""
         self._index = self._pool.cached_block_hash_to_block
         self._is_due = not self._guard.reset_cache()
         return not self._is_due
