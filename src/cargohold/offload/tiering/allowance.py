@@ -1,4 +1,4 @@
-"""How much may be written, so that a disk lasts."""
+"""A limit to how much is written per day, so that a disk lasts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from cargohold.protocol import Clock
 
 DAY_S = 86_400.0
 BURST_S = 3600.0
-"""What was not used is kept for so long, and a start is given as much: a day may exceed its share by a twenty-fourth."""
+"""Unused allowance is saved up for at most this many seconds, and a start is given as much.
+
+So one day may exceed its share by a twenty-fourth.
+"""
 
 
 class Allowance:
-    """Flows in evenly over the day, and can be saved up for an hour.
+    """An allowance of chunks that accrues evenly over the day, and can be saved up for an hour.
 
     Args:
-        per_day: chunks.
+        per_day: chunks per day.
         clock: monotonic time in seconds.
     """
 
@@ -26,12 +29,12 @@ class Allowance:
 
     @property
     def available(self) -> int:
-        """Chunks that may be written now."""
+        """Number of chunks that may be written now."""
         now = self._clock()
         self._saved = min(self._limit, self._saved + (now - self._counted_at) * self._per_s)
         self._counted_at = now
         return int(self._saved)
 
     def spend(self, num_chunks: int) -> None:
-        """So many are written."""
+        """Take ``num_chunks`` chunks, which are being written, off the allowance."""
         self._saved -= num_chunks

@@ -1,4 +1,4 @@
-"""What waits to be written to a tier."""
+"""The backlog: chunks that wait to be written to a tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from cargohold.offload.manager.base import OffloadKey
 
 MAX_LOOKS: Final = 4096
-"""Chunks looked at for one batch: after a tier has rested, all that waited may have left host memory meanwhile."""
+"""Maximum number of chunks looked at for one batch: while a tier rests, all that wait may leave host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Batch:
     """Chunks to write in one job.
 
     Attributes:
-        keys: which, in the order in which their turn came.
-        parents: the chunk before each in its prefix, if there is one, parallel to ``keys``.
+        keys: the chunks, in the order in which their turn came.
+        parents: the chunk before each in its prefix, or ``None``, parallel to ``keys``.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -27,17 +27,17 @@ class Batch:
 
 
 class Backlog:
-    """Chunks in host memory that a tier does not have, first to be written first.
+    """Chunks in host memory that are to be written to a tier, in the order of writing.
 
-    Only names are kept. A chunk may leave host memory before its turn comes: then it is passed over.
+    Only keys are kept. A chunk that leaves host memory before its turn comes is passed over.
 
     Args:
-        limit: chunks to remember; the oldest are given up first.
+        limit: maximum number of chunks; beyond it, those at the front are dropped.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        # Unlike a plain dictionary, it finds the first in no time when many before it have gone.
+        # Unlike a plain dictionary, it finds the first key fast even when many before it were removed.
         self._parents: OrderedDict[OffloadKey, OffloadKey | None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Backlog:
         return key in self._parents
 
     def add(self, keys: Iterable[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
-        """Chunks are to be written, each with the chunk before it in ``parents``, but for those that already wait."""
+        """Append chunks that do not wait already; ``parents`` has the chunk before each in its prefix, or ``None``."""
         waiting = self._parents
         for key in keys:
             waiting.setdefault(key, parents[key])
@@ -55,22 +55,24 @@ class Backlog:
             waiting.popitem(last=False)
 
     def postpone(self, keys: Iterable[OffloadKey]) -> None:
-        """These were used just now: they are written last, the end of their prefix before its start."""
+        """Move waiting chunks of ``keys``, which were just used, to the end: the last of the prefix in front of the first."""
         for key in reversed(list(keys)):
             if key in self._parents:
                 self._parents[key] = self._parents.pop(key)
 
     def take(self, limit: int, ready: Callable[[Sequence[OffloadKey]], Sequence[OffloadKey]]) -> Batch | None:
-        """Take out the chunks whose turn it is, at most ``limit``, whatever prefixes they are of.
+        """Take out the chunks whose turn it is, at most ``limit``, of any prefixes.
 
-        While many requests generate, each step completes a chunk of some: a job for each would cost more than its chunk.
+        While many requests generate, each step completes a chunk of some of them: a job for each would cost more than the
+        chunk itself.
 
         Args:
-            limit: at least 1.
-            ready: those of some chunks that are still in host memory, in their order.
+            limit: maximum number of chunks, at least 1.
+            ready: returns those of the given chunks that are to be written and still in host memory, in their order.
 
         Returns:
-            ``None`` also if none of the first ``MAX_LOOKS`` is in host memory; those are taken out all the same.
+            The batch; ``None`` if nothing waits, or none of the first ``MAX_LOOKS`` chunks is ready. Chunks that are not ready
+            are taken out, too.
         """
         parents: dict[OffloadKey, OffloadKey | None] = {}
         num_looks = min(len(self._parents), MAX_LOOKS)
@@ -82,5 +84,5 @@ class Backlog:
         return Batch(tuple(parents), tuple(parents.values())) if parents else None
 
     def clear(self) -> None:
-        """Nothing is to be written any more."""
+        """Drop all waiting chunks."""
         self._parents.clear()

@@ -1,4 +1,4 @@
-"""What the scheduler side knows of a tier before it starts, and what it tells the workers."""
+"""Options of lower tiers on the scheduler side, and its commands to the workers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class TierOptions:
     """How a tier is to be used.
 
     Attributes:
-        name: what users call it.
+        name: the tier's name for users.
         admission: which chunks are written to it.
-        write_mode: when.
-        max_daily_chunks: how many are written in a day at most; ``None`` for no limit.
-        has_index: whether it knows by itself what it holds: being asked says nothing of its medium, and being told of the use
-            of chunks that host memory gives back makes its policy keep them.
-        locality: whose it is; see ``TierConfig``.
-        max_inflight_chunks: chunks that are being written at the same time; each keeps its slot in host memory meanwhile.
-        max_asked_chunks: chunks that workers are asked for, told of the use of, or loading at the same time.
+        write_mode: when they are written.
+        max_daily_chunks: maximum number of chunks written per day; ``None`` for no limit.
+        has_index: whether the tier keeps an index of its chunks. Then its answer to a probe does not show that its medium
+            works, and its policy must be told of the use of chunks that host memory gives back, or it would evict them.
+        locality: whether it is local or shared; see ``TierConfig``.
+        max_inflight_chunks: maximum number of chunks being written at the same time; each keeps its slot in host memory.
+        max_asked_chunks: maximum number of chunks in probes, touches and loads in flight at the same time.
     """
 
     name: str
@@ -38,13 +38,13 @@ class TierOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieringConfig:
-    """What all tiers have in common.
+    """Options that all lower tiers have in common.
 
     Attributes:
-        num_workers: workers that each have a shard of every chunk.
-        restore_timeout_s: how long a request waits for lower tiers at most.
-        store_timeout_s: how long writing a batch of chunks may take.
-        record_events: whether events are wanted.
+        num_workers: number of workers; each has a shard of every chunk.
+        restore_timeout_s: maximum time that a request waits for lower tiers.
+        store_timeout_s: maximum time for writing a batch of chunks.
+        record_events: whether to record events for ``take_events``.
     """
 
     num_workers: int = 1
@@ -58,13 +58,13 @@ class TierCommand:
     """A job for every worker's queue of one tier.
 
     Attributes:
-        job_id: the job.
-        tier: which tier, from 0, the fastest.
+        job_id: id of the job.
+        tier: index of the tier; 0 is the fastest.
         kind: what to do.
-        keys: which chunks in any order.
-        slots: loads and stores: where they are in host memory, parallel to ``keys``.
-        parents: stores: the chunk before each in its prefix, if there is one, parallel to ``keys``.
-        timeout_s: give up after this time.
+        keys: the chunks' names in the tier, in any order.
+        slots: for loads and stores, their slots in host memory, parallel to ``keys``.
+        parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
+        timeout_s: the job is given up after this time.
     """
 
     job_id: int

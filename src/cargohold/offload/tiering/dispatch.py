@@ -1,4 +1,4 @@
-"""Hands out jobs: what requests want, and what is to be written."""
+"""Hands out jobs of lower tiers: those that requests want, and writes from the backlogs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
 
 
 def random_epoch() -> bytes:
-    """A name that nobody else has, and nobody can foresee."""
+    """Return 16 random bytes: a name that no other engine has and that nobody can predict."""
     return secrets.token_bytes(16)
 
 
 class Dispatch:
-    """Makes commands of tasks, as far as the tiers can take them.
+    """Turns tasks into commands for the workers, as far as the tiers can take them.
 
     Args:
-        host: host memory's manager; what is written is pinned there.
+        host: the manager of host memory; chunks are pinned there while they are written.
         tiers: the tiers.
-        tasks: what is wanted, and where tasks in flight are noted.
+        tasks: the table of tasks; mutated.
         config: deadlines.
-        new_epoch: see ``rename``.
+        new_epoch: makes the new name for ``rename``.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class Dispatch:
         self._epoch = b""
 
     def requested(self, new_id: Callable[[], int], turn_away: Callable[[TierTask], None]) -> Iterator[TierCommand]:
-        """Probes, touches and loads; those that were cancelled, or whose tier is left alone, are turned away.
+        """Yield commands for the probes, touches and loads that wait to be handed out.
 
-        What a tier's workers have no room for keeps its turn: they would refuse it, as if their medium had failed.
+        Tasks that were cancelled, or whose tier rests or is off, go to ``turn_away`` instead. Tasks for which a tier's workers
+        have no room keep their turn: the workers would refuse them, which looks like a failure of the medium.
         """
         full: set[int] = set()
         for task in self._tasks.take_wanted():
@@ -67,7 +68,7 @@ class Dispatch:
                 turn_away(task)
 
     def writes(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
-        """As much of the backlogs as may be in flight."""
+        """Yield commands that write as many chunks of the backlogs as may be in flight; pin the chunks."""
         for at, tier in enumerate(self._tiers):
             while (room := tier.num_writable) and tier.is_usable:
                 batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._writable, tier))
@@ -80,7 +81,7 @@ class Dispatch:
                 yield self._command(new_id(), task, self._config.store_timeout_s)
 
     def rename(self) -> None:
-        """From now on chunks have other names in the tiers: what is there is not found any more, by us or by others."""
+        """Give chunks other names in the tiers from now on, so that nobody finds what is there under the old names."""
         self._epoch = self._new_epoch()
 
     def _is_too_much(self, task: TierTask) -> bool:
@@ -94,7 +95,7 @@ class Dispatch:
         return tier.breaker.admit() if tier.is_tried_by(task.kind) else tier.breaker.may_ask(task.kind)
 
     def _writable(self, tier: LowerTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Those that a tier wants and host memory has."""
+        """Return the chunks that a tier wants and host memory has."""
         wanted = tier.wanted(keys)
         return [key for key, state in zip(wanted, self._host.lookup(wanted), strict=True) if state == READY]
 
@@ -111,11 +112,11 @@ class Dispatch:
         )
 
     def _names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
-        """What chunks are called in the tiers."""
+        """Return the names of chunks in the tiers: their keys, or digests of epoch and key after a ``rename``."""
         return tuple(map(self._name, keys) if self._epoch else keys)
 
     def _name(self, key: _SomeKey) -> _SomeKey:
         if key is None:
             return key
-        # As long as other keys; the group stays readable.
+        # As long as the key; the group in its last 4 bytes stays readable.
         return blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]

@@ -1,7 +1,7 @@
-"""The tiers below host memory: what to ask them, what to bring up, what to write down.
+"""The tiers below host memory: which chunks to ask them for, to bring up and to write down.
 
-A pure state machine: it does no I/O and moves no bytes. What is to be done it hands out as commands for the workers, who
-answer with one byte per chunk; a chunk counts only when every worker has it::
+A pure state machine: it does no I/O and moves no bytes. It hands out commands for the workers, which answer with one byte per
+chunk. A chunk counts as there only if every worker has its shard::
 
     unknown --probe--> known to be there --promote--> host: writing --all workers done--> host: ready
                |                 |                       |
@@ -9,7 +9,7 @@ answer with one byte per chunk; a chunk counts only when every worker has it::
 
     host: ready --backlog--> pinned and written --> known to be there, too
 
-Loads to the device are from host memory alone. Nobody waits for a tier beyond a deadline, whatever happens to it.
+The device is loaded from host memory only. No request waits for a tier beyond a deadline, whatever happens to the tier.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from cargohold.offload.tiering.upkeep import Upkeep
 from cargohold.protocol import Clock, TransferOutcome
 
 SETTLE_S = 5.0
-"""How long an idle engine steps on to have written down what was stored last. What is left then waits for the next steps."""
+"""Seconds that an idle engine steps on so that the chunks stored last are written down. The others wait for later steps."""
 PROGRESS_S = 3.0
-"""It does not step on when no job has ended for this time, nor again until one has."""
+"""Seconds without the end of a job after which an idle engine does not step on, until a job has ended again."""
 
 _ABSENT = bytes([ABSENT])
 _HARMLESS = frozenset({JobKind.PROBE, JobKind.TOUCH})
-"""What moves no chunk, and needs not be waited for."""
+"""Kinds of jobs that move no chunk, so that nobody needs to wait for them."""
 
 
 class LowerTiers:
-    """What is known of the tiers below host memory, and what is on its way from and to them.
+    """The state of the tiers below host memory, and of the chunks on their way from and to them.
 
     Args:
-        host: host memory's manager.
-        tiers: how each is to be used, the fastest first.
+        host: the manager of host memory.
+        tiers: how each tier is to be used, the fastest first.
         clock: monotonic time in seconds.
-        config: workers and deadlines.
-        new_epoch: names what is stored after a reset.
+        config: number of workers, deadlines, and whether events are recorded.
+        new_epoch: makes a new name at each reset; it becomes part of the chunks' names in the tiers.
 
     Attributes:
-        tiers: what is known of each.
+        tiers: the state of each tier.
         config: as given.
-        clock: time in which the engine steps, which it has to be told of: deadlines are in this time.
+        clock: time in which the engine steps; the owner calls its ``begin_step`` and ``end_step``. Deadlines are in this time.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class LowerTiers:
         self._upkeep = Upkeep(self.tiers, self._tasks)
         self._alarms: list[float] = []
         self._num_changes = 0
-        # Until when to step on, and when a job has ended or the first of several was handed out.
+        # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
     def num_changes(self) -> int:
-        """Grows when an answer of ``lookup`` may have changed, and when an alarm goes off."""
+        """A counter that grows when an answer of ``lookup`` may have changed, and at the times given to ``wake_at``."""
         now = self.clock()
         while self._alarms and self._alarms[0] <= now:
             heapq.heappop(self._alarms)
@@ -94,24 +94,25 @@ class LowerTiers:
 
     @property
     def num_never_there(self) -> int:
-        """Chunks that host memory counts as removed, although they had never arrived."""
+        """Number of chunks that host memory counts as removed although they had never arrived from a tier."""
         return self._promotions.num_never_there
 
     @property
     def is_idle(self) -> bool:
-        """Whether no chunk is on its way or held for somebody. Questions may be open."""
+        """Whether no chunk is on its way or held for a request. Probes and touches may be in flight."""
         return not self._promotions and all(task.kind in _HARMLESS for task in self._tasks)
 
     @property
     def is_bringing_up(self) -> bool:
-        """Whether chunks are on their way up, or held for somebody."""
+        """Whether chunks are being brought up, or held for a request."""
         return bool(self._promotions) or self._is_loading
 
     @property
     def is_settling(self) -> bool:
-        """Whether steps are worth while even if there is nothing to compute.
+        """Whether the engine should keep stepping even if there is nothing to compute.
 
-        Chunks stored lately are to be written, and until loads have ended that nobody wants any more there is no reset.
+        Chunks that were stored lately are still to be written down, or loads are in flight, without whose end a reset is
+        not possible.
         """
         now = self.clock()
         if self._tasks and now >= self._progressed_at + PROGRESS_S:
@@ -127,13 +128,13 @@ class LowerTiers:
         return any(task.kind is JobKind.LOAD for task in self._tasks)
 
     def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False) -> bytes:
-        """One byte per key: ``READY`` if a usable tier has the chunk, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
+        """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
 
-        Host memory is not asked.
+        Host memory is not looked at, except that chunks being brought up into it are ``NOT_YET``.
 
         Args:
             keys: the chunks.
-            up_to_absent: whether to end before the first that is absent.
+            up_to_absent: whether to end before the first absent chunk.
         """
         answers = [tier.lookup(keys) for tier in self.tiers if tier.is_usable]
         states = reduce(_over, answers) if answers else _ABSENT * len(keys)
@@ -141,7 +142,10 @@ class LowerTiers:
         return states.partition(_ABSENT)[0] if up_to_absent else states
 
     def tiers_of(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """The fastest usable tier that has each chunk; -1 where none is known to: what was known a moment ago grows old."""
+        """Return, per chunk, the index of the fastest usable tier known to have it, or -1.
+
+        -1 is possible even for a chunk that was just looked up as ready, because answers grow old.
+        """
         tiers = [-1] * len(keys)
         for at, tier in enumerate(self.tiers):
             if tier.is_usable:
@@ -152,21 +156,21 @@ class LowerTiers:
         return tiers
 
     def wake_at(self, time: float) -> None:
-        """``num_changes`` is to grow at that time of ``clock``: somebody will not wait any longer."""
+        """Make ``num_changes`` grow at that time of ``clock``, because a request will not wait longer."""
         heapq.heappush(self._alarms, time)
 
     def estimate_s(self, num_chunks: Mapping[int, int]) -> float | None:
-        """How long it takes to bring up so many chunks per tier; ``None`` if that is not known."""
+        """Return the estimated seconds to bring up the given number of chunks per tier; ``None`` if that is not known."""
         times = [self.tiers[at].pace.predict(count) for at, count in num_chunks.items()]
         return None if None in times else sum(time for time in times if time is not None)
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[TierTask]:
-        """Ask for chunks of which nothing is known: each in the first usable tier that has not said that it is absent.
+        """Ask for chunks whose state is ``UNKNOWN``: each in the first usable tier that has not said that it is absent.
 
         Returns:
-            The questions; each ``has_ended`` when there is an answer.
+            The probes; ``has_ended`` becomes true on each when it is answered.
         """
         rest = [key for key, state in zip(keys, self.lookup(keys), strict=True) if state == UNKNOWN]
         probes: list[TierTask] = []
@@ -182,19 +186,20 @@ class LowerTiers:
         return probes
 
     def promote(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | None:
-        """Bring chunks into host memory, as far as slots can be had, and hold ``kept``, which are there already.
+        """Bring chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
 
         Returns:
-            What to wait for, and to release in the end; ``None`` if there is no slot at the moment, and then nothing is held.
+            The promotion to wait for, and to release in the end; ``None`` if there is no slot at the moment, and then nothing
+            is pinned.
         """
         return self._promotions.begin(chains, kept)
 
     def note_stored(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
-        """Host memory has new chunks."""
+        """Learn that host memory has new chunks: they are to be written down."""
         self._note_new(self.tiers, keys, parents)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
-        """A request uses these chunks, in prefix order."""
+        """Learn that a request uses these chunks, in prefix order."""
         states = self._host.lookup(keys)
         for tier in self.tiers:
             tier.note_used(keys, states)
@@ -203,9 +208,9 @@ class LowerTiers:
         self._upkeep.note_used([key for key, state in zip(keys, states, strict=True) if state == READY], keys)
 
     def reset(self) -> None:
-        """Forget everything; only while nothing is being brought up. Chunks have other names in the tiers from now on.
+        """Forget all chunks, and give chunks other names in the tiers from now on. Only while nothing is being brought up.
 
-        Writes are cancelled. What they have written already has its old name, and is what that name says.
+        Writes in flight are cancelled. Chunks that they have written already keep their old names, and nobody finds them.
         """
         assert not self.is_bringing_up, "chunks on their way would be remembered under the wrong name"
         self._tasks.cancel(lambda _: True)
@@ -217,29 +222,29 @@ class LowerTiers:
     # --- for workers --------------------------------------------------------------------------------------------------
 
     def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
-        """What the workers are to do now; call it once in every step."""
+        """Return the commands for the workers in this step; give up late jobs. Call it once in every step."""
         self._give_up_late()
         if not self._tasks:
             self._progressed_at = self.clock()
         return (*self._dispatch.requested(new_id, self._turn_away), *self._dispatch.writes(new_id))
 
     def take_cancelled(self) -> tuple[int, ...]:
-        """Jobs that nobody needs any more; they end like all others, only sooner."""
+        """Return the ids of jobs cancelled since the last call; they are reported like all others, only sooner."""
         return self._tasks.take_cancelled()
 
     def note_answers(self, job_id: int, succeeded: bytes, num_workers: int) -> None:
-        """What so many of the workers say of a job's chunks: 1 where all of them were successful, else 0."""
+        """Take in what ``num_workers`` workers say of a job's chunks: 1 if all of them were successful, else 0."""
         task = self._tasks.get(job_id)
         if task is not None:
             task.note_answers(succeeded, num_workers)
 
     def turn_off(self, at: int) -> None:
-        """A worker will not use a tier any more: a chunk counts only when all have it, so nobody will."""
+        """Turn tier ``at`` off, because a worker will not use it any more: a chunk counts only if all workers have it."""
         self.tiers[at].turn_off()
         self._num_changes += 1
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
-        """All workers have reported a job; ``False`` if it is none of these."""
+        """End a job that all workers have reported. Returns ``False`` if it is not a job of lower tiers."""
         task = self._tasks.end(job_id)
         if task is None:
             return False
@@ -249,7 +254,7 @@ class LowerTiers:
         return True
 
     def take_stats(self) -> Counter[str]:
-        """Counters since the last call."""
+        """Return counters since the last call."""
         total: Counter[str] = Counter()
         for tier in self.tiers:
             stats, tier.stats = tier.stats, Counter()
@@ -287,7 +292,7 @@ class LowerTiers:
     def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Draw the consequences of a job's end."""
         task.has_ended = True
-        self._num_changes += task.kind is not JobKind.TOUCH  # which makes no look-up end otherwise
+        self._num_changes += task.kind is not JobKind.TOUCH  # a touch changes no answer of a look-up
         tier, succeeded = self.tiers[task.tier], task.succeeded(self.config.num_workers)
         match task.kind:
             case JobKind.PROBE:
@@ -307,7 +312,7 @@ class LowerTiers:
                 assert task.pins is not None
                 task.pins.release()
                 tier.end_writing(task, succeeded)
-                if outcome is TransferOutcome.DONE and not task.is_cancelled:  # their names may be others by now
+                if outcome is TransferOutcome.DONE and not task.is_cancelled:  # after a reset, names are others
                     tier.note_presence(task.keys, succeeded)
             case JobKind.REMOVE:
                 raise AssertionError("nobody removes")
@@ -316,7 +321,7 @@ class LowerTiers:
         tier.probing.difference_update(task.keys)
         if task.is_cancelled:
             return
-        tier.note_presence(task.keys, succeeded)  # who does not answer does not have it
+        tier.note_presence(task.keys, succeeded)  # a tier that does not answer counts as not having them
         if outcome is TransferOutcome.DONE and task.rewrites:
             gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
             self._note_new([tier], gone, task.rewrites)
@@ -326,7 +331,7 @@ class LowerTiers:
         tier.stats["loaded_chunks"] += sum(succeeded)
         tier.stats["not_loaded_chunks"] += len(succeeded) - sum(succeeded)
         arrived = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
-        # What came from further away is worth keeping nearer.
+        # Chunks that came from a slower tier are worth writing to the faster ones.
         self._note_new(self.tiers[: task.tier], arrived, dict(zip(task.keys, task.parents, strict=True)))
         if promotion is not None and promotion.was_undisturbed and not task.is_late:
             tier.pace.note(promotion.num_wanted, self.clock() - promotion.started_at)
@@ -336,10 +341,10 @@ class LowerTiers:
         self._conclude(task, TransferOutcome.ABANDONED)
 
     def _judge(self, task: TierTask, outcome: TransferOutcome) -> None:
-        """What a job's end says of the tier's health."""
+        """Tell the tier's breaker what a job's end says of the tier's health."""
         tier = self.tiers[task.tier]
         if task.is_late or task.kind is JobKind.TOUCH:
-            return  # it was blamed for that; a touch blames nobody
+            return  # the tier was blamed for a late job already; a failed touch blames nobody
         is_trial = tier.is_tried_by(task.kind)
         if outcome is TransferOutcome.DONE:
             if is_trial:
@@ -359,5 +364,5 @@ class LowerTiers:
 
 
 def _over(upper: bytes, lower: bytes) -> bytes:
-    """What one tier says of chunks, and where that is ``ABSENT``, what the next one does."""
+    """Merge the states of two tiers: per chunk that of ``upper``, or that of ``lower`` where the former is ``ABSENT``."""
     return bytes(below if state == ABSENT else state for state, below in zip(upper, lower, strict=True))

@@ -17,10 +17,11 @@ from cargohold.offload.tiering.store_handle import WatchedStore
 
 
 class TieringManager(ForwardingManager):
-    """Host memory's chunks: what this manager calls ready is there. Lower tiers hear of what is stored and used.
+    """Manages host memory's chunks, and tells lower tiers which chunks are stored and used. ``READY`` means in host memory.
 
     Args:
-        host: host memory's own manager; from now on it refuses nothing, as what it refused would be missing below, too.
+        host: host memory's own manager. Its ``admit_all`` is called, because chunks that it refused would be missing in the
+            lower tiers, too.
         lower: the tiers below it, made for the same ``host``.
     """
 
@@ -36,27 +37,27 @@ class TieringManager(ForwardingManager):
 
     @property
     def generation(self) -> int:
-        """Changes also when something becomes known of a lower tier, or somebody has waited long enough."""
+        """Changes also when an answer about lower tiers may have changed, or a request's deadline has come."""
         return self.host.generation + self.lower.num_changes
 
     @property
     def num_removed(self) -> int:
-        """Chunks that were in host memory and have gone."""
+        """Number of chunks that were in host memory and have gone."""
         return self.host.num_removed - self.lower.num_never_there
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """A request uses these chunks."""
+        """Mark chunks as used, in host memory and in the lower tiers."""
         self.host.touch(keys)
         self.lower.note_used(keys)
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
-        """Reserve slots in host memory; what is stored there will go further down."""
+        """Reserve slots in host memory; chunks that are committed there will be written down."""
         return self._watched(self.host.prepare_stores(offers), offers)
 
     def reset(self) -> bool:
-        """Forget everything, lower tiers included; ``False`` while a slot is being filled, or chunks are held for somebody.
+        """Forget all chunks, in lower tiers too. ``False`` while a slot is being filled, or chunks are held for a request.
 
-        What is being written down does not stand in the way: a slow medium may take long for that.
+        Writes to lower tiers do not prevent a reset: on a slow medium they may take long.
         """
         if self.lower.is_bringing_up or not self.host.reset():
             return False
@@ -64,7 +65,7 @@ class TieringManager(ForwardingManager):
         return True
 
     def _watched(self, handle: StoreHandle, offers: Sequence[StoreOffer]) -> StoreHandle:
-        """The handle, which lower tiers hear of when it is committed."""
+        """Wrap a handle so that lower tiers are told when it is committed."""
         if not handle.keys:
             return handle
         parents: dict[OffloadKey, OffloadKey | None] = {}

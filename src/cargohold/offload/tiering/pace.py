@@ -1,22 +1,22 @@
-"""How long things take, judged by how long they took lately."""
+"""Predicts how long work takes from how long it took lately."""
 
 from __future__ import annotations
 
 from cargohold.protocol import Clock
 
 _KEEP = 0.8
-"""Weight that the past keeps with each new measurement."""
+"""Weight that earlier measurements keep with each new one."""
 
 
 class Pace:
     """Fits ``seconds = fixed + each * amount`` to recent measurements, the latest counting most.
 
-    As long as only one amount was measured, all of the time is taken for fixed: the estimate for more is then too low, so more
-    is tried, and measured.
+    While only one amount was measured, all of the time counts as fixed. The estimate for larger amounts is then too low, so
+    that larger amounts are tried, and measured.
 
     Args:
         clock: monotonic time in seconds.
-        max_age_s: after so long without a measurement nothing is known any more.
+        max_age_s: time without a measurement after which nothing is predicted any more.
     """
 
     def __init__(self, clock: Clock, max_age_s: float) -> None:
@@ -27,7 +27,7 @@ class Pace:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def note(self, amount: float, seconds: float) -> None:
-        """``amount`` took so long."""
+        """Add a measurement: ``amount`` took ``seconds``."""
         fresh = (1.0, amount, seconds, amount * amount, amount * seconds)
         keep = _KEEP if self._is_known() else 0.0
         weight, x, y, xx, xy = (keep * old + new for old, new in zip(self._sums, fresh, strict=True))
@@ -35,7 +35,7 @@ class Pace:
         self._noted_at = self._clock()
 
     def predict(self, amount: float, times: int = 1) -> float | None:
-        """Seconds for ``amount`` in all, done in so many goes; ``None`` if nothing is known."""
+        """Return the seconds that ``amount`` in all takes, done in ``times`` parts; ``None`` if nothing is known."""
         if not self._is_known():
             return None
         fixed, each = self._fit()
@@ -50,6 +50,6 @@ class Pace:
         each = max(0.0, (xy - x * y / weight) / spread) if spread > 1e-9 * xx else 0.0
         fixed = (y - each * x) / weight
         if fixed < 0:
-            # Time that is proportional, with some noise.
+            # The time is proportional to the amount, with some noise.
             return 0.0, xy / xx
         return fixed, each

@@ -1,4 +1,4 @@
-"""Chunks on their way up, for one request."""
+"""Chunks being brought up from lower tiers for one request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Chain:
     """Consecutive chunks of one prefix, absent in host memory and all in the same tier.
 
     Attributes:
-        tier: which tier, from 0.
-        keys: the chunks.
-        parent: the chunk before the first, if there is one.
+        tier: index of the tier, from 0.
+        keys: the chunks, in prefix order.
+        parent: the chunk before the first; ``None`` at the start of a prompt.
     """
 
     tier: int
@@ -25,16 +25,17 @@ class Chain:
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """Brings chunks into host memory, and keeps them there until it is released.
+    """Brings chunks into host memory for a request, and pins them there until it is released.
 
     Attributes:
-        started_at: when it began.
-        expires_at: when it is released at the latest.
-        on_release: told when it is released.
-        num_running: jobs that have not ended.
-        num_wanted: chunks for which slots were found.
-        sources: tier of each chunk that has arrived.
-        pins: holds on what is in host memory.
+        started_at: time at which it began.
+        expires_at: time at which it is released at the latest.
+        on_release: called when it is released.
+        num_running: number of its jobs that have not ended.
+        num_wanted: number of chunks for which slots were found.
+        sources: index of the tier that each arrived chunk came from.
+        pins: pins on its chunks in host memory.
+        is_released: whether it was released.
     """
 
     started_at: float
@@ -49,22 +50,22 @@ class Promotion:
 
     @property
     def was_undisturbed(self) -> bool:
-        """Whether its duration says how fast a tier is: all chunks arrived, from one tier, and were waited for."""
+        """Whether its duration tells how fast a tier is: all chunks arrived, from one tier, before it was released."""
         return not self.is_released and len(self._tiers) == 1 and len(self.sources) == self.num_wanted
 
     def begin_job(self, tier: int, num_chunks: int) -> None:
-        """A job that brings up chunks begins."""
+        """Note that a job begins that brings up ``num_chunks`` chunks."""
         self.num_running += 1
         self.num_wanted += num_chunks
         self._tiers.add(tier)
 
     def end_job(self, tier: int, arrived: Sequence[OffloadKey]) -> None:
-        """A job has ended."""
+        """Note that a job has ended, and which chunks arrived."""
         self.num_running -= 1
         self.sources.update(dict.fromkeys(arrived, tier))
 
     def release(self) -> None:
-        """Its request has what it wants, or wants nothing any more: pins are given back, jobs cancelled. May be repeated."""
+        """Give back the pins and cancel the jobs: the request has its chunks, or needs none. May be called repeatedly."""
         if not self.is_released:
             self.is_released = True
             pins, self.pins = self.pins, []

@@ -1,4 +1,4 @@
-"""Chunks on their way up."""
+"""Brings chunks of lower tiers up into host memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from cargohold.offload.tiering.tasks import TaskTable
 from cargohold.protocol import Clock
 
 BATCH_CHUNKS = 128
-"""Chunks in one job: a bad end of one costs no more than that."""
+"""Maximum number of chunks in one job: a job that fails costs no more than that."""
 
 
 class Promotions:
-    """Reserves slots of host memory for chunks of lower tiers, and holds what has arrived.
+    """Reserves slots of host memory for chunks of lower tiers, and pins the chunks that have arrived.
 
     Args:
-        host: host memory's manager.
-        tasks: where jobs are wanted.
+        host: the manager of host memory.
+        tasks: the table that load jobs are added to.
         clock: time in which the engine steps.
-        timeout_s: how long a request waits at most; afterwards it has the same time to be admitted.
+        timeout_s: maximum time that a request waits; afterwards it has the same time to be admitted.
 
     Attributes:
-        arriving: chunks on their way.
-        num_released: promotions that were released so far: others may find slots then.
-        num_never_there: chunks that host memory has removed, although they had not arrived.
+        arriving: chunks that are being brought up.
+        num_released: number of promotions released so far. Grows when other requests may find slots.
+        num_never_there: number of chunks that host memory counts as removed although they had never arrived.
     """
 
     def __init__(self, host: OffloadManager, tasks: TaskTable, clock: Clock, timeout_s: float) -> None:
@@ -45,7 +45,7 @@ class Promotions:
 
     @property
     def num_held(self) -> int:
-        """Chunks held for promotions, counted once per promotion."""
+        """Number of chunks pinned for promotions, counted once per promotion."""
         return sum(len(pins.keys) for promotion in self._live for pins in promotion.pins)
 
     def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | None:
@@ -63,7 +63,7 @@ class Promotions:
         return promotion
 
     def end_load(self, task: TierTask, succeeded: Sequence[bool]) -> None:
-        """A job has ended: what arrived on all workers is ready, the rest is forgotten."""
+        """End a load job: chunks that arrived on all workers become ready and are pinned, the others are removed."""
         handle, promotion = task.reserved, task.promotion
         assert handle is not None and promotion is not None
         self.arriving.difference_update(task.keys)
@@ -72,7 +72,7 @@ class Promotions:
         if not good:
             handle.forfeit()
             return
-        # One handle has one end, so what did not arrive is ready for the length of these lines; nobody can see it.
+        # A handle commits all its chunks or none, so chunks that did not arrive are ready for two lines; nobody sees it.
         handle.commit()
         self._host.remove([key for key, is_good in zip(task.keys, succeeded, strict=True) if not is_good])
         self.num_never_there += len(task.keys) - len(good)
@@ -80,7 +80,7 @@ class Promotions:
             promotion.pins.append(self._host.prepare_load(good))
 
     def release_expired(self) -> None:
-        """Nobody may hold chunks for ever."""
+        """Release promotions that have expired, so that no request pins chunks for ever."""
         now = self._clock()
         for promotion in [promotion for promotion in self._live if promotion.expires_at <= now]:
             promotion.release()
@@ -96,10 +96,10 @@ class Promotions:
             assert promotion.num_running == num_running, "waits for a job that does not exist"
 
     def _reserve(self, chain: Chain, promotion: Promotion) -> bool:
-        """Find slots for a chain's leading chunks, and want them filled. Mutates host memory and ``promotion``.
+        """Reserve slots for a chain's leading chunks, and add the jobs that fill them. Mutates host memory and ``promotion``.
 
         Returns:
-            Whether it found some, or never will.
+            ``False`` if there was no slot for a batch of chunks and it is worth trying again later; else ``True``.
         """
         parent = chain.parent
         for start in range(0, len(chain.keys), BATCH_CHUNKS):
@@ -124,6 +124,6 @@ class Promotions:
 
     def _forget(self, promotion: Promotion) -> None:
         self._live.discard(promotion)
-        if promotion.num_running:  # seldom: it is waited for
+        if promotion.num_running:  # seldom: its request mostly waits until all jobs have ended
             self._tasks.cancel(lambda task: task.promotion is promotion)
         self.num_released += 1

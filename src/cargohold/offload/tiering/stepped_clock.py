@@ -1,4 +1,4 @@
-"""Time in which an engine steps."""
+"""A clock that counts only the time in which an engine steps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Final
 from cargohold.protocol import Clock
 
 PAUSE_S: Final = 2.0
-"""Nobody steps: well above what an engine sleeps that has nothing to compute while transfers run."""
+"""Seconds without a look at the clock after which the engine counts as not stepping.
+
+Well above the time that an engine with nothing to compute sleeps between steps while transfers run.
+"""
 
 
 class SteppedClock:
-    """Monotonic time that stands still while nobody steps.
+    """Monotonic time that stands still while the engine does not step.
 
-    An engine from which nobody wants anything may not step for hours, and a process may be stopped. What ended meanwhile is
-    heard of in the next steps, so deadlines are in this time: they pass for what does not end, not while nobody looks.
+    An idle engine may not step for hours, and a process may be stopped. Jobs that ended meanwhile are reported only in the
+    next steps. So deadlines are in this time: they pass only while reports can arrive.
 
     Args:
         clock: monotonic time in seconds.
@@ -27,7 +30,7 @@ class SteppedClock:
         self._looked_at = clock()
 
     def __call__(self) -> float:
-        """Seconds since it was made, but for pauses."""
+        """Return the seconds since the clock was made, without pauses."""
         now = self._clock()
         if self._num_in_flight or now - self._looked_at < PAUSE_S:
             self._time += now - self._looked_at
@@ -35,11 +38,11 @@ class SteppedClock:
         return self._time
 
     def begin_step(self) -> None:
-        """The workers get a step, however long it takes. Others may be in flight."""
+        """Note that the workers get a step; time counts until ``end_step``, however long it takes. Steps may overlap."""
         self()
         self._num_in_flight += 1
 
     def end_step(self) -> None:
-        """The workers have reported a step."""
+        """Note that the workers have reported a step."""
         self()
         self._num_in_flight = max(0, self._num_in_flight - 1)

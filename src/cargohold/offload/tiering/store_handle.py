@@ -1,4 +1,4 @@
-"""A store into host memory whose end lower tiers want to know of."""
+"""A store into host memory that tells lower tiers when it is committed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from cargohold.offload.manager.base import OffloadKey, StoreHandle
 
 
 class WatchedStore:
-    """Satisfies ``StoreHandle``.
+    """Wraps a store handle of host memory. Satisfies ``StoreHandle``.
 
     Args:
-        handle: what host memory handed out.
-        on_commit: told after the chunks are ready.
+        handle: the handle from host memory's manager.
+        on_commit: called with the chunks' keys once they are ready.
     """
 
     def __init__(self, handle: StoreHandle, on_commit: Callable[[Sequence[OffloadKey]], None]) -> None:
@@ -31,14 +31,14 @@ class WatchedStore:
 
     @property
     def slots(self) -> Sequence[int]:
-        """Where each goes."""
+        """The slot of each chunk."""
         return self._handle.slots
 
     def commit(self) -> None:
-        """The bytes are there."""
+        """Commit the handle, then call ``on_commit``."""
         self._handle.commit()
         self._on_commit(self._handle.keys)
 
     def forfeit(self) -> None:
-        """The bytes are not there."""
+        """Forfeit the handle."""
         self._handle.forfeit()

@@ -1,4 +1,4 @@
-"""Jobs of lower tiers, from the moment they are wanted until all workers have reported."""
+"""Jobs of lower tiers, from the moment they are requested until all workers have reported them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from cargohold.offload.tiering.promotion import Promotion
 
 @dataclass(slots=True, eq=False)
 class TierTask:
-    """A job, wanted or in flight.
+    """A job of a lower tier, waiting to be handed out or in flight.
 
     Attributes:
         kind: what to do.
-        tier: which tier.
-        keys: which chunks in any order.
-        slots: where they are in host memory; probes have none.
-        parents: stores and loads: the chunk before each in its prefix, if there is one, parallel to ``keys``.
-        rewrites: probes that look after chunks in use: which of them to write again if they are gone, with their parents.
-        reserved: loads: the slots being filled.
-        pins: stores: the chunks being read.
-        promotion: loads: who waits for it.
-        deadline: when it must have ended; known when it is handed out.
-        answers: per chunk, 1 where all workers that have answered were successful, else 0.
-        num_answers: workers that have answered.
-        num_overdue_checks: how often it was found in flight behind its deadline.
-        is_late: its deadline has passed, and the tier was blamed for it.
-        has_ended: whether its consequences were drawn.
-        is_cancelled: nobody wants it any more.
+        tier: index of the tier.
+        keys: the chunks, in any order.
+        slots: their slots in host memory, parallel to ``keys``; empty for probes and touches.
+        parents: for stores and loads, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
+        rewrites: for probes that look after chunks in use, the chunks to write again if they are gone, with their parents.
+        reserved: for loads, the slots being filled.
+        pins: for stores, the chunks being read.
+        promotion: for loads, the promotion that waits for it.
+        deadline: time at which it must have ended; infinite until it is handed out.
+        answers: one byte per chunk: 1 if all workers that have answered were successful, else 0.
+        num_answers: number of workers that have answered.
+        num_overdue_checks: how often it was found in flight after its deadline.
+        is_late: whether it is so long overdue that the tier was blamed for it.
+        has_ended: whether it has ended and its consequences were drawn.
+        is_cancelled: whether nobody needs it any more.
     """
 
     kind: JobKind
@@ -51,17 +51,17 @@ class TierTask:
     is_cancelled: bool = False
 
     def note_answers(self, answers: bytes, num_workers: int) -> None:
-        """What further workers say."""
+        """Merge in the answers of ``num_workers`` further workers."""
         self.answers = both(self.answers, answers) if self.num_answers else answers
         self.num_answers += num_workers
 
     def succeeded(self, num_workers: int) -> list[bool]:
-        """Per chunk, whether all of so many workers were successful."""
+        """Return, per chunk, whether all ``num_workers`` workers were successful; ``False`` while some have not answered."""
         if self.num_answers != num_workers:
             return [False] * len(self.keys)
         return list(map(bool, self.answers))
 
 
 def both(left: bytes, right: bytes) -> bytes:
-    """Per chunk, 1 where both were successful, else 0."""
+    """Merge two answers: per chunk, 1 if both say success, else 0."""
     return bytes(a & b for a, b in zip(left, right, strict=True))

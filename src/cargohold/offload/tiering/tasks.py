@@ -1,4 +1,4 @@
-"""The jobs of all lower tiers: wanted, in flight, ended."""
+"""The jobs of all lower tiers: waiting to be handed out, in flight, ended."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cargohold.offload.tiering.task import TierTask
 from cargohold.protocol import Clock
 
 GRACE_S = 1.0
-"""Workers end a job at its deadline by themselves. After this much more the tier is blamed."""
+"""Workers end a job at its deadline by themselves. This many seconds later the tier is blamed for the job."""
 GRACE_CHECKS = 3
-"""But not before they had an occasion to report."""
+"""A tier is not blamed before this many steps have found the job overdue, so that workers had an occasion to report it."""
 
 
 class TaskTable:
-    """Who is waiting to be handed out, and who has been.
+    """The tasks that wait to be handed out to workers, and those in flight.
 
     Args:
         clock: time in which the engine steps.
@@ -27,7 +27,7 @@ class TaskTable:
         self._wanted: deque[TierTask] = deque()
         self._in_flight: dict[int, TierTask] = {}
         self._cancelled: list[int] = []
-        # Chunks of jobs in flight that are no stores, per tier.
+        # Number of chunks in probes, touches and loads in flight, per tier.
         self._num_asked: Counter[int] = Counter()
 
     def __bool__(self) -> bool:
@@ -38,38 +38,38 @@ class TaskTable:
         yield from self._in_flight.values()
 
     def want(self, task: TierTask) -> None:
-        """Hand it out when there is an occasion."""
+        """Add a task that waits to be handed out."""
         self._wanted.append(task)
 
     def take_wanted(self) -> Sequence[TierTask]:
-        """What is to be handed out now, the oldest first."""
+        """Remove and return the tasks that wait to be handed out, the oldest first."""
         wanted, self._wanted = self._wanted, deque()
         return wanted
 
     def begin(self, job_id: int, task: TierTask, timeout_s: float) -> None:
-        """It is handed out."""
+        """Note that a task is handed out now under ``job_id``, and set its deadline."""
         task.deadline = self._clock() + timeout_s
         self._in_flight[job_id] = task
         if task.kind is not JobKind.STORE:
             self._num_asked[task.tier] += len(task.keys)
 
     def get(self, job_id: int) -> TierTask | None:
-        """A job in flight."""
+        """Return a job in flight; ``None`` if there is none with that id."""
         return self._in_flight.get(job_id)
 
     def end(self, job_id: int) -> TierTask | None:
-        """All workers have reported it."""
+        """Remove and return a job that all workers have reported; ``None`` if it is not in flight."""
         task = self._in_flight.pop(job_id, None)
         if task is not None and task.kind is not JobKind.STORE:
             self._num_asked[task.tier] -= len(task.keys)
         return task
 
     def num_asked(self, tier: int) -> int:
-        """Chunks that are being asked for in a tier, loaded from it, or of whose use it is told."""
+        """Return the number of chunks in a tier's probes, touches and loads in flight."""
         return self._num_asked[tier]
 
     def cancel(self, is_meant: Callable[[TierTask], bool]) -> None:
-        """These are not needed any more. They end like all others, only sooner."""
+        """Cancel the tasks that ``is_meant`` selects. They end like all others, only sooner."""
         for task in self._wanted:
             task.is_cancelled |= is_meant(task)
         for job_id, task in self._in_flight.items():
@@ -78,12 +78,15 @@ class TaskTable:
                 self._cancelled.append(job_id)
 
     def take_cancelled(self) -> tuple[int, ...]:
-        """Jobs in flight that were cancelled since the last call, and have not ended."""
+        """Return the ids of jobs that were cancelled since the last call and are still in flight."""
         cancelled, self._cancelled = self._cancelled, []
         return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
 
     def newly_late(self) -> list[TierTask]:
-        """Jobs in flight that are found to be late; they are cancelled. Call it once in every step."""
+        """Cancel and return the jobs that are newly found to be late. Call it once in every step.
+
+        A job is late if it was in flight ``GRACE_S`` after its deadline at ``GRACE_CHECKS`` calls.
+        """
         now = self._clock()
         late: list[TierTask] = []
         for task in self._in_flight.values():

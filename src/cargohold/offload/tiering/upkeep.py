@@ -1,4 +1,4 @@
-"""Keeps alive in the tiers what host memory keeps giving back: they see no use of it, and would evict it."""
+"""Keeps chunks in lower tiers that host memory gives back: the tiers see no use of them, and would evict them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from cargohold.offload.tiering.task import TierTask
 from cargohold.offload.tiering.tasks import TaskTable
 
 LOOK_AFTER_S = 600.0
-"""Chunks in use are looked for in each tier as often as that, and written again where they are gone."""
+"""Chunks in use are probed in each tier once in this many seconds, and written again where they are gone."""
 TOUCH_S = 10.0
-"""Tiers that want to hear of use hear of each chunk's as often as that."""
+"""Tiers with an index are told of the use of each chunk once in this many seconds."""
 
 
 class Upkeep:
-    """Asks after chunks in use, and tells of their use.
+    """Probes the tiers for chunks in use, and tells them of their use.
 
-    What is more than a tier takes at a time goes in parts, the end of a prefix first: it is to count as used before its start.
+    More chunks than a tier takes in one job go in several jobs, the end of a prefix first, so that it counts as used earlier
+    than the start and is evicted first.
 
     Args:
         tiers: the tiers; mutated.
-        tasks: where jobs are wanted.
+        tasks: the table that jobs are added to.
     """
 
     def __init__(self, tiers: Sequence[LowerTier], tasks: TaskTable) -> None:
@@ -32,7 +33,7 @@ class Upkeep:
         self._tasks = tasks
 
     def note_used(self, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
-        """A request uses ``keys``, in prefix order, and has ``kept`` of them from host memory."""
+        """Learn that a request uses ``keys``, in prefix order, of which it gets ``kept`` from host memory."""
         for at, tier in enumerate(self._tiers):
             if tier.is_usable:
                 if tier.options.write_mode is not WriteMode.BACK:
@@ -50,11 +51,12 @@ class Upkeep:
             self._tasks.want(TierTask(JobKind.PROBE, at, part, rewrites={key: parents[key] for key in part}))
 
     def _tell(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey]) -> None:
-        """Tell of the use of all that the tier is thought to have, if it has not heard of some of it lately.
+        """Tell the tier of the use of all chunks that it is thought to have, if it was not told of one of them lately.
 
-        All: if it heard of a part only, the start of a prefix would count as used before its end, and be evicted first.
+        It is told of all of them: if only of some, the start of a prefix might count as used before its end, and be evicted
+        first.
         """
-        is_told = tier.touching | tier.probing  # who is asked for a chunk hears of its use
+        is_told = tier.touching | tier.probing  # a probe tells the tier of a chunk's use, too
         last = zip(kept, tier.presence.last(kept), strict=True)
         known = [key for key, is_there in last if is_there and key not in is_told]
         if tier.presence.not_heard_of(known, TOUCH_S):
