@@ -23,33 +23,38 @@ from cargohold.protocol import Clock
 logger = logging.getLogger(__name__)
 
 UNKNOWN = 3
-"""Nobody has asked the tier yet: ``LowerTiers.probe`` does. A state beside ``ABSENT``, ``READY`` and ``NOT_YET``."""
+"""State of a chunk for which no tier was asked yet; ``LowerTiers.probe`` asks. Besides ``ABSENT``, ``READY``, ``NOT_YET``."""
 _STATES = {True: READY, False: ABSENT, None: UNKNOWN}
 ANSWERS_PER_SLOT = 4
-"""Answers remembered, and chunks known to have been seen once, per slot of host memory; but no more than is good for it."""
+"""Number of answers remembered, and of chunks remembered as used once, per slot of host memory; at most ``MAX_ANSWERS``."""
 MAX_ANSWERS = 2**18
 MAX_ANNOUNCED = 2**18
-"""Chunks of a tier that are announced at the same time, where anyone listens; those heard of longest ago are taken back."""
+"""Maximum number of a tier's chunks announced at the same time; beyond it, those heard of longest ago are withdrawn."""
 MAX_ANSWER_AGE_S = 10.0
 REMEASURE_S = 30.0
-"""A tier that was too slow is tried again after this time."""
+"""Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
 
 
 class LowerTier:
-    """What is known of a tier, whether it works, how fast it is, and what waits to be written to it.
+    """The scheduler side's state of one tier: its known contents, its health, its pace, and its backlog of writes.
 
     Args:
         options: how it is to be used.
         host_capacity: slots of host memory.
         clock: monotonic time in seconds.
-        config: what it has in common with other tiers.
+        config: options that all tiers have in common.
 
     Attributes:
+        options: as given.
+        presence: the tier's remembered answers.
+        breaker: decides whether the tier rests.
+        pace: how long bringing up chunks takes.
+        backlog: chunks that wait to be written to it.
         stats: counters since they were last taken.
-        probing: chunks it was asked for and has not answered.
-        touching: chunks of whose use it is being told.
-        num_writing: chunks that are being written to it.
-        is_off: nothing is asked of it any more.
+        probing: chunks in probes that it has not answered.
+        touching: chunks in touches that it has not answered.
+        num_writing: number of chunks that are being written to it.
+        is_off: whether it is off for good: it gets no jobs any more.
     """
 
     def __init__(self, options: TierOptions, host_capacity: int, clock: Clock, config: TieringConfig) -> None:
@@ -67,58 +72,61 @@ class LowerTier:
         daily = options.max_daily_chunks
         self._allowance = None if daily is None else Allowance(daily, clock)
         self._max_dirty = host_capacity * 3 // 4
-        # Which job writes each chunk, under the name that it has now.
+        # The job that writes each chunk, for chunks under their current names.
         self._writing: dict[OffloadKey, TierTask] = {}
-        # Chunks used once, for admission; oldest first.
+        # Chunks used once, for ``Admission.REUSED``; oldest first.
         self._seen: OrderedDict[OffloadKey, None] = OrderedDict()
         self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
-        # Chunks whose presence was announced, where anyone listens; those heard of last are last.
+        # Chunks announced as present, if events are recorded; those heard of last are last.
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if config.record_events else None
         self._events: list[ManagerEvent] = []
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """The tier's name for users."""
         return self.options.name
 
     @property
     def is_usable(self) -> bool:
-        """Whether it takes jobs: not while it is left alone because it kept failing, or one job is finding out."""
+        """Whether the tier takes jobs: not if it is off, rests, or one job is trying whether it works again."""
         return not self.is_off and self.breaker.would_admit()
 
     def parts(self, keys: Sequence[OffloadKey]) -> list[Sequence[OffloadKey]]:
-        """The keys, as many at a time as the tier's workers take."""
+        """Split keys into parts of as many as the tier's workers take in one job."""
         size = self.options.max_asked_chunks
         return [keys[first : first + size] for first in range(0, len(keys), size)]
 
     def is_tried_by(self, kind: JobKind) -> bool:
-        """Whether a job shows that the medium lives."""
+        """Whether a job of this kind shows that the medium works."""
         return reaches_medium(kind, has_index=self.options.has_index)
 
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
-        """One byte per key: ``READY``, ``ABSENT``, ``NOT_YET`` if the tier is being asked, or ``UNKNOWN``."""
+        """Return one byte per chunk: ``READY``, ``ABSENT``, ``NOT_YET`` if the tier is being asked, or ``UNKNOWN``."""
         states = bytes(map(_STATES.__getitem__, self.presence.get(keys)))
         return mark(states, keys, self.probing, NOT_YET)
 
     def wanted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Chunks that would have to be written. Where one was, it is taken to be still: others look after that."""
+        """Return the chunks that would have to be written.
+
+        A chunk that the tier had at its last answer, however old, is taken to be there still: ``Upkeep`` checks that.
+        """
         if self.is_off:
             return []
         known = zip(keys, self.presence.last(keys), strict=True)
         return [key for key, is_there in known if is_there is not True and key not in self._writing]
 
     def is_asked_for(self, key: OffloadKey) -> bool:
-        """Whether a chunk is about to be written, or the tier to say whether it has it."""
+        """Whether the tier is being asked for a chunk, or the chunk is being written or waits to be."""
         return key in self.probing or key in self._writing or key in self.backlog
 
     def note_stored(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
-        """Host memory has new chunks."""
+        """Learn that host memory has new chunks; add those that the tier is to get to the backlog."""
         if self.options.admission is Admission.REUSED:
             keys = [key for key in keys if self._was_seen(key)]
         self.backlog.add(self.wanted(keys), parents)
 
     def note_used(self, keys: Sequence[OffloadKey], states: bytes) -> None:
-        """A request uses these chunks, in prefix order; ``states`` says which of them host memory has."""
+        """Learn that a request uses these chunks, in prefix order; ``states`` says which of them host memory has."""
         if self.options.write_mode is WriteMode.BACK:
             self.backlog.postpone(keys)
         if self.options.admission is Admission.REUSED:
@@ -127,10 +135,10 @@ class LowerTier:
 
     @property
     def num_writable(self) -> int:
-        """Chunks that are to be handed out for writing now."""
+        """Number of chunks to hand out for writing now."""
         num_waiting = len(self.backlog)
         if self.options.write_mode is WriteMode.BACK:
-            # The rest of host memory can be evicted without loss.
+            # So many may wait: the rest of host memory can be evicted without loss.
             num_waiting -= self._max_dirty
         limit = self._max_writing - self.num_writing
         if self._allowance is not None:
@@ -138,34 +146,34 @@ class LowerTier:
         return max(0, min(num_waiting, limit))
 
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
-        """The tier has said whether it has these chunks."""
+        """Remember, and announce, whether the tier has these chunks."""
         self.presence.note(keys, are_there)
         self._announce_presence(keys, are_there)
 
     def note_touched(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
-        """It was told of the use of these chunks, and has said which it has.
+        """Remember which chunks of a touch the tier has; announce which it has and which it has not.
 
-        Those that are gone stay what they were, to be looked for and written again in their time: at once would wear a disk
-        that is smaller than what is in use.
+        The remembered answer for chunks that are gone is not changed, so that ``Upkeep`` probes for them and writes them again
+        in its time: to write them at once would wear a disk that is smaller than the set of chunks in use.
         """
         there = [key for key, is_there in zip(keys, are_there, strict=True) if is_there]
         self.presence.note(there, [True] * len(there))
         self._announce_presence(keys, are_there)
 
     def take_events(self) -> list[ManagerEvent]:
-        """What became known of the tier's contents since the last call, in order."""
+        """Return the events of what became known about the tier's contents since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def begin_writing(self, task: TierTask) -> None:
-        """A job's chunks are being written."""
+        """Note that the chunks of a job are being written, and take them off the daily allowance."""
         if self._allowance is not None:
             self._allowance.spend(len(task.keys))
         self._writing.update(dict.fromkeys(task.keys, task))
         self.num_writing += len(task.keys)
 
     def end_writing(self, task: TierTask, succeeded: Sequence[bool]) -> None:
-        """They are not being written any more; which of them were."""
+        """Note that a job's chunks are not being written any more; ``succeeded`` says which of them were written."""
         for key in task.keys:
             if self._writing.get(key) is task:
                 del self._writing[key]
@@ -174,7 +182,7 @@ class LowerTier:
         self.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
 
     def turn_off(self) -> None:
-        """A worker will not use it any more."""
+        """Turn the tier off for good, because a worker will not use it any more."""
         if not self.is_off:
             self.is_off = True
             self.stats["off"] += 1
@@ -185,29 +193,29 @@ class LowerTier:
             self.clear()
 
     def blame(self, reason: str) -> None:
-        """A job failed, or did not end in time."""
+        """Count a job that failed or did not end in time; after several in a row the tier rests."""
         self.stats["failures"] += 1
         if self.is_off:
             return
         was_trial = self.breaker.state is BreakerState.HALF_OPEN
         if self.breaker.note_failure():
-            # Workers say of every trial why it failed.
+            # Workers log why each trial failed, so a failed trial is no news.
             level = logging.INFO if was_trial else logging.WARNING
             logger.log(level, "tier %s is not asked for a while: %s", self.name, reason)
-            # Nobody can load it now. What is still there when the tier is back is announced again when it is found.
+            # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
             self._withdraw()
 
     def clear(self) -> None:
-        """What the tier holds must not be found any more, and nothing waits to be written: host memory was emptied, say."""
+        """Forget what the tier holds, and the backlog, for a reset or because the tier is off."""
         self.presence.clear()
         self.backlog.clear()
-        # What is being written gets a name that nobody uses any more: new chunks must not be taken for it.
+        # Chunks being written have names that nobody uses any more: they must not be taken for new chunks.
         self._writing.clear()
         self._seen.clear()
         self._withdraw()
 
     def _withdraw(self) -> None:
-        """Nothing of what was announced can be found any more."""
+        """Announce all announced chunks as removed."""
         if self._announced:
             self._events.append(ChunksRemoved(tuple(self._announced)))
             self._announced.clear()
@@ -226,7 +234,7 @@ class LowerTier:
             elif key in announced:
                 removed.append(key)
                 del announced[key]
-        # It evicts by itself, and need not say so.
+        # The tier evicts by itself and does not report it, so old announcements are withdrawn.
         forgotten = [announced.popitem(last=False)[0] for _ in range(len(announced) - MAX_ANNOUNCED)]
         if stored:
             self._events.append(ChunksStored(tuple(stored)))
@@ -234,7 +242,7 @@ class LowerTier:
             self._events.append(ChunksRemoved((*removed, *forgotten)))
 
     def _was_seen(self, key: OffloadKey) -> bool:
-        """Whether a chunk comes for the second time; it is remembered."""
+        """Whether a chunk was seen before; remember it."""
         if key in self._seen:
             return True
         self._seen[key] = None
@@ -244,7 +252,7 @@ class LowerTier:
 
 
 def mark(states: bytes, keys: Sequence[OffloadKey], marked: AbstractSet[OffloadKey], state: int) -> bytes:
-    """The states of chunks, but another one where they are among those marked."""
+    """Return ``states`` with ``state`` in place of the states of chunks that are in ``marked``."""
     if marked.isdisjoint(keys):
         return states
     return bytes(state if key in marked else before for key, before in zip(keys, states, strict=True))
