@@ -28,9 +28,9 @@ from cargohold.errors import ConfigError
 from cargohold.protocol import AllBlocksCleared, AttentionKind, BlockRemoved, BlockStored, KVCacheGroup, KVEvent
 
 MAX_QUEUED_MESSAGES = 10_000
-"""For each follower; one per step. A step that computes thousands of tokens makes one of tens of kilobytes."""
+"""Messages queued for each follower, one per step. A step that computes thousands of tokens makes tens of kilobytes."""
 _MAX_RECEIVED_BYTES = 4096
-"""Of one message. Followers send topics and nothing else; without a limit anybody who connects could fill our memory."""
+"""Largest message accepted. Followers send only topics; without a limit, anybody who connects could fill our memory."""
 _HASH_BYTES = 8
 _LINGER_MS = 200
 _KINDS: Final = {
@@ -39,7 +39,7 @@ _KINDS: Final = {
     AttentionKind.CHUNKED_LOCAL: "chunked_local_attention",
     AttentionKind.RECURRENT: "mamba",
 }
-"""By these names routers know which groups say how much of a prefix is there."""
+"""Names of kinds in events. By them, routers know which groups' events tell how much of a prefix is there."""
 
 
 class ZmqEventPublisher:
@@ -77,12 +77,13 @@ class ZmqEventPublisher:
         self._groups = groups
         self._wall_clock = wall_clock
         self._sequence = 0
-        # Followers within this process share its context. Others have no part in one: its end waits until the address is free.
+        # Followers within this process have to share its context. For others the publisher has its own, whose end waits until
+        # the address is free.
         self._own_context = None if endpoint.startswith("inproc:") else zmq.Context[zmq.Socket[bytes]]()
         self._socket: zmq.Socket[bytes] = (self._own_context or zmq.Context.instance()).socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)  # also for one that nobody closes
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)  # also for a socket that nobody closes
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -92,7 +93,7 @@ class ZmqEventPublisher:
         self._dont_wait = zmq.DONTWAIT
 
     def publish(self, events: Iterable[KVEvent]) -> None:
-        """Send events as one message; nothing if there are none."""
+        """Send events as one message; send nothing if there are none."""
         messages = [_as_message(event, self._groups) for event in events]
         if messages:
             payload = self._encode([self._wall_clock(), messages, self._rank])
@@ -101,7 +102,7 @@ class ZmqEventPublisher:
             self._sequence += 1
 
     def close(self) -> None:
-        """Close the socket, letting what was sent go out for a moment: then the address is free. May be called twice."""
+        """Close the socket after giving queued messages a moment to go out; the address is free then. May be called twice."""
         self._close(linger_ms=_LINGER_MS)
 
     def _close(self, linger_ms: int) -> None:

@@ -25,7 +25,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token_id: int) -> bool:
-        """Add a token; whether the text has come to a stop string."""
+        """Add a token. Returns whether the text has reached a stop string."""
         if self._decoder is not None and not self.stopped:
             piece = self._decoder.step(token_id)
             # A new occurrence must end in the new piece, so what lies further back has been searched.
@@ -43,7 +43,7 @@ class TextStream:
         return self.text[: self._num_released]
 
     def release(self, *, finished: bool) -> str:
-        """Release text, all of it if ``finished``; returns what was not released before."""
+        """Release text, all of it if ``finished``; returns the part that was not released before."""
         end = len(self.text) - (0 if finished or self.stopped else self._num_held_back())
         new = self.text[self._num_released : end]
         self._num_released = max(self._num_released, end)

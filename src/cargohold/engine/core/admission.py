@@ -1,4 +1,4 @@
-"""Whether a waiting request may start now, and with how much of its KV already there."""
+"""Admission: decides whether a waiting request may start now, and how much of its KV is already there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cargohold.protocol import Clock, ConnectorGuard
 
 
 class Verdict(Enum):
-    """What became of the attempt to admit a request."""
+    """The result of an attempt to admit a request."""
 
     RUNS = auto()
-    """It has its blocks and is part of the step."""
+    """The request has its blocks and is part of the step."""
     LOADS = auto()
-    """It has its blocks and waits for a connector to fill them."""
+    """The request has its blocks and waits for a connector to fill them."""
     DEFERRED = auto()
-    """A connector does not know yet; try again in the next step. Those behind it may go first."""
+    """A connector does not know yet what it has; try again in the next step. Requests behind this one may go first."""
     NO_ROOM = auto()
-    """There are not enough blocks. Those behind it wait too, or it would never get them."""
+    """There are not enough blocks. Requests behind this one must wait too, or it would never get them."""
 
 
 class Admission:
@@ -41,12 +41,12 @@ class Admission:
         self._roster = roster
         self._connector = connector
         self._clock = clock
-        # Requests that were deferred in this step, and in the one before, and when.
+        # When requests were deferred, by id: those of this step, and those of the step before.
         self._deferred: dict[str, float] = {}
         self._deferred_before: dict[str, float] = {}
 
     def begin_step(self) -> None:
-        """Another step is planned. Who is not tried in it waits for a place, and not for the connector."""
+        """Begin to plan a step. A deferred request that is not tried in it waits for a place, no longer for the connector."""
         self._deferred_before, self._deferred = self._deferred, {}
 
     def try_admit(self, request: Request, plan: StepPlan) -> Verdict:
@@ -60,7 +60,7 @@ class Admission:
         return verdict
 
     def _try_admit(self, request: Request, plan: StepPlan) -> Verdict:
-        # One block for each running request's next token, or the newcomer would soon cost one of them its blocks.
+        # One spare block per running request and group for the next token, or the newcomer would soon cause a preemption.
         num_spare = len(self._roster.running) * len(self._kv.layout.groups)
         if self._kv.holds_blocks(request):
             return self._start_loaded(request, plan, num_spare)
@@ -117,7 +117,7 @@ class Admission:
             request.num_first_device_tokens = hit.num_tokens
 
     def _tell_connector(self, request: Request, num_external: int) -> bool:
-        """Announce the allocation. ``False``, and the blocks taken back, if the connector broke and will load nothing."""
+        """Tell the connector of the allocation. If it breaks and so will not load, take the blocks back; return ``False``."""
         self._connector.update_state_after_alloc(request, self._kv.block_ids(request), num_external)
         if num_external == 0 or self._connector.broken is None:
             return True

@@ -1,4 +1,4 @@
-"""What the scheduler needs to be told."""
+"""Configuration of the scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LoadFailurePolicy(Enum):
     """What becomes of a request whose load failed."""
 
     RECOMPUTE = "recompute"
-    """Its tokens are computed instead; nobody notices but the clock."""
+    """Its tokens are computed instead, which only takes time."""
     FAIL = "fail"
     """The request ends with an error."""
 
@@ -25,11 +25,11 @@ class SchedulerConfig:
         max_num_seqs: requests that run at the same time.
         max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
         max_model_len: longest sequence, prompt and generated tokens together.
-        policy: who is served first.
+        policy: which request is served first.
         prefix_caching: whether blocks on the device are reused across requests.
         load_failure_policy: what becomes of a request whose load failed.
         load_timeout_s: a connector that has not ended a load after this time is turned off. A connector has deadlines of
-            its own; this one is for connectors that forget.
+            its own; this one is for connectors that miss them.
         emit_events: whether KV events are collected.
     """
 

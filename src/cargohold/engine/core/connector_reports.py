@@ -1,4 +1,4 @@
-"""What the connector's workers reported, and what follows for requests and blocks."""
+"""Applies what the connector's workers reported to requests and blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EndRequest = Callable[[Request, FinishReason, str], None]
 
 
 class ConnectorReports:
-    """Draws the consequences of loads, failures and locks, and watches over a connector that does not report at all.
+    """Applies ended loads, failures and locks, and turns off a connector that keeps requests waiting too long.
 
     Args:
         config: limits and policies.
@@ -53,17 +53,17 @@ class ConnectorReports:
         return self._connector.broken is not None and not self._dropped
 
     def note_progress(self) -> None:
-        """Something was computed, or something new waits: nobody has been kept waiting in vain until now."""
+        """Restart the clock of ``check_progress``: something was computed or loaded, or there were no requests before."""
         self._last_progress = self._clock()
 
     def check_progress(self) -> None:
-        """Turn the connector off if a load does not end, or if its pending work keeps everybody waiting."""
+        """Turn the connector off if a load does not end in time, or if requests wait for as long without any progress."""
         now, limit = self._clock(), self._config.load_timeout_s
         oldest = self._roster.transfers.oldest_load()
         late = oldest[0].request_id if oldest is not None and now - oldest[1] > limit else None
         is_quiet = now - self._last_progress > limit
         num_kept = len(self._roster.waiting) + len(self._roster.running) if is_quiet else 0
-        # Any progress is a new reason for patience with the second.
+        # A lack of progress is identified by the time of the last progress, so that any progress makes patience start anew.
         overdue = late if late is not None or not num_kept else self._last_progress
         if not self._patience.ends_with(overdue, limit):
             return
@@ -75,9 +75,9 @@ class ConnectorReports:
             self._connector.break_off(f"kept {num_kept} request(s) waiting for {limit:g} s{ended}")
 
     def absorb(self, output: StepOutput, plan: StepPlan) -> None:
-        """Take in what came back with a step, before its tokens are looked at."""
+        """Apply the connector's part of a step's output, before the step's tokens are looked at."""
         report = output.connector
-        # Garbage first: it must not be read, whatever else is wrong with the connector.
+        # Blocks that hold garbage come first: they must not be read, whatever else is wrong with the connector.
         if report.invalid_block_ids:
             self._discard_blocks(report.invalid_block_ids)
         if report.finished.step_failed:
@@ -91,7 +91,7 @@ class ConnectorReports:
             self._end_transfers(report.finished)
 
     def drop_connector(self) -> None:
-        """The workers have stopped their connectors: nothing is in flight any more, so nothing needs protection."""
+        """Give back all blocks that are held for the connector: its workers have stopped, so nothing is in flight any more."""
         self._dropped = True
         self._apply(self._connector.release())
         loading, sending = self._roster.transfers.abandon()
@@ -103,7 +103,7 @@ class ConnectorReports:
         self._start_over(loading)
 
     def _apply(self, report: KVConnectorSchedulerOutput | None) -> None:
-        """Lock, then unlock: what the connector reports holds for the blocks as they are at the end of the step."""
+        """Take the references of the connector's locks, then give back those of its unlocks."""
         if report is not None:
             pool = self._kv.pool
             pool.touch([pool.get_block(block_id) for block_id in report.lock_block_ids])
@@ -122,7 +122,7 @@ class ConnectorReports:
             self._roster.free_unless_in_use(request)
 
     def _discard_blocks(self, block_ids: frozenset[int]) -> None:
-        """Blocks turned out to hold garbage: nobody may find them, and whoever reads them starts over."""
+        """Take blocks that hold garbage out of the prefix cache, and let the requests that read them start over."""
         pool = self._kv.pool
         known = frozenset(block_id for block_id in block_ids if 0 < block_id < pool.num_blocks)
         if known != block_ids:
@@ -140,7 +140,7 @@ class ConnectorReports:
         for request in list(requests):
             if request.is_finished or not self._kv.holds_blocks(request):
                 continue
-            # Asking again might fail again, for ever.
+            # Asked again, the connector might fail again, for ever.
             request.ask_connector = False
             if self._config.load_failure_policy is LoadFailurePolicy.FAIL:
                 self._end_request(request, FinishReason.ERROR, "its KV could not be loaded (load_failure_policy=fail)")
@@ -150,7 +150,7 @@ class ConnectorReports:
     def _end_load(self, load: EndedLoad) -> None:
         request = load.request
         num_valid = self._num_valid_tokens(load)
-        # What arrived is good for others too, even if this request is gone or needs more.
+        # Blocks that arrived are of use to other requests, even if this one is gone or needs more.
         self._kv.cache_blocks(request, num_valid)
         if request.is_finished:
             self._roster.free_unless_in_use(request)

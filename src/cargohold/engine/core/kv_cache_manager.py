@@ -14,11 +14,11 @@ from cargohold.protocol import MEDIUM_DEVICE, BlockIds, BlockRemoved, BlockStore
 
 @dataclass(frozen=True, slots=True)
 class LocalHit:
-    """What the device pool already holds of a request. Takes no references: use it before the pool changes.
+    """The prefix of a request that the device pool already holds. Takes no references: use it before the pool changes.
 
     Attributes:
         num_tokens: length of the prefix.
-        blocks: per group, its blocks; null where none is needed.
+        blocks: per group, the prefix's blocks; the null block where none is needed.
     """
 
     num_tokens: int
@@ -98,9 +98,9 @@ class KVCacheManager:
     def allocate_first(
         self, request: Request, hit: LocalHit, num_external_tokens: int, num_tokens: int, num_spare_blocks: int
     ) -> bool:
-        """Give a request that holds nothing its hit and new blocks, so that ``num_tokens`` tokens fit.
+        """Give a request that holds no blocks its hit and new blocks, so that ``num_tokens`` tokens fit.
 
-        Positions that no query behind the hit and the ``num_external_tokens`` will read get null blocks.
+        Positions that no query after the hit and the ``num_external_tokens`` will read get null blocks.
 
         Returns:
             Whether there was room, with ``num_spare_blocks`` left over; if not, nothing was changed.
@@ -109,7 +109,7 @@ class KVCacheManager:
         null = self._null_block
         tables = tuple(BlockTable(group) for group in self.layout.groups)
         num_new = []
-        # The last token is computed even if all were hit, so its window must be there.
+        # The last token is computed even if the KV of all tokens is there, so the tokens in its window must be there.
         next_query = min(hit.num_tokens + num_external_tokens, request.num_tokens - 1)
         for table, blocks in zip(tables, hit.blocks, strict=True):
             table.append(blocks)
@@ -130,7 +130,7 @@ class KVCacheManager:
         return True
 
     def allocate_more(self, request: Request, num_tokens: int, num_spare_blocks: int = 0) -> bool:
-        """Make room for ``num_tokens`` tokens of a request that holds blocks; frees what fell out of its windows.
+        """Make room for ``num_tokens`` tokens of a request that holds blocks; frees blocks that fell out of its windows.
 
         Returns:
             Whether there was room, with ``num_spare_blocks`` left over; if not, nothing was allocated.
@@ -149,12 +149,12 @@ class KVCacheManager:
         return True
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Let the prefix cache find the request's full blocks among its first ``num_tokens`` tokens, whose KV is in place."""
+        """Put the full blocks of the request's first ``num_tokens`` tokens, whose KV is in place, into the prefix cache."""
         if not self._prefix_caching:
             return
         for table in self._tables[request.request_id]:
             if not table.has_uncached_blocks(num_tokens):
-                continue  # most steps while generating
+                continue  # as in most steps while generating
             hashes = self._hashes(request, table.group)
             new = table.cache_full_blocks(self.pool, hashes, num_tokens)
             if self._emit_events:
@@ -228,10 +228,10 @@ class KVCacheManager:
 
 
 def max_held_blocks(group: KVCacheGroup, num_tokens: int, max_step_tokens: int) -> int:
-    """Blocks of ``group`` that a request of ``num_tokens`` tokens holds at most, computed ``max_step_tokens`` a step.
+    """Most blocks of ``group`` that a request of ``num_tokens`` tokens holds if each step computes ``max_step_tokens``.
 
-    Full attention keeps all. A window keeps what the step's first query still reads, and the step's own tokens; the first
-    and the last of these blocks may each be partly outside.
+    Full attention keeps all blocks. A window keeps the tokens that the step's first query still reads, and the step's own
+    tokens; the first and the last of their blocks may each lie partly outside.
     """
     all_blocks = -(-num_tokens // group.block_tokens)
     if group.window_tokens is None:

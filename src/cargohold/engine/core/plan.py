@@ -1,4 +1,4 @@
-"""One step in the making."""
+"""The plan of one step, while the scheduler makes it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class StepPlan:
         return iter(self._entries)
 
     def shares(self) -> tuple[ScheduledTokens, ...]:
-        """The shares alone, as workers see them."""
+        """The requests' shares, as workers are sent them."""
         return tuple([share for _, share in self._entries])
 
     def add(self, request: Request, num_new_tokens: int, block_ids: BlockIds, *, loads_in_step: bool = False) -> None:
-        """Compute the request's next ``num_new_tokens`` tokens.
+        """Add the request's next ``num_new_tokens`` tokens to the step.
 
         Args:
-            loads_in_step: whether the step itself loads KV that they read.
+            loads_in_step: whether the step itself loads KV that these tokens read.
         """
         start = request.num_computed_tokens
         end = start + num_new_tokens
@@ -56,7 +56,7 @@ class StepPlan:
             self._loading.add(request.request_id)
 
     def take_out_loading(self) -> list[Request]:
-        """Remove and return the requests whose KV this step was to load."""
+        """Remove and return the requests for which this step itself was to load KV."""
         taken = [request for request, _ in self._entries if request.request_id in self._loading]
         self._entries = [entry for entry in self._entries if entry[0].request_id not in self._loading]
         self._loading.clear()

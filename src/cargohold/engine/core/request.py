@@ -54,7 +54,7 @@ class RequestTimes:
         first_token: first token generated.
         finished: ended.
         loading_since: start of the load in flight.
-        load_wait_s: seconds spent waiting for loads, or for a connector to say whether there is something to load, summed.
+        load_wait_s: total seconds spent waiting for loads, or for a connector to say whether there is something to load.
     """
 
     arrived: float
@@ -65,7 +65,7 @@ class RequestTimes:
     load_wait_s: float = 0.0
 
     def end_loading(self, now: float) -> None:
-        """The request waits no longer for the load in flight, if there is one."""
+        """Add the wait for the load in flight to ``load_wait_s``, if there is a load."""
         if self.loading_since is not None:
             self.load_wait_s += now - self.loading_since
             self.loading_since = None
@@ -89,11 +89,11 @@ class Request:
         block_hashes: one per full ``hash_block_tokens`` tokens.
         status: where the request is.
         num_computed_tokens: leading tokens whose KV is in the device pool.
-        num_device_tokens: tokens found in the device pool when it was last admitted.
-        num_first_device_tokens: the same when it was admitted for the first time.
-        num_external_tokens: tokens beyond those that a connector loaded, or is loading, since it was last admitted.
-        ask_connector: whether the connector may be asked for this request: not after a load of it failed.
-        finish_reason, error: why it ended.
+        num_device_tokens: tokens found in the device pool when the request was last admitted.
+        num_first_device_tokens: the same, when it was admitted for the first time.
+        num_external_tokens: tokens behind ``num_device_tokens`` that a connector loaded, or is loading, since then.
+        ask_connector: whether the connector may be asked for this request; ``False`` after a load for it has failed.
+        finish_reason, error: why the request ended.
     """
 
     request_id: str
@@ -145,12 +145,12 @@ class Request:
         return None
 
     def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
-        """What hashes cover of the tokens in ``[start, end)`` besides the tokens: the salt, at the start of the prompt."""
+        """What block hashes of the tokens in ``[start, end)`` cover besides the tokens: the salt, at the prompt's start."""
         return () if start or self.salt is None else (self.salt,)
 
     @property
     def num_reused_tokens(self) -> int:
-        """Leading tokens whose KV was there when the request was last admitted, or is being loaded: never to be rewritten."""
+        """Leading tokens whose KV was found or loaded when the request was last admitted. It must never be written again."""
         return self.num_device_tokens + self.num_external_tokens
 
     @property

@@ -13,7 +13,7 @@ class Roster:
     """Moves requests between waiting, loading and running, with their blocks.
 
     Args:
-        policy: who is served first.
+        policy: which request is served first.
         kv: the requests' blocks.
 
     Attributes:
@@ -44,7 +44,7 @@ class Roster:
         return self._requests.get(request_id)
 
     def add(self, request: Request) -> None:
-        """A request arrives."""
+        """Add a request that has arrived to those that wait."""
         assert request.request_id not in self._requests, f"request {request.request_id} exists already"
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -52,22 +52,22 @@ class Roster:
         self.waiting.add(request)
 
     def run(self, request: Request) -> None:
-        """A waiting request starts to compute."""
+        """Move a waiting request to the running ones."""
         self.waiting.remove(request)
         self.running.add(request)
 
     def load(self, request: Request) -> None:
-        """A waiting request's blocks are being filled."""
+        """Take a request whose blocks are being filled out of the waiting ones."""
         self.waiting.remove(request)
         request.status = RequestStatus.LOADING
 
     def wait(self, request: Request) -> None:
-        """A request whose load has ended may be admitted; it keeps its blocks."""
+        """Put a request back among the waiting ones. It keeps the blocks that it has."""
         request.status = RequestStatus.WAITING
         self.waiting.add(request)
 
     def preempt(self, request: Request) -> None:
-        """Take all blocks from a request and let it start over; cached ones it will find again while they last."""
+        """Take all blocks from a request and let it start over. It finds cached blocks again if they are not evicted before."""
         self._take_out(request)
         self._kv.free(request)
         request.num_computed_tokens = request.num_device_tokens = request.num_external_tokens = 0
@@ -76,15 +76,15 @@ class Roster:
         self.wait(request)
 
     def least_urgent_holder(self) -> Request:
-        """Who must give its blocks up first: of the running, and of those that wait with blocks that were loaded for them.
+        """The request that must give up its blocks first: a running one, or one that waits with blocks loaded for it.
 
-        If only the running gave way, two requests could load and lose their blocks in turns for ever.
+        If only running requests gave way, two requests could load and lose their blocks in turns for ever.
         """
         loaded = [request for request in self.waiting if self._kv.holds_blocks(request)]
         return max([self.running.least_urgent(), *loaded], key=self.waiting.urgency)
 
     def end(self, request: Request) -> None:
-        """A request ends. Its blocks are the caller's to free."""
+        """Take out a request that ends. The caller must free its blocks."""
         self._take_out(request)
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED

@@ -13,7 +13,7 @@ class RunningRequests:
     """The running requests, most urgent first.
 
     Args:
-        urgency: sort key; the same as the waiting queue's, so that nobody runs at the cost of someone more urgent.
+        urgency: sort key; the same as the waiting queue's, so that no request runs at the cost of a more urgent one.
     """
 
     def __init__(self, urgency: Callable[[Request], SortKey]) -> None:
@@ -29,11 +29,11 @@ class RunningRequests:
         insort(self._requests, request, key=self._urgency)
 
     def remove(self, request: Request) -> None:
-        """Take ``request`` out; its status is the caller's to change."""
+        """Take ``request`` out. The caller must change its status."""
         self._requests.remove(request)
 
     def least_urgent(self) -> Request:
-        """Who must give way first."""
+        """The request that must give way first."""
         return self._requests[-1]
 
     def snapshot(self) -> list[Request]:

@@ -1,4 +1,4 @@
-"""The scheduler: decides what each step computes, and draws the consequences of what came of it."""
+"""The scheduler: decides what each step computes, and updates requests and blocks from the step's output."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NO_REPORT = CacheReport()
 
 
 class RequestUpdate(Struct, frozen=True):
-    """News of one request.
+    """What a step changed for one request.
 
     Attributes:
         request: the request.
         new_token_ids: tokens generated in this step.
         kv_transfer_params: what the connector returns with the response, once the request has ended.
-        cache_report: why it hit or missed, once it has ended.
+        cache_report: why the request hit or missed the cache, once it has ended.
     """
 
     request: Request
@@ -40,7 +40,8 @@ class RequestUpdate(Struct, frozen=True):
 class Scheduler:
     """One engine replica's scheduler. Not thread-safe: one thread owns it.
 
-    A step is ``schedule``, execution elsewhere, ``update_from_output``; while ``has_work`` the caller keeps stepping.
+    A step is a call of ``schedule``, execution by an executor, and a call of ``update_from_output``. The caller makes steps as
+    long as ``has_work`` is true.
 
     Args:
         config: limits and policies.
@@ -137,14 +138,14 @@ class Scheduler:
         return self._add_connector_metadata(plan)
 
     def update_from_output(self, output: StepOutput) -> list[RequestUpdate]:
-        """Draw the consequences of the step last scheduled; returns what changed for which request."""
+        """Update requests and blocks from the output of the step last scheduled; returns what changed for each request."""
         plan, self._plan = self._plan, None
         assert plan is not None, "no step was scheduled"
         dropped = self._reports.must_drop_connector
         self._reports.absorb(output, plan)
         for request, share in plan:
-            # Requests that ended or lost their blocks meanwhile have nothing to add. Of steps that a connector spoils
-            # one after the other, nothing is kept: that is no progress.
+            # Of requests that have ended or lost their blocks meanwhile, the step's tokens are dropped. If a connector spoils
+            # one step after the other, all of them are dropped, and that is no progress.
             if request.status is RequestStatus.RUNNING:
                 self._reports.note_progress()
                 request.num_computed_tokens += share.num_scheduled_tokens
@@ -198,11 +199,14 @@ class Scheduler:
         return there_was_room
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Take blocks from others for ``request``, the least urgent first, which may be the request itself."""
+        """Preempt requests, the least urgent first, until ``request`` has its blocks; whether it has.
+
+        It has not if it is the least urgent one itself and is preempted, or keeps its blocks and waits for transfers.
+        """
         while not self.kv.allocate_more(request, num_tokens):
             victim = self._roster.least_urgent_holder()
             if victim is request and len(self._roster.running) == 1 and self._expects_blocks():
-                return False  # it keeps its own and waits
+                return False  # the request keeps its blocks, and waits for those of transfers
             self._roster.preempt(victim)
             if victim is request:
                 return False
@@ -222,7 +226,10 @@ class Scheduler:
                 break
 
     def _resolve_deadlock(self) -> None:
-        """Nothing can run although requests wait: take blocks back from loaded requests that the first one needs."""
+        """If nothing runs or is in flight although requests wait, preempt one that holds loaded blocks.
+
+        The first request in the queue needs them.
+        """
         roster = self._roster
         if roster.running or roster.transfers or self.connector.has_pending_work() or self._reports.must_drop_connector:
             return  # whatever is in flight will end and change things
@@ -231,12 +238,12 @@ class Scheduler:
             roster.preempt(holders[-1])
 
     def _add_connector_metadata(self, plan: StepPlan) -> SchedulerStep:
-        """Close the step: ask the connector what its workers are to do."""
+        """Complete the step with the connector's message to its workers."""
         step = SchedulerStep(plan.shares(), *self._roster.take_news())
         scheduled = step.scheduled
         metadata = self.connector.build_connector_meta(step)
         if self.connector.broken is not None:
-            # Loads promised for this very step will not happen, whether it broke now or when a later request was admitted.
+            # Loads promised for this very step will not happen, whether the connector broke just now or during an admission.
             for request in plan.take_out_loading():
                 self._roster.preempt(request)
             scheduled = plan.shares()

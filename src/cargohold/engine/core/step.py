@@ -1,6 +1,6 @@
-"""Messages between scheduler and executor: what a step computes, and what came of it.
+"""Messages between scheduler and executor: a step, and its output.
 
-Structs, not dataclasses: several are made in every step, and a frozen dataclass takes ten times as long to make.
+They are structs, not dataclasses: several are made in every step, and a frozen dataclass takes ten times as long to make.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ScheduledTokens(Struct, frozen=True):
         request_id: the request.
         token_ids: the tokens to compute.
         num_computed_tokens: position of the first of them.
-        write_from: first position whose KV is to be written; those before it are in place, in blocks that others may be
-            reading, and are computed for their logits alone.
+        write_from: first position whose KV is to be written. The KV of earlier positions is in place, in blocks that other
+            requests may be reading; such tokens are computed only for their logits.
         block_ids: block tables per group, valid during this step.
         sample: how to choose the next token; ``None`` if the prompt goes on after this step.
     """
@@ -71,7 +71,7 @@ class SchedulerStep(Struct, frozen=True):
         preempted_req_ids: requests that lost their blocks since the last step.
         finished_req_ids: requests that ended since the last step.
         connector_metadata: the connector's message to its workers.
-        drop_connector: stop the workers' connectors, waiting for what they have in flight.
+        drop_connector: whether workers must stop their connectors, and wait for the transfers that these have in flight.
     """
 
     scheduled: tuple[ScheduledTokens, ...] = ()
@@ -87,12 +87,12 @@ class SchedulerStep(Struct, frozen=True):
 
 
 class StepOutput(Struct, frozen=True):
-    """What came of a step, over all workers.
+    """The output of a step, merged over all workers.
 
     Attributes:
-        sampled: the next token of every request that was to get one.
+        sampled: the next token of every request that was to get one, by request id.
         connector: what the workers' connectors report.
-        connector_error: the rule that a worker's connector broke, if one did; it has been stopped there.
+        connector_error: the rule that a worker's connector broke, if one did; it has been stopped on that worker.
     """
 
     sampled: Mapping[str, int] = field(default_factory=dict)

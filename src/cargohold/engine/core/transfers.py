@@ -1,4 +1,4 @@
-"""Requests whose blocks a connector's workers still write or read, and what became of those transfers."""
+"""Requests whose blocks a connector's workers still write or read, and the end of those transfers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class EndedLoad:
     """An asynchronous load that is over.
 
     Attributes:
-        request: whose it was.
-        failed: whether nothing of it may be used.
-        invalid_block_ids: blocks of it that hold garbage.
+        request: the request that it was for.
+        failed: whether nothing that was loaded may be used.
+        invalid_block_ids: ids of its blocks that hold garbage.
     """
 
     request: Request
@@ -32,10 +32,10 @@ class _Load:
 
 
 class TransferTable:
-    """Which requests' blocks are in use by transfers.
+    """Keeps track of the requests whose blocks are in use by transfers.
 
     A request is *loading* from the allocation of its destination blocks until its load ends, even if it is aborted meanwhile:
-    a copy may still write there. It is *sending* from its end until the connector says that it no longer reads its blocks.
+    a copy may still write there. It is *sending* from its end until the connector reports that it no longer reads its blocks.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class TransferTable:
 
     @property
     def num_sends(self) -> int:
-        """Requests that ended, and whose blocks the connector keeps."""
+        """Number of requests that ended and whose blocks the connector keeps."""
         return len(self._sending)
 
     def __bool__(self) -> bool:
@@ -60,11 +60,11 @@ class TransferTable:
         return request.request_id in self._loads or request.request_id in self._sending
 
     def start_load(self, request: Request, now: float) -> None:
-        """The request's destination blocks are allocated; its load begins."""
+        """Note that a load begins: the request's destination blocks have been allocated."""
         self._loads[request.request_id] = _Load(request, now)
 
     def start_send(self, request: Request) -> None:
-        """The request ended, and the connector keeps its blocks."""
+        """Note that the request ended and the connector keeps its blocks."""
         self._sending[request.request_id] = request
 
     def oldest_load(self) -> tuple[Request, float] | None:
@@ -98,7 +98,7 @@ class TransferTable:
             yield self._sending.pop(request_id)
 
     def abandon(self) -> tuple[list[Request], list[Request]]:
-        """Forget all transfers, because nothing carries them out any more; returns who was loading and who was sending."""
+        """Forget all transfers, because nothing carries them out any more; returns loading and sending requests."""
         loading = [load.request for load in self._loads.values()]
         sending = list(self._sending.values())
         self._loads.clear()

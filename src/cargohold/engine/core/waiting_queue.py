@@ -12,7 +12,7 @@ SortKey = tuple[int, int]
 
 
 class QueuePolicy(Enum):
-    """Who is served first."""
+    """Which request is served first."""
 
     FCFS = "fcfs"
     """First come, first served."""
@@ -31,8 +31,8 @@ def _priority(request: Request) -> SortKey:
 class WaitingQueue:
     """A queue sorted by urgency.
 
-    A request that comes back (preempted, or told "not yet" by a connector) regains the place it had among the others: its
-    urgency has not changed. So returning requests need no special case, and several keep their order.
+    A request that comes back (preempted, or told "not yet" by a connector) regains its place among the others, because its
+    urgency has not changed. So returning requests need no special case, and several of them keep their order.
     """
 
     def __init__(self, policy: QueuePolicy) -> None:

@@ -1,4 +1,4 @@
-"""How steps reach workers: in process, or over several."""
+"""Executors: run the scheduler's steps on workers, in this process or in several."""
 
 from cargohold.engine.executor.base import Executor
 from cargohold.engine.executor.inline import InlineExecutor

@@ -32,7 +32,7 @@ class Channel:
         return {"_socket": self._socket}  # multiprocessing hands sockets over to the processes it starts
 
     def fileno(self) -> int:
-        """For ``multiprocessing.connection.wait``."""
+        """The socket's descriptor, for ``multiprocessing.connection.wait``."""
         return self._socket.fileno()
 
     def send(self, frame: bytes, timeout_s: float | None = None) -> None:

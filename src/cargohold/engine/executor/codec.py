@@ -1,7 +1,8 @@
 """Step messages as bytes, for workers in other processes.
 
-msgpack, decoded into declared types by msgspec: bytes can make data and nothing else. Connectors' messages ride inside, decoded
-by the types that their two sides declare. A message that cannot be carried is its connector's fault, and the step's no other.
+They are msgpack, decoded into declared types by msgspec, so that bytes can become data and nothing else. Connectors' messages
+are carried inside, and decoded into the types that the connector's two sides declare. A message that cannot be carried is the
+connector's error; the step itself is carried all the same.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _EMPTY = msgspec.msgpack.encode(EmptyMetadata())
 
 
 class _WireShare(msgspec.Struct, array_like=True):
-    """``ScheduledTokens`` with its integers packed: a long context has thousands of them, every step."""
+    """``ScheduledTokens`` with packed integers: a long context has thousands of them, in every step."""
 
     request_id: str
     token_ids: bytes
@@ -39,7 +40,7 @@ class _WireShare(msgspec.Struct, array_like=True):
 
 
 class _WireStep(msgspec.Struct, array_like=True):
-    """``SchedulerStep``. No connector metadata means that the connector is turned off."""
+    """``SchedulerStep``. For ``EmptyMetadata``, as of a connector that is turned off, there is no connector metadata."""
 
     scheduled: list[_WireShare]
     preempted_req_ids: list[str]
@@ -69,8 +70,8 @@ class StepCodec:
     """Encodes steps for workers and decodes their outputs, or the other way round.
 
     Args:
-        metadata_type: what a worker's connector is sent; needed to decode steps.
-        worker_metadata_type: what it sends back; needed to decode outputs.
+        metadata_type: type of the messages to a worker's connector; needed to decode steps.
+        worker_metadata_type: type of the messages that it sends back; needed to decode outputs.
     """
 
     def __init__(self, metadata_type: type = EmptyMetadata, worker_metadata_type: type = EmptyMetadata) -> None:
@@ -82,7 +83,7 @@ class StepCodec:
 
     @classmethod
     def for_outputs_of(cls, connector: KVConnectorScheduler) -> StepCodec:
-        """The scheduler's end: it decodes what this connector's workers send."""
+        """The codec for the scheduler's end, which decodes the outputs of this connector's workers."""
         return cls(worker_metadata_type=connector.worker_metadata_type)
 
     def encode_step(self, step: SchedulerStep) -> bytes:
@@ -119,7 +120,7 @@ class StepCodec:
         try:
             return self._encode_output(output)
         except Exception as error:  # noqa: BLE001  # a third party's numbers and names: whatever making bytes of them raises
-            # What was to be loaded is not known any more.
+            # The report said which loads failed. Without it, nothing of the step can be trusted.
             failed = KVConnectorOutput(finished=FinishedTransfers(step_failed=True))
             reason = f"its report cannot be carried to another process: {one_line(error)}"
             return self._encode_output(StepOutput(output.sampled, failed, output.connector_error or reason))
@@ -166,7 +167,7 @@ class StepCodec:
         return StepOutput(sampled=sampled, connector=report, connector_error=wire.connector_error or problem)
 
     def _carry(self, message: object) -> tuple[bytes | None, str | None]:
-        """A connector's message as bytes, or why it has none."""
+        """A connector's message as bytes, or the reason why it cannot be carried."""
         try:
             return self._encoder.encode(message), None
         except Exception as error:  # noqa: BLE001  # a third party's types: whatever making bytes of them raises
@@ -196,7 +197,7 @@ def _share(wire: _WireShare) -> ScheduledTokens:
 
 
 def _read(decoder: Any, raw: bytes | None) -> tuple[Any, str | None]:
-    """A connector's message from bytes, or why they are none of its declared type."""
+    """A connector's message from bytes, or the reason why they are not of its declared type."""
     if raw is None:
         return None, None
     if decoder.type is EmptyMetadata and raw != _EMPTY:

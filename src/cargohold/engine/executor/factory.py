@@ -1,4 +1,4 @@
-"""Makes the executor that was asked for."""
+"""Makes the executor that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ExecutorConfig:
 
     Attributes:
         kind: where workers run.
-        step_timeout_s: the longest that a step may take, over several processes.
+        step_timeout_s: longest time that a step may take with several processes.
         ray_address: the Ray cluster; ``None`` for the one this program is connected to, or a local one of its own.
-        gpus_per_worker: what Ray reserves.
+        gpus_per_worker: GPUs that Ray reserves for each worker.
     """
 
     kind: ExecutorKind = ExecutorKind.INLINE
@@ -43,7 +43,7 @@ class ExecutorConfig:
 
 
 def make_executor(config: ExecutorConfig, spec: RankSpec, connector: KVConnectorScheduler) -> Executor:
-    """Start the workers; ``connector`` is the scheduler side of theirs.
+    """Start the workers, and make the executor for them. ``connector`` is the scheduler side of the workers' connector.
 
     Raises:
         CargoholdError: a worker could not start; none is left running.

@@ -13,8 +13,8 @@ class InlineExecutor:
 
     Args:
         worker: the one worker.
-        expected_finished_count: what the connector says of it; see ``KVConnectorScheduler.get_finished_count``.
-        connector: its name, for errors.
+        expected_finished_count: the connector's answer to ``KVConnectorScheduler.get_finished_count``.
+        connector: the connector's name, for errors.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One step output from all workers'."""
+"""Merges all workers' outputs of a step into one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def merge_outputs(aggregator: OutputAggregator, outputs: Sequence[StepOutput]) -
     connector's error instead of its reports.
     """
     if len(outputs) == 1 and outputs[0].connector.is_empty() and not outputs[0].connector_error:
-        return outputs[0]  # most steps of an engine with one worker
+        return outputs[0]  # as in most steps of an engine with one worker
     errors = [f"worker {rank}: {out.connector_error}" for rank, out in enumerate(outputs) if out.connector_error]
     try:
         connector = aggregator.aggregate([output.connector for output in outputs])
     except ContractError as error:
-        # What was to be loaded is not known any more.
+        # The reports said which loads failed. Without them, nothing of the step can be trusted.
         failed = KVConnectorOutput(finished=FinishedTransfers(step_failed=True))
         return StepOutput(sampled=outputs[0].sampled, connector=failed, connector_error=error.rule)
     return StepOutput(sampled=outputs[0].sampled, connector=connector, connector_error="; ".join(errors) or None)

@@ -16,8 +16,8 @@ class RankPlace:
     """Where a rank is among the others.
 
     Attributes:
-        rank: from 0.
-        world_size: how many there are.
+        rank: number of the rank, from 0.
+        world_size: number of ranks.
         rendezvous: URL at which they meet to form a group for their collectives; see ``torch.distributed``.
         sees_own_device_only: whether accelerators that belong to other ranks are hidden from this one.
     """
@@ -52,10 +52,10 @@ class RankSpec:
 
 
 class RankWorker:
-    """A worker behind bytes.
+    """A worker that takes steps and gives outputs as bytes.
 
     Args:
-        spec: what to make.
+        spec: makes the worker's parts.
         place: which rank this is.
         clock: monotonic time in seconds.
     """

@@ -1,4 +1,4 @@
-"""A rank's side of the conversation with its executor: frames in, frames out, errors included."""
+"""A rank's side of the conversation with its executor: it answers every call with a frame, also when it fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cargohold.errors import (
 )
 
 _READY, _OUTPUT, _ERROR, _REFUSED = b"R", b"O", b"E", b"X"
-"""First byte of a frame: it can start; a step's output; it cannot go on; what was asked for cannot work."""
+"""First byte of a frame: the rank has started; a step's output; the rank cannot go on; the rank refuses to start."""
 
 _REFUSALS = {error.__name__: error for error in (ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError)}
 
@@ -55,11 +55,11 @@ class FramedRank:
 
 
 def open_frame(rank: int, frame: bytes) -> bytes:
-    """What a frame from a rank carries.
+    """The content of a frame from a rank.
 
     Raises:
         ConfigError, ModelError: the rank refused to start.
-        EngineDeadError: it cannot go on.
+        EngineDeadError: the rank cannot go on.
     """
     kind, content = frame[:1], frame[1:]
     if kind in (_READY, _OUTPUT):
@@ -82,7 +82,7 @@ def _decode_refusal(content: bytes) -> CargoholdError:
 
 
 def describe_silence(ranks: Sequence[int], timeout_s: float) -> str:
-    """What is said of ranks that did not answer. Those that wait for another one in a collective cannot be told from it."""
+    """A sentence about ranks that did not answer. One that hangs cannot be told from those that wait for it in a collective."""
     if len(ranks) == 1:
         return f"worker {ranks[0]} did not answer within {timeout_s:g} s: it hangs"
     names = ", ".join(map(str, ranks))

@@ -115,7 +115,11 @@ class RayExecutor:
         self._gather(starts, START_TIMEOUT_S)
 
     def _gather(self, pending: Sequence[Any], timeout_s: float) -> list[bytes]:
-        """What each rank's frame carries, in rank order. The first that fails is named; the others may wait for it."""
+        """The content of each rank's frame, in rank order.
+
+        Raises:
+            EngineDeadError: a rank failed or did not answer. Named is the one that failed first: others may wait for it.
+        """
         ray = self._ray
         frames: dict[int, bytes] = {}
         ranks = {reference: rank for rank, reference in enumerate(pending)}

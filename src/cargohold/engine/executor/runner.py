@@ -28,7 +28,7 @@ class ModelRunner(Protocol):
         ...
 
     def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
-        """Run the model on the step's batch, writing KV into its blocks; the sampled token of each request that gets one.
+        """Run the model on the step's batch, writing KV into its blocks; returns sampled tokens by request id.
 
         Of several ranks only rank 0 need return tokens.
 

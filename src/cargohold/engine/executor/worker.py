@@ -21,7 +21,7 @@ class Worker:
         connector.register_kv_caches(runner.kv_regions())
 
     def execute(self, step: SchedulerStep) -> StepOutput:
-        """Run one step. Whatever happens, the connector's message is forgotten last."""
+        """Run one step. Whatever happens, the last call is the one that makes the connector forget its message."""
         connector = self._connector
         if step.drop_connector:
             connector.stop()

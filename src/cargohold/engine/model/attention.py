@@ -49,7 +49,7 @@ class PagedForward:
 
     Args:
         kv: the KV memory; written.
-        batch: where everything is.
+        batch: where the step's tokens and their KV are.
         layer_places: per layer, its group and its slot in the group's blocks.
         workspace: scratch memory.
         hooks: called around every layer, or ``None``.
@@ -83,7 +83,7 @@ class PagedForward:
             qkv: queries, shape ``(1, query_heads, tokens, head_dim)``; keys and values, shape
                 ``(1, heads, tokens, head_dim)``, which are written to the layer's blocks.
             scale: factor on the scores.
-            options: what else the model asks of attention; that it can be ignored was found out before (see ``probe``).
+            options: further options that the model passes to attention. They are ignored: ``probe`` has found that they can be.
 
         Returns:
             Shape ``(1, tokens, query_heads, head_dim)``.
@@ -163,8 +163,8 @@ def paged_attention(  # the signature is transformers'
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it; see ``PagedForward.attend``."""
-    # A batch of paged requests has its own masks. One that the model made by itself, for all it could see was no mask, is an
-    # option that cannot be ignored.
+    # Paged batches have masks of their own, and ``_no_mask`` has given the model none. A mask here is one that the model made
+    # by itself: an option that cannot be ignored, and that the probe refuses.
     options["attention_mask"] = attention_mask
     return paged_forward.attend(_layer_index(module), (query, key, value), scaling, options), None
 

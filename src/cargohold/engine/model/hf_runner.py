@@ -83,7 +83,7 @@ class HFModelRunner:
         return logits
 
     def _probe(self) -> None:
-        """Refuse a model that would be answered wrongly; see ``probe``."""
+        """Raise ``UnsupportedModelError`` for a model that would give wrong answers; see ``probe``."""
         step = probe_step(self._layout, self._info)
         batch = build_batch(step, self._layout.groups, self._kv)
         batch = dataclasses.replace(batch, sample_rows=torch.arange(step.num_tokens, device=self._device))
@@ -96,7 +96,7 @@ class HFModelRunner:
                 verify_logits(self._info, logits, self._reference_logits(batch))
             except CargoholdError:
                 raise
-            except Exception as error:  # whatever a model of an unknown kind does when it is driven in a new way
+            except Exception as error:  # whatever a model of an unknown kind raises when it is driven in a new way
                 reason = f"its forward pass cannot be driven: {one_line(error)}"
                 raise UnsupportedModelError(self._info.name, reason) from error
         for block_ids in step.scheduled[0].block_ids:

@@ -129,8 +129,8 @@ def _refuse_unknown_architectures(model: str, config: Any) -> None:
     for field, reason in unsupported.items():
         if _field(model, config, field):
             raise UnsupportedModelError(model, reason)
-    # Of layers without rotary embedding. The positions are those in transformers' own cache, which is not used here; the scale
-    # does not change before some thousand of them, so a probe of a few tokens does not see it.
+    # The scores of layers without rotary embedding. Such models take positions from transformers' own cache, which is not used
+    # here. The scale changes only after some thousand positions, so a probe of a few tokens does not see it.
     if _field(model, config, "attn_temperature_tuning") and not all(_field(model, config, "no_rope_layers") or [False]):
         raise UnsupportedModelError(model, "attention scores that are scaled by position are not served")
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _MEETING_TIME = timedelta(minutes=10)
 _LOOPBACK = "lo"
 _KEPT_WHOLE = ("k_proj", "v_proj", "k_norm", "v_norm")
-"""What makes keys and values."""
+"""Modules that make keys and values."""
 
 
 def join_ranks(place: RankPlace, device: str) -> str:
@@ -46,7 +46,7 @@ def join_ranks(place: RankPlace, device: str) -> str:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.world_size))
         backend, own_device = "gloo", device
         if place.rendezvous.startswith("file:") and _LOOPBACK in (name for _, name in socket.if_nameindex()):
-            # Or it listens where the machine's name leads, mostly to the network, and asks nobody who he is.
+            # Otherwise gloo listens on the address of the machine's name, mostly on the network, and lets anybody connect.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     else:
         own_index = _device_index(place)
@@ -79,7 +79,7 @@ def share_heads(model: PreTrainedModel, info: ModelInfo, world_size: int) -> Non
 
 
 def _plan_that_keeps_kv_whole(info: ModelInfo) -> dict[str, str]:
-    """Changes to the model's plan for a single KV head, which every rank needs: it has no part to give away."""
+    """Changes to the model's plan for a single KV head: every rank needs it, and it cannot be split."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # slow to import
 
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def _plan_that_keeps_kv_whole(info: ModelInfo) -> dict[str, str]:
 
 
 def _device_index(place: RankPlace) -> int:
-    """Ray shows a worker its own device alone; otherwise all ranks see all devices."""
+    """Index of the rank's CUDA device. Ray shows a worker only its own device; otherwise all ranks see all devices."""
     count = torch.cuda.device_count()
     if count == 1 and place.sees_own_device_only:
         return 0

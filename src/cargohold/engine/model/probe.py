@@ -1,7 +1,7 @@
 """Tries a model out before any request is served.
 
-What a configuration does not tell shows in a forward pass of a few tokens. Two things are checked, and a model that fails is
-refused, rather than answered wrongly:
+A forward pass of a few tokens shows what a configuration does not tell. Two things are checked, and a model that fails is
+refused, because its answers would be wrong:
 
 * Every layer calls attention once, with keys, values and options as paged attention expects them. That finds attention sinks,
   soft caps, masks that the model makes itself, and layers that skip attention or share another's KV.
@@ -29,7 +29,7 @@ _HONOURED = frozenset({"dropout", "sliding_window", "position_ids", "use_cache",
 """Options of transformers' attention interface that paged attention honours, or that change nothing in a causal decoder."""
 
 _MAX_LOGIT_ERROR = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Distance of logits, relative to their spread. In half precision sums in another order are quite far apart."""
+"""Largest distance of logits that passes, relative to their spread. In half precision, sums in another order differ much."""
 
 
 def probe_step(layout: KVCacheLayout, info: ModelInfo) -> SchedulerStep:
@@ -50,10 +50,10 @@ def probe_step(layout: KVCacheLayout, info: ModelInfo) -> SchedulerStep:
 
 
 class ProbeForward(PagedForward):
-    """A forward pass that remembers which layers asked for what."""
+    """A forward pass that checks what each layer asks of attention, and counts the calls."""
 
     def watch(self, info: ModelInfo, layout: KVCacheLayout) -> None:
-        """Start remembering; ``verify`` compares with ``info`` and ``layout``."""
+        """Start to count calls. Calls are checked against ``info`` and ``layout``."""
         self._info = info
         self._layout = layout
         self._calls: Counter[int] = Counter()
@@ -110,7 +110,7 @@ def verify_logits(info: ModelInfo, ours: torch.Tensor, reference: torch.Tensor) 
     errors = (_centred(ours) - expected).norm(dim=-1) / expected.norm(dim=-1)
     # Rounding may send a token to another expert, which moves a row or two; a model that is run wrongly has most rows wrong.
     error = float(errors.median())
-    if error > _MAX_LOGIT_ERROR[ours.dtype]:  # not so if the reference is not a number either
+    if error > _MAX_LOGIT_ERROR[ours.dtype]:  # not so if the error is NaN: then the reference's logits may be NaN, too
         reason = f"with paged attention its logits are {error:.0%} off from those of transformers' own attention"
         raise UnsupportedModelError(info.name, reason)
 

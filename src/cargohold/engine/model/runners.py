@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HFRunners:
-    """Satisfies ``cargohold.engine.executor.rank.RunnerFactory``.
+    """Makes runners of Hugging Face models. Satisfies ``cargohold.engine.executor.rank.RunnerFactory``.
 
     Attributes:
         info: the model.

@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""Chooses tokens from logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sample_tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int
 
 
 def _sample(logits: torch.Tensor, spec: SampleSpec) -> int:
-    # With the largest at 0, the smallest temperature cannot make two of them infinite.
+    # The largest score is moved to 0: otherwise, division by a very small temperature could make two of them infinite.
     scores = (logits.double() - logits.max()) / spec.temperature
     if 0 < spec.top_k < scores.numel():
         scores = _keep_top_k(scores, spec.top_k)
@@ -51,7 +51,7 @@ def _keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _gumbel_noise(size: int, spec: SampleSpec) -> torch.Tensor:
-    """What makes the largest of scores plus noise distributed like ``softmax(scores)`` (the Gumbel-max trick).
+    """Noise to add to the scores, so that the largest sum is distributed like ``softmax(scores)`` (the Gumbel-max trick).
 
     Drawn on the CPU, so that every device draws the same, from a generator whose key is the seed and the token's number:
     neighbouring seeds and tokens have nothing in common.

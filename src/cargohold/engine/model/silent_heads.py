@@ -35,13 +35,13 @@ def write_with_silent_heads(info: ModelInfo, num_shards: int, target: Path) -> N
     config.head_dim = geometry.head_dim
     new = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     shapes = {name: weights.shape for name, weights in new.state_dict().items()}
-    # New heads come last, after all that are there, in the rows that make them and in the columns that they are read by.
+    # New heads come behind the old ones: as rows of weights that make heads, and as columns of weights that read heads.
     new.load_state_dict({name: _padded(weights, shapes[name]) for name, weights in old.state_dict().items()})
     new.generation_config = old.generation_config
     new.save_pretrained(target)
     for file in Path(info.path).iterdir():
         if file.suffix not in _WEIGHTS and not (target / file.name).exists():
-            shutil.copy(file, target)  # the tokenizer's
+            shutil.copy(file, target)  # a file of the tokenizer
 
 
 def _padded(weights: torch.Tensor, shape: torch.Size) -> torch.Tensor:

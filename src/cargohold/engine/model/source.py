@@ -74,7 +74,8 @@ def load_config(model: str, path: str, otherwise: str) -> PreTrainedConfig:
     from transformers import AutoConfig  # noqa: PLC0415  # slow to import
 
     try:
-        # Or transformers asks on standard input whether to run the code, and takes for an answer what is meant for the command.
+        # Otherwise, transformers asks on standard input whether to run the code, and takes what is meant for the command for
+        # the answer.
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except OSError as error:
         raise ModelNotFoundError(model, f"its config.json cannot be read: {one_line(error)}") from error
@@ -101,7 +102,7 @@ def cache_dir() -> Path:
 def _on_hub(model: str) -> str:
     """The hub id if the hub has the model, or the directory of a copy in the hub's local cache if it is out of reach.
 
-    Asked once and without retries, before transformers is let loose: it asks for one file after the other, each with half a
+    The hub is asked once and without retries before transformers is: that asks for one file after the other, each with half a
     minute of retries, also for files that need not exist.
     """
     from huggingface_hub import errors as hub  # noqa: PLC0415
@@ -207,12 +208,12 @@ def _convert_gguf(model: str, gguf_file: Path, target: Path) -> None:
     try:
         _without_quantization(quantized).save_pretrained(target)
         tokenizer.save_pretrained(target)
-    except SafetensorError as error:  # what it makes of a disk that is full
+    except SafetensorError as error:  # which it raises when the disk is full
         raise OSError(one_line(error)) from error
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a model that does not know that it was quantized: one that does refuses to be saved."""
+    """A model with the same weights that does not know that it was quantized: one that knows refuses to be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -18,9 +18,9 @@ NUM_CONTEXT_TOKENS = 5
 """Tokens of the prompt that the first piece is decoded with."""
 
 _MAX_CHARACTER_TOKENS = 4
-"""A character has no more bytes in UTF-8, so it has no more tokens."""
+"""Most tokens of one character: it has no more bytes in UTF-8."""
 _MAX_PENDING_TOKENS = 4 * _MAX_CHARACTER_TOKENS
-"""What is no character after so many tokens will be none: a model may write bytes that are no UTF-8 as long as it likes."""
+"""Most tokens to hold back as an incomplete character: a model may write bytes that are not UTF-8 for as long as it likes."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -28,8 +28,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class PieceDecoder:
     """Decodes a growing sequence of tokens, special ones left out.
 
-    How a token is written depends on its neighbours: spaces at the start of a text are dropped, and a character may take
-    several tokens. So each piece is what a text grows by when new tokens are decoded together with those before them::
+    The text of a token depends on its neighbours: spaces at the start of a text are dropped, and a character may take several
+    tokens. So each piece is what the text grows by when new tokens are decoded together with those before them::
 
         tokens    ... context | pending
         decoded   "like this"   "like this one"   ->   " one"
@@ -54,7 +54,7 @@ class PieceDecoder:
         self._pending.append(token_id)
         piece = self._decode(self._context + self._pending)[len(self._context_text) :]
         if not piece:
-            self._pending.pop()  # a special one
+            self._pending.pop()  # a special token
             return ""
         if piece.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING_TOKENS:
             return ""
@@ -64,7 +64,7 @@ class PieceDecoder:
         return piece
 
     def _cut_between_characters(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The prompt's last tokens, and after them those of a character that is not complete."""
+        """The prompt's last tokens that end between characters, and the tokens of an incomplete character behind them."""
         last = list(prompt_token_ids[-(NUM_CONTEXT_TOKENS + 2 * (_MAX_CHARACTER_TOKENS - 1)) :])
         for num_behind in range(_MAX_CHARACTER_TOKENS):
             end = max(0, len(last) - num_behind)
@@ -109,16 +109,16 @@ class Tokenizer:
         return cls(inner)
 
     def piece_decoder(self, prompt_token_ids: Sequence[int] = ()) -> PieceDecoder:
-        """Something that turns the tokens that follow a prompt into text, one by one."""
+        """A decoder that turns the tokens that follow a prompt into text, one by one."""
         return PieceDecoder(self._inner.backend_tokenizer, prompt_token_ids)
 
     def special_token_ids(self, texts: Collection[str]) -> frozenset[int]:
-        """Those of the special tokens that are written as one of these texts. They are left out of what is decoded."""
+        """Ids of the special tokens whose text is one of ``texts``. Decoded text leaves them out."""
         tokens = self._inner.added_tokens_decoder.items() if texts else ()
         return frozenset(token_id for token_id, token in tokens if token.special and str(token) in texts)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, with what the model wants around it. Raises ``RequestError`` if it is no valid Unicode."""
+        """Token ids of a text, with special tokens as the model expects. Raises ``RequestError`` if it is not valid Unicode."""
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -140,13 +140,13 @@ class Tokenizer:
         try:
             text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError) as error:
-            # A template computes with what it is given, and what it computes with raises errors of its own.
+            # A template may compute with what it is given, and then raises Python's own errors.
             raise RequestError(f"the conversation does not fit the model's chat template: {one_line(error)}") from error
         return self._encode(text, add_special_tokens=False)  # the template wrote them
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         _check_unicode(text)
-        # Not verbose: whether a prompt is too long is the engine's to say.
+        # Not verbose: the engine itself reports a prompt that is too long.
         return list(self._inner(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
 
@@ -165,7 +165,7 @@ def _check_messages(messages: Any) -> None:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError("a conversation is a list of messages, at least one")
     for at, message in enumerate(messages):
-        # A template would quietly write nothing where something is missing.
+        # A template would silently write nothing for a key that is missing.
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):

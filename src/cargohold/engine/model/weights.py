@@ -48,7 +48,7 @@ def load_model(info: ModelInfo, device: torch.device, world_size: int = 1) -> Pr
     except Exception as error:  # a damaged file shows in as many ways as there are formats
         raise ModelNotFoundError(info.name, f"its weights cannot be read: {one_line(error)}") from error
     if loading["missing_keys"]:
-        # transformers makes up what is missing, with no more than a warning.
+        # transformers makes up missing weights, with no more than a warning.
         missing = sorted(loading["missing_keys"])
         raise ModelNotFoundError(info.name, f"its files lack {len(missing)} of its weights, such as {missing[0]}")
     if world_size == 1:
