@@ -1,10 +1,11 @@
 """The tier port: one worker's shard of a medium below host memory.
 
-A tier is a store of bytes by key. It blocks, it may be called from several threads at once, and it may fail: ``TierQueue``
-stands between it and everybody who must not wait. It knows nothing of blocks, rows, requests or ranks; what it holds was
-written under the same namespace (``cargohold.offload.tier.namespace``), and is verified before it is handed out.
+A tier stores bytes by key. Its calls block, may come from several threads at once, and may fail: ``TierQueue`` stands between
+the tier and every caller that must not wait. A tier knows nothing of blocks, rows, requests or ranks. It hands out only chunks
+that were written under its own namespace (``cargohold.offload.tier.namespace``), and verifies them first.
 
-A key names contents, so what is stored under it never changes: storing twice is storing once, and losing a chunk is a miss.
+A key names contents, so what is stored under it never changes: storing a chunk twice is storing it once, and a lost chunk is a
+miss.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from cargohold.offload.manager.base import OffloadKey
 
 
 class StoreOutcome(Enum):
-    """What became of a chunk that was to be stored."""
+    """How storing a chunk ended."""
 
     STORED = "stored"
-    """It is there now."""
+    """The chunk is there now."""
     PRESENT = "present"
-    """It was there already."""
+    """The chunk was there already."""
     REFUSED = "refused"
-    """It is not there: no room that may be taken for it, or another thread is writing it. No fault of the medium."""
+    """The chunk is not there: there is no room for it, or another thread is writing it. No fault of the medium."""
     FAILED = "failed"
-    """It is not there: the medium failed, and others of the same job fared better. Said by the queue; a tier raises."""
+    """The chunk is not there: the medium failed, but not for all chunks of the job. Only the queue says so; a tier raises."""
 
 
 class LoadOutcome(Enum):
-    """What became of a chunk that was to be loaded."""
+    """How loading a chunk ended."""
 
     LOADED = "loaded"
     """The destination holds the chunk, verified."""
     ABSENT = "absent"
-    """It is not there. The destination holds garbage."""
+    """The chunk is not there. The destination holds garbage."""
     CORRUPT = "corrupt"
-    """It failed its check and is not there any more. The destination holds garbage."""
+    """The chunk failed its check and is not there any more. The destination holds garbage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class TierUsage:
     """How full a tier is.
 
     Attributes:
-        num_chunks: chunks that are there; of a store that others share, only those that this worker stored.
+        num_chunks: number of chunks that are there; in a shared store, only those that this worker stored.
         num_bytes: bytes that they take, headers and padding included.
-        capacity_bytes: bytes that may be taken, or ``None`` where the medium sets the limit.
+        capacity_bytes: bytes that they may take; ``None`` if the medium sets the limit.
     """
 
     num_chunks: int
@@ -63,9 +64,9 @@ class Tier(ABC):
     error the tier can still be used: the medium may come back.
 
     Attributes:
-        name: what users call it: ``disk``, ``shared``.
+        name: the tier's name for users: ``disk``, ``shared``.
         chunk_bytes: bytes of the largest chunk.
-        has_index: whether it knows by itself what it holds. Then an answer to a probe says nothing of the medium.
+        has_index: whether the tier keeps an index of its chunks. Then an answer to a probe does not show that the medium works.
     """
 
     name: str
@@ -74,16 +75,16 @@ class Tier(ABC):
 
     @abstractmethod
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Whether each chunk is there."""
+        """Return whether each chunk is there."""
 
     @abstractmethod
     def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
-        """Write a chunk, and make it visible when all of it is there.
+        """Write a chunk, and let it be found once all of it is written.
 
         Args:
-            key: its name.
-            payload: its bytes: contiguous, ``chunk_bytes`` at most. They must not change during the call.
-            parent: the chunk before it in its prefix, if there is one: eviction then never leaves a hole.
+            key: the chunk's key.
+            payload: the chunk's bytes: contiguous, ``chunk_bytes`` at most. They must not change during the call.
+            parent: key of the chunk before it in its prefix, if there is one, so that eviction leaves no hole.
         """
 
     @abstractmethod
@@ -91,21 +92,22 @@ class Tier(ABC):
         """Read a chunk and verify it.
 
         Args:
-            key: its name.
-            into: exactly as many bytes as were stored: contiguous, writable. It holds garbage unless the answer is ``LOADED``.
+            key: the chunk's key.
+            into: destination, exactly as long as what was stored: contiguous, writable. Holds garbage unless ``LOADED`` is
+                returned.
         """
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """A request uses these chunks, in prefix order. Those that are not there do not matter."""
+        """Mark chunks as used by a request; ``keys`` are in prefix order. Absent chunks are ignored."""
 
     @abstractmethod
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget chunks, at once. Those that are not there do not matter."""
+        """Remove chunks at once. Absent chunks are ignored."""
 
     @abstractmethod
     def usage(self) -> TierUsage:
-        """How full it is. Asks nobody: the answer is known here."""
+        """Return how full the tier is, from what is known here, without asking the medium."""
 
     @abstractmethod
     def close(self) -> None:

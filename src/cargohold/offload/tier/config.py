@@ -1,4 +1,4 @@
-"""Options of the tiers below host memory. Checked when made; they raise ``ConfigError`` naming the option."""
+"""Options of the tiers below host memory. Checked when created; they raise ``ConfigError``, which names the option."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ if TYPE_CHECKING:
 
 KEY_SOURCE: Final = re.compile(r"(file|env):[^\0\n]+")
 REPLICA_DIRECTORY: Final = "replica-{}"
-"""Below the directory that was named: where the engine replicas behind the first keep their chunks."""
+"""Subdirectory, by replica number, in which all engine replicas but the first keep their chunks."""
 MAX_THREADS: Final = 256
-"""Each has memory for a chunk of its own."""
+"""Maximum of ``num_threads``: each thread has memory for a chunk."""
 
 
 class Admission(Enum):
-    """Which chunks a tier is worth the writing."""
+    """Which chunks are written to a tier."""
 
     ALL = "all"
     """Every chunk that host memory keeps."""
     REUSED = "reused"
-    """Those that are used a second time: one-shot prompts do not wear a disk."""
+    """Chunks that are used a second time, so that one-shot prompts do not wear a disk."""
 
 
 class WriteMode(Enum):
     """When a chunk is written to a tier."""
 
     THROUGH = "through"
-    """As soon as host memory has it: it survives the process."""
+    """As soon as host memory has the chunk, so that it survives the process."""
     BACK = "back"
-    """When host memory is filling up, the chunks unused for longest first: fewer writes, and more is lost at the end."""
+    """When host memory fills up, the chunks unused for longest first: fewer writes, but more is lost when the process ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierConfig(ABC):
-    """Options that all tiers have, and what they say of a tier.
+    """Options that all tiers have, as a base class; it also opens the tier.
 
-    A tier of one's own derives a frozen dataclass with further fields. It must pickle, as workers open the tier.
+    For a tier of your own, derive a frozen dataclass with further fields. It must be picklable, because workers open the tier.
 
     Attributes:
-        kind: what users call such a tier: in counters, reports and messages.
-        has_index: that of its ``Tier``.
-        locality: ``LOCAL`` if it is this machine's own, ``REMOTE`` if others have it too; KV events say it, so that routers do
-            not send requests to a machine for what all have. ``None`` leaves it open.
+        kind: name of this kind of tier for users, in counters, reports and messages.
+        has_index: the same as its ``Tier.has_index``.
+        locality: ``LOCAL`` if only this machine has it, ``REMOTE`` if others share it. KV events carry it, so that routers do
+            not send requests to one machine for chunks that all have. ``None`` leaves it open.
         admission: which chunks are written: ``all``, or only ``reused`` ones, so that one-shot prompts do not wear a disk.
-        write: when: ``through``, at once, or ``back``, when host memory fills up.
+        write: when chunks are written: ``through`` (at once), or ``back`` (when host memory fills up).
         encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
-        num_threads: requests at the same time, per worker.
+        num_threads: number of threads per worker, so of requests to the medium at the same time.
     """
 
     kind: ClassVar[str]
@@ -77,7 +77,7 @@ class TierConfig(ABC):
     num_threads: int = 8
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be. Call it first when you override it; as classes have slots, by the class's name."""
+        """Refuse invalid options. An override calls ``TierConfig.__post_init__(self)`` first: ``super()`` fails with slots."""
         for key, value, kind in (("admission", self.admission, Admission), ("write", self.write, WriteMode)):
             _require_one_of(key, value, [member.value for member in kind])
         _require_key_source(self.encryption_key)
@@ -85,48 +85,55 @@ class TierConfig(ABC):
 
     @abstractmethod
     def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
-        """One worker's shard. Raises ``ConfigError`` if it cannot be; a medium that does not answer may come later.
+        """Open one worker's shard of the tier.
+
+        Raises ``ConfigError`` if these options cannot work. A medium that does not answer yet is no error: it may come later.
 
         Args:
-            codec: makes and checks headers; its ``namespace.id`` keeps what belongs to other models and workers apart.
+            codec: makes and checks headers; its ``namespace.id`` keeps chunks of other models and workers apart.
             chunk_bytes: bytes of the largest chunk of this worker.
-            num_shards: workers that share the limits in these options.
+            num_shards: number of workers that share the limits in these options.
         """
 
     def require_packages(self) -> None:  # noqa: B027  # most need none
-        """Refuse what a package is not installed for, on any machine and without touching a medium. Raises ``ConfigError``."""
+        """Raise ``ConfigError`` if a package for this tier is not installed. Touches no medium; works on any machine."""
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:  # noqa: B027  # most have nothing to check
-        """Refuse, before anything is loaded, what ``open`` would, with the same arguments."""
+        """Raise ``ConfigError`` for what ``open`` would refuse with these arguments, before anything is loaded."""
 
     def of_replica(self, replica: int) -> Self:
-        """The same for one of several engine replicas with the same options, by its number from 0; shared unless it says so."""
+        """Return the options for engine replica ``replica``, from 0. By default the same, so that replicas share the tier."""
         del replica
         return self
 
     def describe(self) -> str:
-        """Where chunks go, for people; without secrets."""
+        """Return where chunks go, for people, without secrets."""
         return self.kind
 
     @property
     def num_daily_bytes(self) -> int | None:
-        """What may be written in a day, over all workers; ``None`` for no limit."""
+        """Maximum number of bytes written per day, over all workers; ``None`` for no limit."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskTierConfig(TierConfig):
-    """Keep chunks in files of a local directory, which outlive the process. What all tiers have is in ``TierConfig``.
+    """Options for keeping chunks in files of a local directory, which outlive the process.
+
+    Options that all tiers have are in ``TierConfig``.
 
     Attributes:
-        directory: where; made if it is not there. Several models and workers may share it, each in a part of its own.
-        max_bytes: what everything in it may take together, over all workers: a number, or a size such as ``200GiB``. A hard
-            limit; what other models left is deleted before something of the running one is.
+        directory: the directory; created if it does not exist. Several models and workers may share it, each with a
+            subdirectory of its own.
+        max_bytes: maximum size of everything in the directory, over all workers: a number, or a size such as ``200GiB``. A
+            hard limit. Chunks that other models left are deleted before chunks of the running one.
         reserve_bytes: free space of the file system that is never taken.
-        policy: what is evicted; see ``cargohold.offload.policy.find_policy``.
-        max_daily_bytes: what is written in a day at most, over all workers; ``None`` for no limit.
-        direct_io: go around the page cache where the file system allows: it would cost memory that host memory could use.
-        lock_wait_s: how long to wait at the start for a process that still uses the same part: one that is just ending.
+        policy: name of the eviction policy; see ``cargohold.offload.policy.find_policy``.
+        max_daily_bytes: maximum size of what is written per day, over all workers; ``None`` for no limit.
+        direct_io: whether to bypass the page cache if the file system allows it. The cache would cost memory that host memory
+            could use.
+        lock_wait_s: maximum time to wait at the start for another process that still uses the same subdirectory, such as one
+            that is just ending.
     """
 
     kind = "disk"
@@ -157,25 +164,25 @@ class DiskTierConfig(TierConfig):
             parse_bytes("reserve_bytes", self.reserve_bytes)
 
     def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
-        """See ``TierConfig``: an unwritable directory, one in use, a budget above the disk or below one chunk are refused."""
+        """See ``TierConfig``. Refuses an unwritable directory, one in use, and a budget above the disk or below one chunk."""
         from cargohold.offload.tier.disk import DiskTier  # noqa: PLC0415  # only what is used is imported
 
         return DiskTier(self, codec, chunk_bytes, num_shards)
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:
-        """Refuse a directory or a budget that cannot be."""
+        """Refuse a directory that cannot be used, and an impossible budget."""
         from cargohold.offload.tier.disk.shard import check_place  # noqa: PLC0415  # only what is used is imported
 
         check_place(self, chunk_bytes, num_shards)
 
     def of_replica(self, replica: int) -> Self:
-        """See ``TierConfig``. A directory is one engine's: the first has it for itself, and each other one has one below it."""
+        """See ``TierConfig``. Each replica needs its own directory: the first has this one, each other one a subdirectory."""
         if replica == 0:
             return self
         return replace(self, directory=Path(self.directory) / REPLICA_DIRECTORY.format(replica))
 
     def describe(self) -> str:
-        """The directory, its limit and what is evicted."""
+        """Return the directory, its limit and its eviction policy, for people."""
         return f"{self.directory}, {format_bytes(self.num_max_bytes)} at most, evicted by {self.policy}"
 
     @property
@@ -196,16 +203,17 @@ class DiskTierConfig(TierConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTierConfig(TierConfig):
-    """Keep chunks in a store that several engines share. What all tiers have is in ``TierConfig``.
+    """Options for keeping chunks in a store that several engines share. Options that all tiers have are in ``TierConfig``.
 
     Attributes:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///absolute/directory``
             or ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``). Credentials come from the
             environment, as the store's own tools read them.
-        max_bytes: object stores and directories: what our chunks may take there together, of all models and workers; the
-            oldest go first. ``None`` leaves that to the store. One engine alone keeps it exactly; see ``StoreBudget``.
-        request_timeout_s: how long one request to the store may take.
-        ttl_s: redis only: chunks go when they are that old, or never.
+        max_bytes: for object stores and directories, the maximum size of all chunks of Cargohold there, of all models and
+            workers; the oldest are deleted first. ``None`` leaves the size to the store. One engine alone never exceeds it;
+            see ``StoreBudget``.
+        request_timeout_s: maximum time that one request to the store takes.
+        ttl_s: for Redis only, the age in seconds at which chunks are deleted; ``None`` for never.
     """
 
     kind = "shared"
@@ -234,17 +242,17 @@ class SharedTierConfig(TierConfig):
                 raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
 
     def __repr__(self) -> str:
-        """Without user and password: options end up in logs."""
+        """The options without user and password, because options end up in logs."""
         shown = {field.name: getattr(self, field.name) for field in fields(self)} | {"url": self.shown_url}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
-        """See ``TierConfig``: a package that is not installed, missing or wrong credentials are refused."""
+        """See ``TierConfig``. Refuses missing or wrong credentials, and a package that is not installed."""
         del num_shards
         return self._tier_class()(self, codec, chunk_bytes)
 
     def require_packages(self) -> None:
-        """See ``TierConfig``: each kind of store has one."""
+        """See ``TierConfig``. Each kind of store needs a package."""
         self._tier_class()
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:
@@ -253,7 +261,7 @@ class SharedTierConfig(TierConfig):
         self._tier_class().check_place(self)
 
     def describe(self) -> str:
-        """The URL and the limit."""
+        """Return the URL and the limit, for people."""
         limit = "" if self.num_max_bytes is None else f", {format_bytes(self.num_max_bytes)} at most"
         return f"{self.shown_url}{limit}"
 
@@ -264,7 +272,7 @@ class SharedTierConfig(TierConfig):
 
     @property
     def scheme(self) -> str:
-        """What kind of store it is."""
+        """The URL's scheme, which says what kind of store it is."""
         return store_url.scheme_of(self.url)
 
     @property
@@ -273,7 +281,7 @@ class SharedTierConfig(TierConfig):
         return store_url.without_secrets(self.url)
 
     def _tier_class(self) -> type[RedisTier | ObjectTier]:
-        """What opens it; its package may not be installed."""
+        """Return the class of the tier. Raises ``ConfigError`` if its package is not installed."""
         with needs_extra(self):
             if self.scheme in REDIS_SCHEMES:
                 from cargohold.offload.tier.redis_tier import RedisTier  # noqa: PLC0415  # an optional package
@@ -286,7 +294,7 @@ class SharedTierConfig(TierConfig):
 
 @contextmanager
 def needs_extra(config: SharedTierConfig) -> Iterator[None]:
-    """Around imports for a shared store: where the package for it is not installed, ``ConfigError`` says how to get it."""
+    """Turn an ``ImportError`` inside the ``with`` into a ``ConfigError`` that says how to install the store's package."""
     try:
         yield
     except ImportError as error:
@@ -302,7 +310,10 @@ def _require_one_of(key: str, value: object, values: list[str]) -> None:
 
 
 def _require_key_source(source: object) -> None:
-    """What stands there is read when the tier is opened. What was given may be a secret: it is not repeated."""
+    """Check the form of ``encryption_key``. The key is read only when the tier is opened.
+
+    The error does not show the value: it may be the secret itself.
+    """
     if source is not None and not (isinstance(source, str) and KEY_SOURCE.fullmatch(source)):
         raise ConfigError("encryption_key", "(not shown)", "it must be file:PATH or env:NAME, never the key itself")
 

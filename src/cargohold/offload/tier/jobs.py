@@ -1,4 +1,4 @@
-"""What a tier's queue is asked to do, and what it answers."""
+"""The jobs of a tier's queue, and their results."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class JobKind(Enum):
     STORE = "store"
     REMOVE = "remove"
     TOUCH = "touch"
-    """A request used these chunks, which it had from elsewhere. Also says which of them are there."""
+    """Mark chunks as used by a request that got them from elsewhere. Also answers which of them are there."""
 
 
 def reaches_medium(kind: JobKind, *, has_index: bool) -> bool:
-    """Whether carrying out such a job shows that the medium lives; if not, it is no trial of one that failed.
+    """Whether a job of this kind shows that the medium works; only such a job can be the trial of a tier that rests.
 
     Args:
         kind: what the job does.
-        has_index: whether the tier knows by itself what it holds.
+        has_index: whether the tier keeps an index of its chunks, so that a probe does not ask the medium.
     """
     return kind is not JobKind.TOUCH and not (has_index and kind is JobKind.PROBE)
 
@@ -38,18 +38,18 @@ class JobStatus(Enum):
     DONE = "done"
     """Every chunk has its answer."""
     FAILED = "failed"
-    """The tier failed, or the thread that worked on it died; chunks without an answer were not dealt with."""
+    """The tier failed, or the thread that worked on the job died; chunks without an answer were not dealt with."""
     EXPIRED = "expired"
-    """Its deadline passed."""
+    """The job's deadline passed."""
     CANCELLED = "cancelled"
-    """It was cancelled, or the queue was shut down."""
+    """The job was cancelled, or the queue was shut down."""
 
 
 Answer: TypeAlias = bool | LoadOutcome | StoreOutcome
-"""For one chunk: of a probe or touch, whether it is there; of a removal, ``True``; of loads and stores, what became of it."""
+"""The answer for one chunk: for a probe or touch, whether it is there; for a removal, ``True``; else the outcome."""
 
 FROM_INDEX: Final[frozenset[Answer]] = frozenset({LoadOutcome.ABSENT, StoreOutcome.PRESENT, StoreOutcome.REFUSED})
-"""What a tier that knows by itself what it holds answers without its medium: they say nothing of that."""
+"""Answers that a tier with an index gives without asking its medium: they do not show that the medium works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class TierJob:
     Attributes:
         job_id: unique among the jobs of a queue, never used again.
         kind: what to do.
-        keys: which chunks in any order.
-        deadline: when it must have ended, in the queue's clock.
-        buffers: loads and stores: where each chunk's bytes go or come from, parallel to ``keys``. Nobody else may write to
-            them until the job's result was polled; the queue does not touch them any more after that.
-        parents: stores: the chunk before each in its prefix, if there is one, parallel to ``keys``; empty if none has one.
+        keys: the chunks, in any order.
+        deadline: time at which it must have ended, by the queue's clock.
+        buffers: for loads and stores, the destination or source of each chunk, parallel to ``keys``. Nobody else may write to
+            them until the job's result was polled; after that, the queue does not read or write them any more.
+        parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty if none has one.
     """
 
     job_id: int
@@ -80,9 +80,9 @@ class TierResult:
 
     Attributes:
         job: the job.
-        status: how.
-        answers: per chunk, or ``None`` where there is none.
-        reason: of a failure, why, in one line.
+        status: how it ended.
+        answers: one per chunk; ``None`` where there is none.
+        reason: why it failed or expired, in one line; else empty.
     """
 
     job: TierJob
@@ -92,7 +92,10 @@ class TierResult:
 
     @property
     def succeeded(self) -> list[bool]:
-        """Per chunk: a probe or touch found it, a load filled its buffer, a store left it there, a removal was carried out."""
+        """Whether each chunk succeeded: a probe or touch found it, a load filled its buffer, a store or removal was done.
+
+        A store counts as done also if the chunk was there already.
+        """
         return [answer in _GOOD for answer in self.answers]
 
 

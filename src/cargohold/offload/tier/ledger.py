@@ -1,4 +1,4 @@
-"""Which jobs of a tier are live, which piece of work comes next, and how jobs end. No threads and no I/O in here.
+"""The bookkeeping of a tier's jobs: which are live, which piece of work comes next, how jobs end. No threads, no I/O.
 
 ::
 
@@ -6,8 +6,8 @@
        |                   |
        +-------------------+-- failure, deadline, cancellation --> FAILED, EXPIRED, CANCELLED
 
-A job ends once. Answers of pieces whose job has ended are dropped. While a piece copies from or to the job's buffers, the end
-is put off until the copy is done: whoever polls the result owns the buffers again.
+A job ends once. Answers of pieces whose job has ended are dropped. While a piece copies from or to the job's buffers, the
+job's result is held back until the copy is done, because the caller that polls the result owns the buffers again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, Tie
 from cargohold.protocol import Clock
 
 URGENT = frozenset({JobKind.PROBE, JobKind.LOAD, JobKind.TOUCH})
-"""What somebody waits for, and what takes no time."""
+"""Kinds of jobs that go first, because somebody waits for them or they take hardly any time."""
 _ONE_BY_ONE = frozenset({JobKind.LOAD, JobKind.STORE})
 
 
@@ -30,12 +30,12 @@ class LiveJob:
     """A job that has not ended.
 
     Attributes:
-        job: what was asked.
-        answers: per chunk, once there is one.
-        num_taken: chunks that pieces were made of.
-        num_answered: chunks that have an answer.
-        num_copying: pieces that copy from or to the buffers right now.
-        end: how it ended, or will when nobody copies any more.
+        job: the job.
+        answers: one per chunk; ``None`` where there is none yet.
+        num_taken: number of chunks that were handed out in pieces.
+        num_answered: number of chunks that have an answer.
+        num_copying: number of pieces that copy from or to the buffers right now.
+        end: status and reason once it has ended; its result follows when no piece copies any more.
     """
 
     job: TierJob
@@ -48,12 +48,12 @@ class LiveJob:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one thread works on: some chunks of a job.
+    """A piece of work for one thread: some chunks of a job.
 
     Attributes:
         live: the job.
-        first: index of the first chunk.
-        count: how many.
+        first: index of the first chunk in the job.
+        count: number of chunks.
     """
 
     live: LiveJob
@@ -67,7 +67,7 @@ class Piece:
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
-        """Which chunks."""
+        """Keys of the chunks."""
         return self.live.job.keys[self.first : self.first + self.count]
 
 
@@ -77,8 +77,8 @@ class JobLedger:
 
     Attributes:
         clock: monotonic time in seconds.
-        results: jobs that ended and were not polled yet.
-        num_chunks: chunks of live jobs, of those that somebody waits for and of the others.
+        results: results of jobs that ended and were not polled yet.
+        num_chunks: number of chunks in live jobs: in ``URGENT`` ones under ``True``, in the others under ``False``.
     """
 
     clock: Clock
@@ -92,7 +92,7 @@ class JobLedger:
         return len(self._live)
 
     def add(self, job: TierJob) -> None:
-        """A job is queued; one without chunks is done at once."""
+        """Queue a job; one without chunks ends at once."""
         assert job.job_id not in self._live, f"job {job.job_id} was submitted twice"
         live = LiveJob(job, [None] * len(job.keys))
         self._live[job.job_id] = live
@@ -102,11 +102,11 @@ class JobLedger:
         else:
             queue = self._urgent if job.kind in URGENT else self._others
             while queue and queue[0].end:
-                queue.popleft()  # as long as every thread hangs in the medium, nobody takes them out
+                queue.popleft()  # while every thread hangs in the medium, nobody else removes jobs that have ended
             queue.append(live)
 
     def take(self) -> Piece | None:
-        """The next piece of work, if there is any."""
+        """Return the next piece of work, or ``None``."""
         for queue in (self._urgent, self._others):
             while queue:
                 live = queue[0]
@@ -126,12 +126,12 @@ class JobLedger:
         return True
 
     def end_copy(self, piece: Piece) -> bool:
-        """The piece's buffers are used no more; whether the job's end was waiting for that."""
+        """Note that the piece's buffers are not used any more; return whether the job's result was waiting for that."""
         piece.live.num_copying -= 1
         return self._settle(piece.live)
 
     def answer(self, piece: Piece, answers: Sequence[Answer]) -> bool:
-        """What became of a piece; whether that ended its job."""
+        """Note the answers of a piece; return whether that ended its job."""
         live = piece.live
         if live.end:
             return False
@@ -143,7 +143,7 @@ class JobLedger:
         return True
 
     def end(self, live: LiveJob, status: JobStatus, reason: str = "") -> bool:
-        """End a job; whether it was still live."""
+        """End a job; return whether it had not ended before."""
         if live.end:
             return False
         live.end = (status, reason)
@@ -151,24 +151,24 @@ class JobLedger:
         return True
 
     def find(self, job_id: int) -> LiveJob | None:
-        """A live job."""
+        """Return a live job; ``None`` if there is none with that id."""
         return self._live.get(job_id)
 
     def late(self) -> list[LiveJob]:
-        """Live jobs whose deadline has passed."""
+        """Return the live jobs whose deadline has passed."""
         now = self.clock()
         return [live for live in self._live.values() if now > live.job.deadline]
 
     def all(self) -> Iterator[LiveJob]:
-        """A copy of the list of live jobs."""
+        """Iterate over a copy of the list of live jobs."""
         return iter(list(self._live.values()))
 
     def _piece_size(self, live: LiveJob) -> int:
-        """Chunks that one thread deals with at a time, so that several can share a large transfer."""
+        """Return how many chunks of a job one piece has. Loads and stores: one, so that several threads share the job."""
         return 1 if live.job.kind in _ONE_BY_ONE else len(live.answers)
 
     def _settle(self, live: LiveJob) -> bool:
-        """Make a result of a job that has ended, unless its buffers are used; whether that was done now."""
+        """Make the result of a job that has ended, unless its buffers are in use; return whether it was made now."""
         if live.end and not live.num_copying and self._live.pop(live.job.job_id, None):
             status, reason = live.end
             self.num_chunks[live.job.kind in URGENT] -= len(live.job.keys)

@@ -1,7 +1,8 @@
-"""Who besides us may use a tier's directories: told at the start, for nothing else would show it.
+"""Warnings at the start if other users may read or write a tier's directories, because nothing else would show that.
 
-What is not private may be meant so, and may not even be ours to change, as a volume in a container: it is told, and used.
-Groups are passed over, for who is in one was somebody's decision, and the superuser, who may do everything anyhow.
+A directory that is not private may be meant to be so, and may not even be ours to change, like a volume in a container. So it
+is used all the same. Access of groups is not reported, because somebody decided who is in a group; nor is the superuser's, who
+may do everything anyway.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ _WHAT_TO_DO: Final = "use a directory that is private to this user (chmod 700), 
 
 
 def warn_of_owners(tier: str, directories: Iterable[Path]) -> None:
-    """Say of each directory that is another user's that he can make us answer with KV of his."""
+    """Log a warning for each directory that belongs to another user, who can put KV of his own in place of ours."""
     for directory in directories:
-        with suppress(OSError):  # who may not even look has other troubles, and hears of them
+        with suppress(OSError):  # if we may not even look, opening the directory fails and reports that
             owner = directory.stat().st_uid
             if owner not in (_SUPERUSER, os.geteuid()):
                 _warn(tier, directory, f"belongs to user {owner}, who can put other KV in place of ours")
 
 
 def warn_of_writers(tier: str, directories: Iterable[Path]) -> None:
-    """The same of each directory in which everybody can replace what is there."""
+    """Log a warning for each directory in which every user can replace files."""
     for directory in directories:
         with suppress(OSError):
             if _everybody_may(stat.S_IWOTH, directory) and not directory.stat().st_mode & stat.S_ISVTX:
@@ -38,14 +39,14 @@ def warn_of_writers(tier: str, directories: Iterable[Path]) -> None:
 
 
 def warn_of_readers(tier: str, directory: Path, file: Path) -> None:
-    """Say it if everybody can read what we write to a directory, of which ``file`` is an example: users' prompts, in effect."""
+    """Log a warning if every user can read what we write to a directory (``file`` is an example): in effect, prompts."""
     with suppress(OSError):
         if _everybody_may(stat.S_IROTH, file):
             _warn(tier, directory, "is for everybody to read, and KV can be turned back into prompts")
 
 
 def _everybody_may(right: int, path: Path) -> bool:
-    """Whether all users of this machine have a right, and may enter the directories on the way. Raises ``OSError``."""
+    """Whether all users have ``right`` on ``path``, and may enter all directories above it. Raises ``OSError``."""
     place = path.resolve()
     return bool(place.stat().st_mode & right) and all(above.stat().st_mode & stat.S_IXOTH for above in place.parents)
 

@@ -1,13 +1,13 @@
-"""The asynchronous front of a tier: bounded, with deadlines, and never in anybody's way.
+"""The asynchronous front of a tier: bounded, with deadlines, and without waits for its caller.
 
-A tier blocks, for as long as its medium likes: a network file system may hang for minutes. So that nobody waits for it:
+A tier blocks as long as its medium does: a network file system may hang for minutes. So that nobody waits for it:
 
-* Threads work on *staging* memory of their own and touch a job's buffers only for one short copy, and only while the job is
-  live. A thread that hangs can therefore be left alone: its job ends in time, and the job's buffers are free.
-* Jobs end at their deadline, whatever the threads do. Probes, touches and loads go before stores and removals. What finds the
-  queue full is refused at once.
-* A circuit breaker stops asking a medium that keeps failing; then one job at a time finds out whether it is back.
-* A thread that died is replaced, a few times; then the tier is off, loudly.
+* Threads work on *staging* memory of their own. They read or write a job's buffers only for one short copy, and only while the
+  job is live. So a thread that hangs does no harm: its job ends in time, and the job's buffers are free.
+* Jobs end at their deadline, whatever the threads do. Probes, touches and loads go before stores and removals. A job that
+  finds the queue full is refused at once.
+* A circuit breaker lets a tier rest whose medium keeps failing; then one job at a time tries whether it works again.
+* A thread that died is replaced, a few times; then the tier is turned off and an error is logged.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _STATE_OF_BREAKER = {
 class TierQueue:
     """Carries out jobs on one tier in threads of its own.
 
-    Owned by one thread, which submits, cancels and polls; it never waits, but in ``drain`` and ``shutdown``. Every job that was
-    taken is returned by ``poll`` exactly once.
+    One thread owns the queue: it submits, cancels and polls. Only ``drain`` and ``shutdown`` wait. Every job that was taken is
+    returned by ``poll`` exactly once.
 
     Args:
         tier: the medium; closed by ``shutdown``.
@@ -62,25 +62,25 @@ class TierQueue:
             while len(self._threads) < self.config.num_threads:
                 self._threads.append(self._new_thread())
         except BaseException:
-            self._stop(time.monotonic() + _STOP_S)  # what was started must not keep the tier open
+            self._stop(time.monotonic() + _STOP_S)  # threads that were started must not keep the tier open
             raise
 
     # --- for the owner ------------------------------------------------------------------------------------------------
 
     def submit(self, job: TierJob) -> bool:
-        """Queue a job. Returns at once: false if it is not taken, because the queue is full or the tier rests or is off."""
+        """Queue a job. Returns ``False`` if it is not taken, because the queue is full or the tier rests or is off."""
         with self._changed:
             if self._is_off or self._is_full(job) or not self._may_pass(job):
                 self._totals.num_refused += 1
                 return False
             self._ledger.add(job)
             if not job.keys and self._reaches_medium(job.kind):
-                self._breaker.note_cancelled()  # it is done already, and the medium was not asked
+                self._breaker.note_cancelled()  # a job without chunks is done already; the medium was not asked
             self._changed.notify_all()
         return True
 
     def poll(self) -> list[TierResult]:
-        """The jobs that ended since the last call, in the order in which they did. Also enforces deadlines."""
+        """Return the jobs that ended since the last call, in the order of their ends. Also ends jobs at their deadlines."""
         with self._changed:
             self._replace_dead_threads()
             for live in self._ledger.late():
@@ -89,7 +89,7 @@ class TierQueue:
         return results
 
     def cancel(self, job_id: int) -> None:
-        """End a job, if it has not ended yet; nobody waits for it any more."""
+        """Cancel a job that has not ended yet, because nobody waits for it any more."""
         with self._changed:
             live = self._ledger.find(job_id)
             if live is None or not self._ledger.end(live, JobStatus.CANCELLED):
@@ -99,32 +99,33 @@ class TierQueue:
 
     @property
     def state(self) -> TierState:
-        """Whether it takes jobs."""
+        """Whether the queue takes jobs."""
         with self._changed:
             return TierState.OFF if self._is_off else _STATE_OF_BREAKER[self._breaker.state]
 
     @property
     def is_off(self) -> bool:
-        """Whether it takes no job any more: it was shut down, or its threads kept dying."""
+        """Whether the queue takes no jobs any more, because it was shut down or its threads kept dying."""
         return self._is_off
 
     def health(self) -> TierHealth:
-        """How it is doing."""
+        """Return the tier's state and its counters since the start."""
         state = self.state
         with self._changed:
             return self._totals.snapshot(state, len(self._ledger))
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has ended, for at most this time; whether that is so."""
+        """Wait until every job has ended or no thread lives, at most ``timeout_s`` seconds; return whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: not len(self._ledger) or not self._has_living_thread(), timeout_s)
 
     def shutdown(self, timeout_s: float = _STOP_S) -> None:
-        """Let what is being written end, for ``finish_s`` at most, cancel the rest, and close the tier. ``poll`` still works.
+        """Let stores and removals end, for ``finish_s`` at most, cancel all other jobs, and close the tier.
 
-        It waits no longer than ``timeout_s`` in all, or ``finish_s`` if that is longer, and not at all once it is interrupted.
+        Waits at most ``timeout_s`` in all, or ``finish_s`` if that is longer, and not any more once it is interrupted. ``poll``
+        still works afterwards.
         """
-        # Real time: this waits, whatever the clock says.
+        # Real time: this method really waits, whatever ``clock`` says.
         end = time.monotonic() + max(timeout_s, self.config.finish_s)
         patience_ends = 0.0
         try:
@@ -134,7 +135,10 @@ class TierQueue:
             self._stop(patience_ends)
 
     def _finish_writes(self, timeout_s: float) -> None:
-        """Nobody will ask or load any more; what host memory alone holds is lost with it."""
+        """Cancel probes, touches and loads, which nobody needs any more, and wait for the other jobs.
+
+        Chunks that only host memory has would be lost with it.
+        """
         if timeout_s <= 0:
             return
         with self._changed:
@@ -153,7 +157,7 @@ class TierQueue:
         for thread in self._threads:
             thread.join(max(0.0, patience_ends - time.monotonic()))
         if self._has_living_thread():
-            # It may still use the tier's files: a closed file's number may be given to another.
+            # The thread may still use the tier's files: the number of a closed file may be given to another file.
             logger.warning(
                 "tier %s: an I/O thread still hangs in its medium, so the tier is not closed", self.tier.name
             )
@@ -163,7 +167,7 @@ class TierQueue:
     # --- for the threads ----------------------------------------------------------------------------------------------
 
     def take(self) -> Piece | None:
-        """Wait for the next piece of work; ``None`` when it is time to stop."""
+        """Wait for the next piece of work, and return it; ``None`` when the thread is to stop."""
         with self._changed:
             while True:
                 if self._is_off:
@@ -182,19 +186,19 @@ class TierQueue:
             return self._ledger.begin_copy(piece)
 
     def end_copy(self, piece: Piece) -> None:
-        """The piece's buffers are used no more."""
+        """Note that the piece's buffers are not used any more."""
         with self._changed:
             if self._ledger.end_copy(piece):
                 self._changed.notify_all()
 
     def answer(self, piece: Piece, answers: list[Answer], duration_s: float) -> None:
-        """A piece was carried out."""
+        """Note that a piece was carried out: one answer per chunk, and the seconds that it took."""
         with self._changed:
             self._totals.count(piece, answers, duration_s)
             self._note_answers(piece, answers)
 
     def fail(self, piece: Piece, reason: str) -> None:
-        """A piece could not be carried out. A store goes on with its other chunks, which may be of other requests."""
+        """Note that a piece failed. A store job goes on with its other chunks, which may belong to other requests."""
         with self._changed:
             if self._may_go_on(piece):
                 self._totals.note_failure(reason)
@@ -211,7 +215,7 @@ class TierQueue:
             self._changed.notify_all()
 
     def _note_end(self, answers: Sequence[Answer | None]) -> None:
-        """A job on the medium was carried out: what that says of the medium."""
+        """Tell the breaker what the answers of a job say about the medium."""
         told = set(answers) - (FROM_INDEX if self.tier.has_index else set())
         if told - {StoreOutcome.FAILED}:
             self._breaker.note_success()
@@ -221,7 +225,10 @@ class TierQueue:
             self._breaker.note_cancelled()
 
     def _may_go_on(self, piece: Piece) -> bool:
-        """Whether a job is worth going on with though a chunk failed: not when all do, or so many that the medium seems to."""
+        """Whether to go on with a job though a chunk failed.
+
+        Only with a store while the breaker is closed, and not if all chunks failed, or so many that the medium seems to fail.
+        """
         answers = piece.live.answers
         num_failed = answers.count(StoreOutcome.FAILED) + 1
         return (
@@ -285,5 +292,5 @@ class TierQueue:
                 try:
                     self._threads[at] = self._new_thread()
                 except (RuntimeError, OSError, MemoryError):
-                    # The dead one is found again, and counts once more.
+                    # The next poll finds the dead thread again, and counts it once more.
                     logger.exception("tier %s: an I/O thread could not be replaced", self.tier.name)

@@ -1,4 +1,4 @@
-"""Memory for one chunk on its way between a job's buffers and a medium."""
+"""Staging memory: one thread's memory for a chunk on its way between a job's buffers and a medium."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 import numpy as np
 
 PAGE_BYTES = 4096
-"""What direct I/O wants addresses, offsets and lengths to be multiples of, on any disk of today."""
+"""Direct I/O needs addresses, offsets and lengths that are multiples of this, on any disk of today."""
 
 
 HUGE_PAGE_BYTES = 2 * 1024**2
-"""A disk is given memory in pages of this size as few large pieces, where small pages would be hundreds."""
+"""Size of a huge page. A transfer to or from huge pages reaches the disk in few large pieces instead of hundreds."""
 
 
 def padded(num_bytes: int, page_bytes: int = PAGE_BYTES) -> int:
-    """The next multiple of ``page_bytes``."""
+    """Round ``num_bytes`` up to a multiple of ``page_bytes``."""
     return -(-num_bytes // page_bytes) * page_bytes
 
 
@@ -25,10 +25,10 @@ class Staging:
     """Page-aligned memory that one thread owns.
 
     Attributes:
-        view: all of it; whole pages.
+        view: all of the memory; whole pages.
 
     Args:
-        num_bytes: of the largest chunk.
+        num_bytes: bytes of the largest chunk.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -38,11 +38,11 @@ class Staging:
 
 
 def _in_huge_pages(num_bytes: int) -> memoryview:
-    """Memory that begins with a huge page, where the system has them. It is taken when it is first written to."""
-    # As much again as one page, so that a whole one can be found in it; what is never touched costs nothing.
+    """Return memory that begins at a huge page, if the system has them. Pages are committed when first written to."""
+    # One huge page more than needed, so that the memory can begin at one; pages that are never written to cost nothing.
     memory = _anonymous(padded(num_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them; ordinary pages do
+        with suppress(OSError):  # a kernel without huge pages; ordinary pages do
             memory.madvise(mmap.MADV_HUGEPAGE)
     first = -address_of(memoryview(memory)) % HUGE_PAGE_BYTES
     return memoryview(memory)[first : first + num_bytes]
@@ -60,7 +60,7 @@ _per_thread = _PerThread()
 
 
 def bounce_buffer(num_bytes: int) -> memoryview:
-    """Page-aligned memory of this thread, whole pages; what was in it before is gone. Valid until the thread's next call."""
+    """Return page-aligned memory of this thread, in whole pages, with undefined contents. Valid until its next call."""
     staging = _per_thread.staging
     if staging is None or len(staging.view) < num_bytes:
         staging = _per_thread.staging = Staging(max(1, num_bytes))
@@ -68,11 +68,11 @@ def bounce_buffer(num_bytes: int) -> memoryview:
 
 
 def address_of(view: memoryview) -> int:
-    """Where its first byte is."""
+    """Return the address of a view's first byte."""
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:
-    """Copy as many bytes as both have, without holding the interpreter's lock."""
+    """Copy ``source`` to ``into``, which has the same length, without holding the interpreter's lock."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,4 +1,4 @@
-"""Tiers around tiers: one counts, one takes its time, one fails when told to. For tests, simulations and measurements."""
+"""Tiers that wrap another: one counts, one is slow, one fails when told to. For tests, simulations and measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class WrappedTier(Tier):
-    """A tier around another: every call but ``usage`` and ``close`` goes through ``call``. As it is, it changes nothing.
+    """A tier that passes every call on to another; all but ``usage`` and ``close`` through ``call``, for subclasses.
 
     Args:
         inner: the tier inside.
@@ -29,12 +29,12 @@ class WrappedTier(Tier):
         self.has_index = inner.has_index
 
     def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
-        """Carry out a call.
+        """Make a call on the tier inside, and return its answer.
 
         Args:
             operation: name of the method.
-            num_bytes: bytes of the payload, 0 where there is none.
-            run: makes the call on the tier inside.
+            num_bytes: bytes of the payload; 0 if there is none.
+            run: makes the call.
         """
         del operation, num_bytes
         return run()
@@ -65,9 +65,9 @@ class CountingTier(WrappedTier):
     """Counts calls, bytes and outcomes.
 
     Attributes:
-        calls: by name of the method.
-        num_bytes: payloads, by name of the method, whatever came of the call.
-        outcomes: of stores and loads.
+        calls: number of calls, by name of the method.
+        num_bytes: bytes of payloads, by name of the method, whatever the outcome.
+        outcomes: number of stores and loads, by outcome.
     """
 
     def __init__(self, inner: Tier) -> None:
@@ -78,7 +78,7 @@ class CountingTier(WrappedTier):
         self.outcomes: Counter[Enum] = Counter()
 
     def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
-        """Count a call, also one that fails."""
+        """Make a call and count it, even if it fails."""
         with self._lock:
             self.calls[operation] += 1
             self.num_bytes[operation] += num_bytes
@@ -90,13 +90,13 @@ class CountingTier(WrappedTier):
 
 
 class SlowTier(WrappedTier):
-    """Takes the time that a slower medium would.
+    """Takes as long as a slower medium would.
 
     Args:
         inner: the tier inside.
-        latency_s: of every call.
-        bytes_per_s: of payloads.
-        sleep: waits.
+        latency_s: seconds that every call takes at least.
+        bytes_per_s: bandwidth for payloads.
+        sleep: waits for a number of seconds.
     """
 
     def __init__(self, inner: Tier, latency_s: float, bytes_per_s: float, sleep: Callable[[float], None]) -> None:
@@ -112,11 +112,12 @@ class SlowTier(WrappedTier):
 
 
 class FaultyTier(WrappedTier):
-    """Asks before every call whether it should go wrong.
+    """Asks a function before every call whether the call should fail.
 
     Args:
         inner: the tier inside.
-        fault: gets the name of the method; may block, raise, or return the reason of a ``TierError``, or ``None``.
+        fault: called with the name of the method. May block, raise, return the reason of a ``TierError``, or return ``None``
+            for a call that is to work.
     """
 
     def __init__(self, inner: Tier, fault: Callable[[str], str | None]) -> None:
