@@ -99,7 +99,7 @@ def waits_for_ever_for_a_load_that_has_ended(patch: Patch) -> None:
 
 
 @mutant(faults="lost")
-def never_misses_a_lost_job(patch: Patch) -> None:
+def never_notices_that_a_job_was_lost(patch: Patch) -> None:
     patch.setattr(JobTable, "find_lost", lambda self, after_s: None)
     patch.setattr(ConnectorReports, "check_progress", lambda self: None)
 
@@ -176,7 +176,7 @@ def ignores_the_limit_on_stores_in_flight(patch: Patch) -> None:
 
 
 @mutant(connector="eager-requests", workload="aborts")
-def gives_an_ended_requests_blocks_back_while_stores_read_them(patch: Patch) -> None:
+def frees_blocks_of_ended_requests_while_stores_read_them(patch: Patch) -> None:
     patch.setattr(OffloadingScheduler, "_needs_request", lambda self, request_id: False)
 
 
@@ -199,7 +199,7 @@ def forgets_an_event_when_chunks_are_evicted(patch: Patch) -> None:
 
 
 @mutant(connector="multi", faults="raises")
-def counts_what_is_out_of_reach_when_a_connector_is_turned_off(patch: Patch) -> None:
+def still_counts_the_chunks_of_a_connector_that_was_turned_off(patch: Patch) -> None:
     patch.setattr("cargohold.protocol.guard.is_level", lambda counter: False)
 
 
@@ -225,7 +225,7 @@ def remembers_ended_requests_for_ever(patch: Patch) -> None:
 
 
 @mutant(connector="multi")
-def tells_the_children_of_loads_that_others_do(patch: Patch) -> None:
+def tells_every_child_to_load_what_one_child_found(patch: Patch) -> None:
     def all_load(self: MultiConnectorScheduler, request: Any, blocks: Any, num_external_tokens: int) -> None:
         chosen = self._chosen.pop(request.request_id, None) if num_external_tokens else None
         if chosen is not None:
@@ -238,7 +238,7 @@ def tells_the_children_of_loads_that_others_do(patch: Patch) -> None:
 
 
 @mutant(connector="multi-requests", workload="aborts")
-def lets_go_of_a_request_when_the_first_child_has(patch: Patch) -> None:
+def releases_a_request_when_its_first_child_has_finished(patch: Patch) -> None:
     bind = MultiConnectorWorker.bind_connector_metadata
 
     def first_keeper_only(self: MultiConnectorWorker, metadata: Any) -> None:
@@ -299,7 +299,7 @@ def does_not_end_stores_of_preempted_requests(patch: Patch) -> None:
 
 
 @mutant(connector="eager-requests")
-def knows_of_a_job_only_one_request_whose_blocks_it_reads(patch: Patch) -> None:
+def remembers_only_one_of_the_requests_whose_blocks_a_job_reads(patch: Patch) -> None:
     patch.setattr(
         JobTable,
         "is_storing",
@@ -381,7 +381,7 @@ def leaks_the_slots_of_failed_stores(patch: Patch) -> None:
 
 
 @mutant(workload="stops")
-def keeps_what_it_was_to_forget(patch: Patch) -> None:
+def keeps_chunks_after_a_reset(patch: Patch) -> None:
     patch.setattr(TierManager, "reset", lambda self: not self.num_writing)
 
 
@@ -446,7 +446,7 @@ def never_lets_go_of_what_it_has_promoted(patch: Patch) -> None:
 
 
 @mutant(connector="tiered", workload="stops")
-def calls_chunks_the_same_after_a_reset(patch: Patch) -> None:
+def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
     patch.setattr(Dispatch, "rename", lambda self: None)
 
 
@@ -489,7 +489,7 @@ def touches_without_leaving_the_free_queue(patch: Patch) -> None:
 
 
 @mutant()
-def lets_tenants_share(patch: Patch) -> None:
+def lets_tenants_share_kv(patch: Patch) -> None:
     def saltless(*, salt: str | None) -> bytes:
         del salt
         return root_hash()
