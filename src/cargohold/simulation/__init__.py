@@ -1,4 +1,4 @@
-"""A simulated engine: the real scheduler and connectors, a model whose KV says what it is, and time under control."""
+"""The simulation: the real scheduler and connectors, a model whose KV says which prefix it belongs to, and virtual time."""
 
 from cargohold.simulation.chains import PrefixChains, WrongTokenError
 from cargohold.simulation.clock import VirtualClock

@@ -1,4 +1,4 @@
-"""Many seeds, on all cores."""
+"""Plays many seeds, on all cores."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cargohold.simulation.timeline import NO_TIMELINE, Timeline
 from cargohold.worker_pool import WorkerPool
 
 HUNG_S = 300.0
-"""If no seed ends for so long, one of them hangs: simulated time ends by itself, real time does not."""
+"""Real seconds: if no seed ends for so long, one of them hangs. Runs limit virtual time, but not real time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a seed's scenario is drawn from. Checked when made; raises ``ConfigError``.
+    """Options that scenarios of seeds are drawn with. Checked when made; raises ``ConfigError``.
 
     Attributes:
         workload: name of the traffic, or ``ANY``.
@@ -44,7 +44,7 @@ class Recipe:
         return draw_scenario(seed, self.workload, self.connector, self.faults)
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
-        """What plays a scenario of this recipe."""
+        """The run that plays a scenario of this recipe."""
         return Run(scenario, timeline=timeline)
 
     def fails(self, scenario: Scenario) -> bool:
@@ -54,14 +54,14 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class SeedReport:
-    """What came of one seed.
+    """The result of one seed.
 
     Attributes:
-        seed: which.
+        seed: the seed.
         num_steps: scheduler steps.
         failure: what went wrong; ``None`` if nothing did.
         struck: how often each fault has struck, by its name.
-        tallies: what else was counted.
+        tallies: see ``RunResult``.
     """
 
     seed: int
@@ -73,10 +73,10 @@ class SeedReport:
 
 @dataclass(slots=True)
 class Totals:
-    """All seeds so far.
+    """Sums over all seeds so far.
 
     Attributes:
-        num_seeds, num_steps: how many.
+        num_seeds, num_steps: numbers of seeds and of scheduler steps.
         struck, tallies: see ``SeedReport``.
     """
 
@@ -86,7 +86,7 @@ class Totals:
     tallies: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: SeedReport) -> None:
-        """One more seed."""
+        """Add the report of one more seed."""
         self.num_seeds += 1
         self.num_steps += report.num_steps
         self.struck.update(report.struck)
@@ -110,14 +110,14 @@ def play_seed(recipe: Recipe, seed: int) -> SeedReport:
 def play_seeds(
     recipe: Recipe, first_seed: int, num_seeds: int | None, num_processes: int, max_seconds: float | None = None
 ) -> Generator[SeedReport]:
-    """Play seeds in order, several at a time; reports come as seeds end.
+    """Play seeds in order, several at a time; yields reports in the order in which seeds end.
 
     Args:
-        recipe: what scenarios are drawn from.
-        first_seed: where to begin.
-        num_seeds: how many; ``None`` for no end.
-        num_processes: how many at a time; with 1 they are played in this process.
-        max_seconds: begin no more seeds after this time.
+        recipe: options of the scenarios.
+        first_seed: the first seed.
+        num_seeds: number of seeds; ``None`` for no end.
+        num_processes: seeds to play at a time, each in a process; 1 plays them in this process.
+        max_seconds: real seconds after which no more seeds are begun.
     """
     # A range may be longer than islice allows.
     seeds: Iterator[int] = count(first_seed) if num_seeds is None else iter(range(first_seed, first_seed + num_seeds))
@@ -153,7 +153,7 @@ def _in_pool(
 
 @contextmanager
 def garbage_in_one_go() -> Iterator[None]:
-    """Look for unreachable objects once at the end: there is hardly anything to find before a run's world is left behind."""
+    """Collect garbage only once, at the end of the ``with`` block: before a run's world is dropped, there is hardly any."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -161,4 +161,4 @@ def garbage_in_one_go() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-            gc.collect(0)  # what was made meanwhile: nothing older is looked at
+            gc.collect(0)  # looks only at objects made meanwhile, not at older ones

@@ -1,4 +1,4 @@
-"""Fingerprints: numbers that say which prefix something was computed from, and so what belongs in a block."""
+"""Fingerprints: numbers that stand for the prefix that KV was computed from, and so tell what belongs into a block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GARBAGE = b"\xa5" * FINGERPRINT_BYTES
 
 
 class WrongTokenError(AssertionError):
-    """A forward pass would have read KV that is not what the block table says."""
+    """A forward pass would have read KV of another prefix than its block table stands for."""
 
 
 class PrefixChains:
@@ -23,7 +23,7 @@ class PrefixChains:
 
     Args:
         tokens_of: the tokens of a request, by id.
-        root_of: what a request's chain starts from: requests of different roots must not share KV.
+        root_of: the number that a request's chain starts from, by id. Requests of different roots must not share KV.
     """
 
     def __init__(self, tokens_of: Callable[[str], Sequence[int]], root_of: Callable[[str], int] = lambda _: 1) -> None:
@@ -34,12 +34,12 @@ class PrefixChains:
         self._weights = 0
 
     def use_weights(self, version: int) -> None:
-        """From now on, the same prefixes have other KV; the tokens that follow stay the same, so answers can be compared."""
+        """From now on, give prefixes other fingerprints in ``coded``. Generated tokens stay the same, to be compared."""
         self._weights = version * _SPREAD & _MASK
         self._coded.clear()
 
     def chain(self, request_id: str, num_tokens: int) -> list[int]:
-        """One number per token, for the prefix that ends with it; at least ``num_tokens`` of them."""
+        """Fingerprints of the request's prefixes, one per token that a prefix ends with; at least ``num_tokens`` of them."""
         chain = self._chains.get(request_id)
         if chain is None:
             chain = self._chains[request_id] = []
@@ -51,7 +51,7 @@ class PrefixChains:
         return chain
 
     def coded(self, request_id: str, num_tokens: int, salt: int) -> bytearray:
-        """The same as bytes, ``FINGERPRINT_BYTES`` per token, different for each ``salt`` and for all weights."""
+        """The chain as bytes, ``FINGERPRINT_BYTES`` per token; different for each ``salt`` and each version of weights."""
         coded = self._coded.get((request_id, salt))
         if coded is None:
             coded = self._coded[request_id, salt] = bytearray()
@@ -62,7 +62,7 @@ class PrefixChains:
         return coded
 
     def forget(self, request_id: str) -> None:
-        """The request is gone."""
+        """Drop the chain of a request that is gone."""
         self._chains.pop(request_id, None)
         for key in [key for key in self._coded if key[0] == request_id]:
             del self._coded[key]
@@ -75,7 +75,7 @@ def next_fingerprint(previous: int, token: int) -> int:
 
 
 def tokens_alone(prompt: Sequence[int], max_tokens: int, vocab_size: int, root: int = 1) -> list[int]:
-    """What the model generates for a prompt, whatever it is served with."""
+    """The tokens that the model generates for a prompt, whatever other requests it is batched with."""
     last = root
     for token in prompt:
         last = next_fingerprint(last, token)
@@ -87,5 +87,5 @@ def tokens_alone(prompt: Sequence[int], max_tokens: int, vocab_size: int, root: 
 
 
 def end_of(share: ScheduledTokens) -> int:
-    """How many tokens a request has after its share of a step."""
+    """Number of computed tokens that a request has after its share of a step."""
     return share.num_computed_tokens + len(share.token_ids)

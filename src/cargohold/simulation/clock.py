@@ -1,10 +1,10 @@
-"""Time that passes only when told to."""
+"""Virtual time, which passes only when it is told to."""
 
 from __future__ import annotations
 
 
 class VirtualClock:
-    """Satisfies ``cargohold.protocol.Clock``.
+    """A clock of virtual time. Satisfies ``cargohold.protocol.Clock``.
 
     Attributes:
         now: seconds since the start.

@@ -1,4 +1,4 @@
-"""Connectors to simulate, by name: single, composed, nested, over tiers of their own."""
+"""Connectors to simulate, by name: single, composed or nested ones, each with tiers of its own."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TierPlan:
 
     Attributes:
         num_slots: chunks that the tier holds.
-        lookahead: of a lazy connector; ``None`` for an eager one.
+        lookahead: blocks ahead of eviction that a lazy connector copies; ``None`` for an eager one.
         options: fields of ``OffloadConfig``.
-        lower: tiers below host memory. Without any, the tier itself outlives engines.
+        lower: tiers below host memory. If there are none, the tier itself outlives engines.
     """
 
     num_slots: int
@@ -36,15 +36,16 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorPlan:
-    """A connector to be.
+    """A connector to be made.
 
     Attributes:
         name: as on the command line.
         tiers: its offloading connectors, most preferred first.
-        nesting: how they are composed: each number composes that many of what is there, from the right; empty for one alone.
-        custom: connectors of somebody else, preferred to those with tiers.
-        with_context: whether the engine gives a view of its pool.
-        applies_locks: whether it applies locks.
+        nesting: how connectors are composed. Each number, in order, replaces that many at the end of the list by one that is
+            composed of them; empty for a single connector.
+        custom: users' own connectors, preferred to those with tiers.
+        with_context: whether the engine gives the connector a view of its pool.
+        applies_locks: whether the engine applies locks.
     """
 
     name: str
@@ -61,7 +62,7 @@ class ConnectorPlan:
 
     @property
     def holds_copies(self) -> bool:
-        """Whether blocks being copied can be held."""
+        """Whether the connector can hold blocks while they are copied."""
         return self.with_context or self.applies_locks
 
     def build(
@@ -69,11 +70,11 @@ class ConnectorPlan:
         make_tier: Callable[[TierPlan], KVConnectorFactory],
         wrap: Callable[[KVConnectorFactory], KVConnectorFactory] = lambda factory: factory,
     ) -> KVConnectorFactory:
-        """The factory.
+        """Make the factory of the planned connector.
 
         Args:
-            make_tier: makes connectors with tiers; called in their order.
-            wrap: puts something around connectors that are composed of no others.
+            make_tier: makes the factory of a connector with a tier; called in the order of ``tiers``.
+            wrap: wraps the factories of connectors that are not composed of others.
         """
         factories = [wrap(factory) for factory in (*self.custom, *map(make_tier, self.tiers))]
         for count in self.nesting:
@@ -81,7 +82,7 @@ class ConnectorPlan:
         return factories[0] if factories else NULL_CONNECTOR
 
     def describe(self) -> str:
-        """A few lines for people."""
+        """A description in a few lines, for people."""
         context = "a view of the pool" if self.with_context else "no view of the pool"
         locks = "" if self.with_context else f", locks {'applied' if self.applies_locks else 'not applied'}"
         composed = f", composed {'+'.join(map(str, self.nesting))}" if self.nesting else ""
@@ -96,7 +97,7 @@ class ConnectorPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What the tiers of a named connector are, and how they are put together."""
+    """The tiers of a named connector, and how their connectors are composed."""
 
     is_lazy: Sequence[bool]
     nesting: tuple[int, ...] = ()
@@ -121,22 +122,22 @@ CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
         "multi-tiered": _Kind((False, True), (2,), has_lower=True),
     }
 )
-"""By the name on the command line."""
+"""Connectors by their names on the command line."""
 
 
 def needs_prefix_cache(name: str) -> bool:
-    """Whether a named connector keeps what the prefix cache evicts."""
+    """Whether a named connector needs a prefix cache: lazy ones keep what it evicts."""
     return name in CONNECTORS and any(CONNECTORS[name].is_lazy)
 
 
 def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix_caching: bool) -> ConnectorPlan:
-    """A plan for the connector of that name, or for any.
+    """Draw a plan for the connector of that name, or for any.
 
     Args:
-        random: where chance comes from.
+        random: source of random numbers.
         name: a key of ``CONNECTORS``, ``MODULE:FACTORY``, or ``any``.
-        options: what is not to be drawn: ``tier_slots``, ``blocks_per_chunk``.
-        prefix_caching: without it, lazy connectors are left out of ``any``: they keep what the prefix cache evicts.
+        options: values that must not be drawn: ``tier_slots``, ``blocks_per_chunk``.
+        prefix_caching: whether the engine has a prefix cache. If not, lazy connectors are left out of ``any``.
     """
     if ":" in name:
         return ConnectorPlan(name, (), with_context=random.random() < 0.7, custom=(custom_factory(name),))
@@ -151,12 +152,12 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
 
 
 def custom_factory(name: str) -> KVConnectorFactory:
-    """The connector that ``MODULE:FACTORY`` names: a ``KVConnectorFactory``, or a callable without arguments that gives one.
+    """The factory that ``MODULE:FACTORY`` names: a ``KVConnectorFactory``, or a callable without arguments that gives one.
 
     Modules in the current directory are found, too.
 
     Raises:
-        ConfigError: there is no such thing.
+        ConfigError: it cannot be imported, or is neither.
     """
     search_current_directory()
     found = import_named("connector", name)
@@ -218,6 +219,6 @@ def _with_lower(random: Random, tier: TierPlan) -> TierPlan:
         "restore": random.choice(("always", "always", "if_faster")),
         "restore_timeout_s": random.choice((0.05, 0.5, 5.0)),
     }
-    # Less room than one without lower tiers would have: else nothing would ever be brought up.
+    # Less room than a tier without lower tiers has: otherwise, nothing would ever have to be brought up.
     num_slots = min(tier.num_slots, random.randint(3, 20))
     return replace(tier, num_slots=num_slots, options={**tier.options, **restoring}, lower=media)

@@ -1,4 +1,4 @@
-"""Which blocks of one worker's paged KV are being copied right now, and by whom: nobody else may meddle with them."""
+"""Keeps track of the blocks of one worker's paged KV that copies are reading or writing, and finds conflicting accesses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class CopyConflictError(AssertionError):
 
 
 class CopiesInFlight:
-    """The copies of one worker that have begun and were not reported as ended.
+    """The copies of one worker that have begun and have not been reported as ended.
 
     Args:
         rank: the worker, for messages.
 
     Attributes:
-        num_jobs: how many; where there are none, nothing else need be asked.
+        num_jobs: number of copies in flight; with 0, callers can skip the checks.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -28,7 +28,7 @@ class CopiesInFlight:
         self.num_jobs = 0
 
     def begin(self, job: CopyJob) -> None:
-        """A copy begins. Raises ``CopyConflictError`` if another one is in its way."""
+        """Note that a copy begins. Raises ``CopyConflictError`` if it conflicts with another one."""
         is_load = job.direction is Direction.LOAD
         what = f"a {job.direction.value} (job {job.job_id})"
         self._check(job.block_ids, self._written, f"{what} touches", "a load is writing")
@@ -40,7 +40,7 @@ class CopiesInFlight:
         self.num_jobs += 1
 
     def end(self, job: CopyJob) -> None:
-        """A copy has ended, and whoever started it has been told."""
+        """Note that a copy has ended and that this was reported."""
         counts = self._written if job.direction is Direction.LOAD else self._read
         for block_id in job.block_ids:
             if counts[block_id] == 1:
@@ -50,16 +50,16 @@ class CopiesInFlight:
         self.num_jobs -= 1
 
     def check_read(self, block_ids: Iterable[int], request_id: str) -> None:
-        """A forward pass reads these blocks."""
+        """Raise ``CopyConflictError`` if a forward pass must not read these blocks."""
         self._check(block_ids, self._written, f"request {request_id} reads", "a load is writing")
 
     def check_write(self, block_ids: Iterable[int], request_id: str) -> None:
-        """A forward pass writes these blocks."""
+        """Raise ``CopyConflictError`` if a forward pass must not write these blocks."""
         self._check(block_ids, self._written, f"request {request_id} writes", "a load is writing")
         self._check(block_ids, self._read, f"request {request_id} overwrites", "a store is reading")
 
     def check_free(self, block_ids: Iterable[int], what: str) -> None:
-        """These blocks are free, or were given to somebody."""
+        """Raise ``CopyConflictError`` if one of these blocks, which are free or were just allocated, is being copied."""
         self._check(block_ids, self._written, what, "a load is writing")
         self._check(block_ids, self._read, what, "a store is reading")
 
@@ -79,7 +79,7 @@ class WatchedTransfers(TransferWorker):
 
     Args:
         inner: the transfer worker.
-        copies: where to note it.
+        copies: notes them.
     """
 
     def __init__(self, inner: TransferWorker, copies: CopiesInFlight) -> None:
@@ -113,6 +113,6 @@ class WatchedTransfers(TransferWorker):
             self._end(job)
 
     def _end(self, job: CopyJob) -> None:
-        # Some end twice: by being waited for and by being reported.
+        # Some copies end twice here: when they are waited for, and when they are reported.
         if self._jobs.pop(job.job_id, None) is not None:
             self._copies.end(job)

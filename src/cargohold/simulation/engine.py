@@ -37,11 +37,11 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 NO_OUTPUT = StepOutput()
-"""What came of a step that has not been made."""
+"""The output of a step that has not been made yet."""
 
 
 def root_of_salt(salt: str | None) -> int:
-    """Where the chain of fingerprints of a request with that salt starts: nobody may read another tenant's KV."""
+    """The number that fingerprints of requests with this salt start from, so that reading another tenant's KV is noticed."""
     return 1 if salt is None else 1 + int.from_bytes(salt.encode()[:7], "little")
 
 
@@ -51,19 +51,19 @@ class SimulatedEngine:
     Args:
         layout: the paged KV cache; see ``layout_of``. It has ``world_size`` workers.
         factory: the connector.
-        clock: time; virtual time advances by ``STEP_S`` per step.
+        clock: time in seconds; a virtual clock advances by ``STEP_S`` per step.
         with_context: whether the connector gets a scheduler context.
         applies_locks: whether the connector is told that its locks are applied.
-        copies: per rank, where the connector's transfers note what they copy; empty ones if nobody does.
+        copies: per rank, the copies in flight, which the connector's transfers note; by default, none are noted.
         as_tensors: whether connectors get the paged KV as PyTorch tensors.
         config: fields of ``SchedulerConfig`` that differ from small defaults.
 
     Attributes:
         requests: all requests so far, by id.
         outputs: the last update of each request that has ended.
-        runners, worker_sides: by rank.
-        last_step: the step made last, or being made, and what came of it.
-        dedupes_blocks: whether the device pool keeps a prefix once at most.
+        runners, worker_sides: the workers' models and connectors, by rank.
+        last_step: the step made last, or being made, and its output.
+        dedupes_blocks: whether the device pool keeps each prefix at most once.
     """
 
     dedupes_blocks = True
@@ -167,7 +167,7 @@ class SimulatedEngine:
             self.on_update(update)
 
     def step(self) -> tuple[SchedulerStep, StepOutput]:
-        """One step; raises ``WrongTokenError`` if it reads KV that is not what it should be, and its result is used."""
+        """Make one step. Raises ``WrongTokenError`` if a request reads wrong KV in it and the step's result is used."""
         step = self.scheduler.schedule()
         self.last_step = (step, NO_OUTPUT)
         output = self.executor.execute(step)
@@ -213,11 +213,11 @@ class SimulatedEngine:
                         raise runner.wrong[share.request_id]
 
     def _was_used(self, share: ScheduledTokens) -> bool:
-        """Whether the request moved on with what this step computed for it, instead of starting over."""
+        """Whether the request went on with what this step computed for it, instead of starting over."""
         request = self.requests[share.request_id]
         end = share.num_computed_tokens + share.num_scheduled_tokens
         return request.num_computed_tokens >= end or WRONG_TOKEN in request.output_token_ids
 
 
 def _let_it_pass(_: float) -> None:
-    """Somebody else's clock goes by itself."""
+    """Do nothing: a clock that is not virtual goes by itself."""

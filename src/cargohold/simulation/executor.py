@@ -1,4 +1,4 @@
-"""Several workers in one thread, merged by the engine's own aggregator."""
+"""An executor that runs several workers in one thread; the engine's own aggregator merges their outputs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cargohold.protocol import OutputAggregator
 
 
 class SimulatedExecutor:
-    """Satisfies ``Executor``: runs each step on one worker after the other.
+    """Runs each step on one worker after the other. Satisfies ``Executor``.
 
     Args:
         workers: by rank.
-        expected_finished_count: what the connector says of it; see ``KVConnectorScheduler.get_finished_count``.
+        expected_finished_count: the connector's answer to ``KVConnectorScheduler.get_finished_count``.
 
     Attributes:
         workers: by rank.
-        aggregator: what merges their reports.
+        aggregator: merges the workers' reports.
     """
 
     def __init__(self, workers: Sequence[Worker], expected_finished_count: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong, when, and how often. The wrappers that make it happen are beside the ports they wrap."""
+"""Faults: which there are, when they strike, and how often. Modules ``faulty_*`` have the wrappers that make them happen."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from cargohold.protocol import Clock
 
 
 class Fault(Enum):
-    """One kind of mishap; its value is its name on the command line."""
+    """One kind of fault; its value is its name on the command line."""
 
     FAILED = "failed"
     """A copy fails, and leaves garbage behind: in all of its blocks, or in those that it names."""
     TORN = "torn"
-    """A store writes only part of its bytes and says that all is well; checksums notice when it is read."""
+    """A store writes only part of its bytes and reports success; checksums notice when the chunk is read."""
     CORRUPT = "corrupt"
     """Bytes in the tier change; checksums notice when they are read."""
     LATE = "late"
     """A completion is reported some time after the copy has ended."""
     LOST = "lost"
-    """A completion is never reported. The transfer port forbids it: the connector must be turned off."""
+    """A completion is never reported. The transfer port forbids that: the connector must be turned off."""
     DUPLICATED = "duplicated"
-    """A completion is reported twice. The transfer port forbids it."""
+    """A completion is reported twice. The transfer port forbids that."""
     SLOW = "slow"
     """For a while everything takes far longer, so that deadlines pass."""
     GONE = "gone"
-    """For a while the tier is away: nothing is found, nothing can be stored, what is in flight fails."""
+    """For a while the tier is away: nothing is found, nothing can be stored, and copies in flight fail."""
     FULL = "full"
     """The tier cannot take anything at the moment."""
     UNDECIDED = "undecided"
     """A look-up does not know yet."""
     LATE_WORKER = "late-worker"
-    """One worker reports what has ended some steps after the others."""
+    """One worker reports ended transfers some steps after the others."""
     RAISES = "raises"
     """The connector raises, before or after any of its hooks: on a worker or in the scheduler. It must be turned off."""
     RESTART = "restart"
@@ -44,7 +44,7 @@ class Fault(Enum):
 
 
 BREAKING = frozenset({Fault.LOST, Fault.DUPLICATED, Fault.RAISES})
-"""Faults that end with the connector turned off, for it (or what it stands on) has broken a rule."""
+"""Faults that end with the connector turned off, because it, or its copies, have broken a rule of the contract."""
 
 RATES: Mapping[Fault, tuple[float, float]] = {
     Fault.FAILED: (0.01, 0.3),
@@ -61,11 +61,14 @@ RATES: Mapping[Fault, tuple[float, float]] = {
     Fault.RAISES: (0.0003, 0.003),
     Fault.RESTART: (0.1, 0.6),
 }
-"""How likely each strikes where it could: per copy, per question, per spell of time. Drawn anew for every seed."""
+"""Range of each fault's rate, its probability at every occasion: per copy, per look-up, per stretch of time.
+
+The rate is drawn anew for every seed.
+"""
 
 
 def parse_faults(text: str) -> frozenset[Fault]:
-    """``all``, ``none``, or names separated by commas. Raises ``ConfigError`` naming what is not known."""
+    """Parse ``all``, ``none``, or names separated by commas. Raises ``ConfigError`` for a name that is unknown."""
     if text == "all":
         return frozenset(Fault)
     if text == "none":
@@ -81,9 +84,9 @@ def parse_faults(text: str) -> frozenset[Fault]:
 
 
 def draw_rates(allowed: Collection[Fault], random: Random) -> dict[Fault, float]:
-    """Some of the allowed faults, each with a rate: runs that have few kinds of faults find more than runs that have all."""
+    """Draw some of the allowed faults, each with a rate. Runs with few kinds of faults find more than runs with all of them."""
     chosen = [fault for fault in Fault if fault in allowed and random.random() < 0.4]
-    # What turns the connector off also ends what else could be found, so it is rarer.
+    # Faults that turn the connector off are drawn more rarely: nothing else can be found after that.
     kept = [fault for fault in chosen if fault not in BREAKING or random.random() < 0.4]
     return {fault: random.uniform(*RATES[fault]) for fault in kept}
 
@@ -93,11 +96,11 @@ class FaultSource:
     """Decides when a fault strikes.
 
     Attributes:
-        rates: how likely each fault is.
-        random: where chance comes from.
+        rates: probability of each fault, wherever it could strike.
+        random: source of random numbers.
         clock: virtual time.
-        until: no fault strikes from then on, so that everything must settle.
-        struck: how often each has struck.
+        until: time from which on no fault strikes, so that everything must settle.
+        struck: how often each fault has struck.
     """
 
     rates: Mapping[Fault, float]
@@ -120,12 +123,12 @@ class FaultSource:
 
 
 class Spells:
-    """A fault that comes and goes: alternating stretches of virtual time, each with its own toss of a coin.
+    """A fault that comes and goes: for each stretch of virtual time it is drawn anew whether the fault is on.
 
     Args:
-        source: decides.
-        fault: which.
-        length_s: how long a stretch is.
+        source: decides whether it is.
+        fault: the fault.
+        length_s: length of a stretch in virtual seconds.
     """
 
     def __init__(self, source: FaultSource, fault: Fault, length_s: float = 0.5) -> None:
@@ -136,7 +139,7 @@ class Spells:
         self._is_on = False
 
     def __call__(self) -> bool:
-        """Whether it is on now."""
+        """Whether the fault is on now."""
         if self._fault not in self._source.rates:
             return False
         stretch = int(self._source.clock() / self._length_s)

@@ -29,19 +29,19 @@ class SimulatedMishapError(Exception):
 
 
 _START_AND_END: Final = frozenset({"bind_scheduler_context", "get_finished_count", "register_kv_caches", "shutdown"})
-"""Hooks that are not called in steps: who raises there is refused, or has ended anyhow."""
+"""Hooks that are not called in steps. A connector that raises there is refused at start, or has ended anyhow."""
 
 
 class _Side(Protocol):
     def maybe_raise(self) -> None:
-        """Raise, if that fault strikes."""
+        """Raise ``SimulatedMishapError`` if ``Fault.RAISES`` strikes."""
 
 
 T = TypeVar("T", bound=_Side)
 
 
 def _raises_around(contract: type) -> Callable[[type[T]], type[T]]:
-    """Lets a side raise before and after every hook of its steps."""
+    """Class decorator: lets a side raise before and after every hook that steps call."""
 
     def around(hook: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(hook)
@@ -83,7 +83,7 @@ class FaultyScheduler(ForwardingScheduler):
 
 @_raises_around(KVConnectorWorker)
 class FaultyWorker(KVConnectorWorker):
-    """A worker side that raises now and then, or reports what has ended some steps late.
+    """A worker side that raises now and then, or reports ended transfers some steps late.
 
     Args:
         inner: the connector.
@@ -127,13 +127,13 @@ class FaultyWorker(KVConnectorWorker):
         self.inner.wait_for_save()
 
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        """What has ended; held back for some steps if this worker is late."""
+        """Pass on; if this worker is late, the report is held back for some steps."""
         finished = merged(self._held_back, self.inner.get_finished(finished_req_ids))
         if self._steps_late == 0 and self._source.strikes(Fault.LATE_WORKER):
             self._steps_late = self._source.random.randint(1, 4)
         if self._steps_late:
             self._steps_late -= 1
-            # That this very step is not to be trusted cannot wait.
+            # The report that this very step has failed cannot wait.
             self._held_back = replace(finished, step_failed=False)
             return FinishedTransfers(step_failed=finished.step_failed)
         self._held_back = FinishedTransfers()

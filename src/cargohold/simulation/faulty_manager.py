@@ -16,7 +16,7 @@ from cargohold.simulation.faults import Fault, FaultSource
 
 _ABSENT = bytes([ABSENT])
 MAX_WAIT_S = 0.5
-"""How long a look-up may take to be decided. Shorter than a connector's patience."""
+"""Most seconds until a look-up is decided. Shorter than engines wait for a connector."""
 
 
 class FaultyManager(ForwardingManager):
@@ -32,7 +32,7 @@ class FaultyManager(ForwardingManager):
         super().__init__(inner)
         self._source = source
         self._is_gone = is_gone
-        # When the answer for a key is known. Entries of the past stay: their answers are known.
+        # By key, the time from which on its answer is known. Entries are never removed.
         self._known_at: dict[OffloadKey, float] = {}
         self._next_known = float("inf")
         self._was_gone = False
@@ -40,12 +40,12 @@ class FaultyManager(ForwardingManager):
 
     @property
     def generation(self) -> int:
-        """The inner one's, and one more for every change of mind here."""
+        """The inner manager's generation, plus one for every change of answers here."""
         self._notice_time()
         return self.inner.generation + self._num_changes
 
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
-        """Pass on; some keys are not known yet, and nothing is there while the tier is away."""
+        """Pass on; some answers are "not yet" at first, and while the tier is away, nothing is there."""
         if self._is_gone():
             return _ABSENT * len(keys)
         return self._undecided(keys, self.inner.lookup(keys))
@@ -61,7 +61,7 @@ class FaultyManager(ForwardingManager):
         return states if absent_at < 0 else states[:absent_at]
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
-        """Pass on, or be busy for some of them."""
+        """Pass on some of the offers, and defer the others."""
         struck = [bool(offer.keys) and (self._is_gone() or self._source.strikes(Fault.FULL)) for offer in offers]
         taken = [offer for offer, is_busy in zip(offers, struck, strict=True) if not is_busy]
         handle = self.inner.prepare_stores(taken)
@@ -69,7 +69,7 @@ class FaultyManager(ForwardingManager):
         return _BusyForSome(handle, busy) if busy else handle
 
     def _undecided(self, keys: Sequence[OffloadKey], states: bytes) -> bytes:
-        """The states, with "not yet" for keys that are asked for the first time and take their time."""
+        """The states, with "not yet" for keys whose answer is not known yet. For a new key, draw when it will be."""
         if Fault.UNDECIDED not in self._source.rates:
             return states
         now, answers = self._source.clock(), bytearray(states)
@@ -84,7 +84,7 @@ class FaultyManager(ForwardingManager):
         return bytes(answers)
 
     def _notice_time(self) -> None:
-        """Count what time alone has changed."""
+        """Count changes of answers that come from the passage of time alone."""
         is_gone = self._is_gone()
         now = self._source.clock()
         if is_gone is not self._was_gone or self._next_known <= now:
@@ -94,11 +94,11 @@ class FaultyManager(ForwardingManager):
 
 
 class _BusyForSome:
-    """A reservation, and chunks that got none. Satisfies ``StoreHandle``.
+    """A reservation of slots, with further chunks that were deferred. Satisfies ``StoreHandle``.
 
     Args:
         handle: the reservation.
-        busy: chunks to be offered again. Those that are in another offer, too, have theirs.
+        busy: chunks to be offered again, except those for which ``handle`` has a slot because of another offer.
     """
 
     def __init__(self, handle: StoreHandle, busy: Sequence[OffloadKey]) -> None:

@@ -1,4 +1,4 @@
-"""Faults of copies, and the checksums that notice some of them: wrappers around the transfer port."""
+"""Faults of copies, and checksums that notice some of them: wrappers around the transfer port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GARBAGE = 0xA5
 
 
 class TransferWrapper(TransferWorker):
-    """A transfer worker that lets another one do the work.
+    """A transfer worker that passes all calls on to another one.
 
     Args:
         inner: the other one.
@@ -44,10 +44,10 @@ class TransferWrapper(TransferWorker):
 
 
 class ChecksummedTransfers(TransferWrapper):
-    """Compares what a load brings with what was stored; blocks that differ are garbage, and named.
+    """Compares the bytes of loads with what was stored. A load with a difference fails, and names the blocks that differ.
 
     Args:
-        inner: what copies.
+        inner: carries out copies.
         region: the paged KV, as bytes.
         rows: the tier's memory.
         sums: checksum of each row; it lives as long as the tier.
@@ -60,7 +60,7 @@ class ChecksummedTransfers(TransferWrapper):
         self._sums = sums
 
     def poll(self) -> list[CopyResult]:
-        """What has ended; loads that brought something else than was stored have failed."""
+        """Copies that ended. Loads that brought other bytes than were stored have failed."""
         results = self._inner.poll()
         return [self._checked(result) for result in results] if results else results
 
@@ -80,10 +80,10 @@ class ChecksummedTransfers(TransferWrapper):
 
 
 class FaultyTransfers(TransferWrapper):
-    """Lets copies fail, be torn, late, lost or reported twice.
+    """Makes copies fail, stores torn, and reports of copies late, lost or doubled; damages bytes before loads.
 
     Args:
-        inner: what copies.
+        inner: carries out copies.
         region: the paged KV, as bytes.
         rows: the tier's memory.
         source: decides when a fault strikes.
@@ -103,19 +103,19 @@ class FaultyTransfers(TransferWrapper):
         self._rows = rows
         self._source = source
         self._is_gone = is_gone
-        # When to report what, with a number that keeps equal times in order.
+        # Time of the report, a number that keeps equal times in order, and the result.
         self._delayed: list[tuple[float, int, CopyResult]] = []
         self._num_delayed = 0
         self._lost: list[CopyResult] = []
 
     def submit(self, job: CopyJob) -> None:
-        """Pass on; the bytes that a load will read may have changed."""
+        """Pass on; before a load, a byte that it will read may be damaged."""
         if job.rows and job.direction is Direction.LOAD and self._source.strikes(Fault.CORRUPT):
             self._rows[self._source.random.choice(job.rows)] ^= 1
         self._inner.submit(job)
 
     def poll(self) -> list[CopyResult]:
-        """What has ended and is to be told of."""
+        """Results to be reported now: some are failed, held back, lost or repeated."""
         results = self._inner.poll()
         told = [told for result in results for told in self._distorted(result)] if results else results
         now = self._source.clock()
@@ -124,12 +124,12 @@ class FaultyTransfers(TransferWrapper):
         return told
 
     def next_event(self) -> float:
-        """When the next late completion will be told."""
+        """Virtual time of the next report that is held back; infinity if there is none."""
         return self._delayed[0][0] if self._delayed else float("inf")
 
     def _distorted(self, result: CopyResult) -> list[CopyResult]:
         source = self._source
-        # What was abandoned has copied nothing, and cannot say which blocks are bad: all of them are.
+        # A copy that was abandoned has moved nothing: all of its blocks are bad, so it must not name some.
         if result.outcome is not TransferOutcome.ABANDONED and (source.strikes(Fault.FAILED) or self._is_gone()):
             result = self._failed(result)
         elif (
@@ -150,14 +150,14 @@ class FaultyTransfers(TransferWrapper):
         return [result]
 
     def _failed(self, result: CopyResult) -> CopyResult:
-        """The same copy, failed; of what it should have brought, some is garbage."""
+        """Turn a result into a failure, and write garbage over some of the copy's rows or blocks."""
         job, random = result.job, self._source.random
         if job.direction is Direction.STORE:
             scribble(self._rows, some(job.rows, random))
             return replace(result, outcome=TransferOutcome.FAILED)
         bad = some(job.block_ids, random)
         scribble(self._region, bad)
-        # It may or may not know which.
+        # The copy may or may not know which blocks are bad.
         named = {*bad, *result.failed_block_ids} if random.random() < 0.7 else ()
         return replace(result, outcome=TransferOutcome.FAILED, failed_block_ids=frozenset(named))
 

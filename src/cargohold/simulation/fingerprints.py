@@ -1,11 +1,11 @@
-"""A model whose KV says what it is.
+"""A model whose KV says which prefix it belongs to.
 
 In place of keys and values, every token's place in every block holds a *fingerprint*: a number derived from exactly the prefix
 that ends with that token, from the KV-cache group, and from the worker's rank. A forward pass checks the fingerprints of every
 token that its queries would read, and writes those of its own tokens. A block that was overwritten, copied from the wrong
-place, or never filled is found at the very step that reads it: it would have been a wrong token, unless that step's result is
-thrown away. What a request writes after reading something wrong is garbage too, as it would be in a real model. Recurrent state
-has one fingerprint per block instead: see ``states``.
+place, or never filled is found at the very step that reads it: a real model would give a wrong token, unless that step's result
+is thrown away. A request that has read something wrong also writes garbage, as it would in a real model. Recurrent state has
+one fingerprint per block instead: see ``states``.
 
 Fingerprints live in a byte buffer that connectors see as two-dimensional tensors, as the contract says; Python compares slices
 of it, because for a handful of tokens that is ten times faster than arrays.
@@ -32,22 +32,23 @@ _RECURRENT: Final = AttentionKind.RECURRENT
 
 
 class FingerprintRunner:
-    """Satisfies ``ModelRunner``. The next token is a function of the prefix, so runs can be compared token by token.
+    """Computes fingerprints in place of KV. Satisfies ``ModelRunner``.
 
-    A request that reads something else than its prefix gets ``WRONG_TOKEN``, and ``wrong`` says what it read.
+    The next token is a function of the prefix, so runs can be compared token by token. A request that reads something else
+    than its prefix gets ``WRONG_TOKEN``, and ``wrong`` says what it read.
 
     Args:
         layout: the paged KV cache; its blocks hold as many fingerprints as the widest group has tokens per block.
         chains: fingerprints of the requests' prefixes.
-        vocab_size: tokens are below it.
-        rank: workers of different rank hold different fingerprints.
-        copies: the worker's copies in flight, with whose blocks a forward pass must not meddle.
+        vocab_size: generated tokens are below it.
+        rank: the worker's rank; workers of different ranks hold different fingerprints.
+        copies: the worker's copies in flight, with which forward passes must not conflict.
         as_tensors: whether connectors get the memory as PyTorch tensors, as from a real engine, or as numpy arrays.
 
     Attributes:
         memory: fingerprints, shape ``(num_blocks, tokens of a block)``.
-        wrong: what went wrong in the last step, by request.
-        before_forward: called before each forward pass, while which copies go on.
+        wrong: what was read wrongly in the last step, by request id.
+        before_forward: called before each forward pass, so that copies can go on meanwhile.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class FingerprintRunner:
             for share in step.scheduled:
                 for group in self._groups:
                     self._compare_written(share, group)
-        # else nobody can have overwritten the one token
+        # Otherwise the step wrote a single token, which nothing can have overwritten.
         return {share.request_id: self._next_token(share) for share in step.scheduled if share.sample is not None}
 
     def _new_states(self, group: KVCacheGroup) -> StateBlocks:
@@ -145,7 +146,7 @@ class FingerprintRunner:
                 self._copies.check_read(blocks, share.request_id)
 
     def _write(self, share: ScheduledTokens, group: KVCacheGroup) -> None:
-        """Write the fingerprints of the step's tokens, or garbage if the request has read some."""
+        """Write the fingerprints of the step's tokens, or garbage if the request has read something wrong."""
         if group.kind is _RECURRENT:
             self._states[group.index].write(share, is_garbage=share.request_id in self.wrong)
             return
@@ -170,7 +171,7 @@ class FingerprintRunner:
             at = stop
 
     def _compare_written(self, share: ScheduledTokens, group: KVCacheGroup) -> None:
-        """See whether what the step wrote is still there: nobody else may have written to the same blocks."""
+        """Check that what the step wrote is still there, and that no other request has written to the same blocks."""
         if share.request_id in self.wrong:
             return  # it wrote garbage
         if group.kind is _RECURRENT:

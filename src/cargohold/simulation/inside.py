@@ -1,4 +1,4 @@
-"""Which connectors an engine's connector is made of."""
+"""Finds the connectors that an engine's connector is made of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cargohold.protocol import ConnectorGuard, ForwardingScheduler, KVConnectorS
 def walk(
     connector: KVConnectorScheduler, guards: Sequence[ConnectorGuard] = ()
 ) -> Iterator[tuple[KVConnectorScheduler, Sequence[ConnectorGuard]]]:
-    """``connector`` and all inside it, each before those in it, with the guards around it, outermost first."""
+    """Yield ``connector`` and all connectors inside it, outer ones first, each with the guards around it, outermost first."""
     yield connector, guards
     for inner in _parts(connector):
         yield from walk(inner, [*guards, connector] if isinstance(connector, ConnectorGuard) else guards)
@@ -24,7 +24,7 @@ def offloading_sides(connector: KVConnectorScheduler) -> Iterator[tuple[Offloadi
 
 
 def live_sides(connector: KVConnectorScheduler) -> list[OffloadingScheduler]:
-    """Every offloading connector inside ``connector`` that is not turned off, itself or with one around it."""
+    """Every offloading connector inside ``connector`` that is not turned off, and no connector around it either."""
     return [side for side, guards in offloading_sides(connector) if all(guard.broken is None for guard in guards)]
 
 
@@ -34,12 +34,12 @@ def guards_of(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
 
 
 def innermost_guards(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
-    """Of every connector that is made of no others, the guard closest around it."""
+    """For every connector that is made of no others, the guard closest around it."""
     return [guards[-1] for part, guards in walk(connector) if guards and not _parts(part)]
 
 
 def forget_engine(connector: KVConnectorScheduler) -> None:
-    """The process of this connector has died: its tiers let go of whatever it was reading and writing."""
+    """End the jobs of a connector whose process has died, so that its tiers give up their pins and reservations."""
     for side, _ in offloading_sides(connector):
         for load in list(side.jobs.loads()):
             load.handle.release()

@@ -1,4 +1,4 @@
-"""Paged KV caches for fingerprints."""
+"""Layouts of paged KV caches that hold fingerprints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cargohold.simulation.chains import FINGERPRINT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One KV-cache group to be.
+    """A KV-cache group to be made.
 
     Attributes:
         kind: how its layers look back.
@@ -44,7 +44,7 @@ def simulated_layout(
     """A paged KV cache of full attention and sliding windows.
 
     Args:
-        windows: one KV-cache group each: ``None`` for full attention, else the window in tokens.
+        windows: one per KV-cache group: ``None`` for full attention, or the window in tokens.
     """
     plans = [
         GroupPlan(AttentionKind.FULL if window is None else AttentionKind.SLIDING_WINDOW, block_tokens, window)

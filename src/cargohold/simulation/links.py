@@ -14,11 +14,11 @@ from cargohold.simulation.transfers import ByteRows
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """How fast a link is.
+    """How fast a link is. Times are in virtual seconds.
 
     Attributes:
-        latency_s: from submission to start, at least; drawn anew for each job up to twice as much.
-        block_s: per block.
+        latency_s: least time from submission to start; drawn for each job, up to twice as much.
+        block_s: time per block.
         lanes: jobs carried out side by side, per direction. With more than one, or uneven latencies, jobs overtake each other.
     """
 
@@ -33,8 +33,8 @@ class _Copy:
 
     Attributes:
         job: the job.
-        submitted, starts, ends: when, in virtual time.
-        num_moved: leading blocks that have been copied.
+        submitted, starts, ends: virtual times.
+        num_moved: number of leading blocks that have been copied.
     """
 
     job: CopyJob
@@ -45,20 +45,20 @@ class _Copy:
 
 
 class LinkTransfers(TransferWorker):
-    """Satisfies the transfer port in virtual time.
+    """Carries out copies in virtual time. Satisfies the transfer port.
 
-    Blocks of one job move at different moments between its start and its end, so that whoever changes a block meanwhile
-    spoils some of them.
+    Blocks of one job move at different moments between its start and its end, so that a change of blocks meanwhile spoils some
+    of them.
 
     Args:
         region: the paged KV, as bytes.
         rows: the tier's memory, a row per block.
         clock: virtual time.
-        profile: how fast.
-        random: makes every run of the same seed the same.
+        profile: how fast the link is.
+        random: source of random numbers, from the seed.
 
     Attributes:
-        slowness: by how much everything takes longer at the moment.
+        slowness: gives the factor by which jobs submitted now take longer.
     """
 
     def __init__(self, region: ByteRows, rows: ByteRows, clock: Clock, profile: LinkProfile, random: Random) -> None:
@@ -88,7 +88,7 @@ class LinkTransfers(TransferWorker):
         self._copies.append(_Copy(job, now, starts, ends))
 
     def advance(self) -> None:
-        """Let time do its work. Mutates paged KV and tier."""
+        """Move the blocks that are due by now, and end the jobs that are over. Mutates paged KV and tier."""
         if not self._copies:
             return
         now = self._clock()
@@ -104,12 +104,12 @@ class LinkTransfers(TransferWorker):
                 self._end(copy)
 
     def next_event(self) -> float:
-        """When something will start or end; infinity if there is nothing in flight."""
+        """Virtual time at which the next job starts or ends; infinity if nothing is in flight."""
         times = [copy.ends if copy.num_moved else min(copy.starts, copy.ends) for copy in self._copies]
         return min(times, default=float("inf"))
 
     def poll(self) -> list[CopyResult]:
-        """What has ended."""
+        """Results of the jobs that ended since the last call."""
         self.advance()
         results, self._results = self._results, []
         return results
@@ -145,7 +145,7 @@ class LinkTransfers(TransferWorker):
 def move(
     direction: Direction, region: ByteRows, block_ids: Sequence[int], rows: ByteRows, row_ids: Sequence[int]
 ) -> None:
-    """Copy blocks to rows, or rows to blocks, in parallel."""
+    """Copy each block to the row at the same place in ``row_ids``, or each row to its block."""
     if direction is Direction.LOAD:
         for block_id, row in zip(block_ids, row_ids, strict=True):
             region[block_id] = rows[row]

@@ -1,4 +1,4 @@
-"""Tiers below host memory, whose queues take their time and fail."""
+"""Tiers below host memory, whose queues take virtual time and fail at random."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class MediumPlan:
 
     Attributes:
         options: how it is used.
-        max_chunks: what there is room for; the oldest go first.
-        latency_s: how long a job takes at least; drawn anew for each up to twice as much.
-        chunk_s: how long each of its chunks takes.
+        max_chunks: most chunks that it holds; the oldest are evicted first.
+        latency_s: least virtual seconds that a job takes; drawn for each job, up to twice as much.
+        chunk_s: further seconds for each of the job's chunks.
     """
 
     options: TierOptions
@@ -41,7 +41,7 @@ class MediumPlan:
     chunk_s: float
 
     def describe(self) -> str:
-        """A line for people."""
+        """A description in one line, for people."""
         options = self.options
         return (
             f"{options.name}: {self.max_chunks} chunks, {self.latency_s:g} s + {self.chunk_s:g} s each, "
@@ -57,14 +57,14 @@ class _Pending:
 
 
 class LinkedQueue:
-    """One worker's way to its shard of a medium, in virtual time. Satisfies ``JobQueue``.
+    """One worker's queue to its shard of a medium, in virtual time. Satisfies ``JobQueue``.
 
     Args:
         medium: the shard.
-        plan: how fast it is.
+        plan: how fast the medium is.
         source: decides when a fault strikes, and tells the time.
-        is_gone: whether every access fails.
-        slowness: by how much everything takes longer at the moment.
+        is_gone: tells whether every access fails at the moment.
+        slowness: gives the factor by which jobs submitted now take longer.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LinkedQueue:
         self._results: list[TierResult] = []
 
     def submit(self, job: TierJob) -> bool:
-        """Take a job, unless the queue is full."""
+        """Take a job. Returns ``False`` if the queue is full."""
         if self._source.strikes(Fault.FULL):
             return False
         now, plan = self._source.clock(), self._plan
@@ -96,7 +96,7 @@ class LinkedQueue:
         return True
 
     def poll(self) -> Sequence[TierResult]:
-        """What has ended, late jobs included."""
+        """Results of the jobs that ended or passed their deadline."""
         now = self._source.clock()
         for pending in [pending for pending in self._pending if min(pending.ends, pending.job.deadline) <= now]:
             if pending.ends > pending.job.deadline:
@@ -121,7 +121,7 @@ class LinkedQueue:
             self._end(pending, JobStatus.CANCELLED, 0)
 
     def next_event(self) -> float:
-        """When the next job ends; infinity if there is none."""
+        """Virtual time at which the next job ends; infinity if there is none."""
         return min((min(pending.ends, pending.job.deadline) for pending in self._pending), default=_NEVER)
 
     def _end(self, pending: _Pending, status: JobStatus, num_done: int) -> None:
@@ -154,8 +154,8 @@ class TieredOffloading:
     Args:
         num_slots: chunks that host memory holds.
         media: the tiers below, the fastest first.
-        make_transfers: how bytes move between device and host memory.
-        make_queue: how a worker reaches its shard of a medium.
+        make_transfers: makes a worker's transfers between device and host memory.
+        make_queue: makes a worker's queue to its shard of a medium.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
     """
 

@@ -20,7 +20,7 @@ from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 from cargohold.simulation.transfers import ByteRows, HeldTransfers, as_array
 
 MakeTransfers: TypeAlias = Callable[[ByteRows, ByteRows, WorkerEnvironment], Any]
-"""Makes a worker's transfers from its paged KV, its shard of the tier, and where it lives."""
+"""Makes a worker's transfers from its paged KV, its shard of the tier, and its environment."""
 
 
 class SimulatedOffloading:
@@ -30,15 +30,15 @@ class SimulatedOffloading:
 
     Args:
         num_slots: chunks that the tier holds.
-        lookahead: blocks ahead of eviction that a lazy connector keeps safe; ``None`` for an eager one.
-        make_transfers: how bytes move; by default when a test says so.
-        wrap_manager: puts something around the manager.
-        record_events: whether the manager does, for engines that emit them.
+        lookahead: blocks ahead of eviction that a lazy connector copies; ``None`` for an eager one.
+        make_transfers: makes the workers' transfers; by default, ``HeldTransfers``.
+        wrap_manager: puts a wrapper around the manager.
+        record_events: whether the manager records events, for engines that emit them.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
-        manager: what the tier holds.
-        transfers: the copies of each worker made so far, in order.
+        manager: the tier's manager.
+        transfers: the transfers of every worker side made so far, in order.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SimulatedOffloading:
         return OffloadingWorker(make_transfers)
 
     def open_namespace(self) -> None:
-        """Engines made from now on find nothing of what was stored so far. None may be left that reads or writes."""
+        """Make the tier empty for engines made from now on. No engine that still reads or writes may be left."""
         if not self.manager.reset():
             raise RuntimeError("somebody still writes to the tier")
 
@@ -98,5 +98,5 @@ class SimulatedOffloading:
 
 
 def held_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> HeldTransfers:
-    """Copies that happen when a test says so."""
+    """Transfers that carry out copies at the next poll, or only when a test says so."""
     return HeldTransfers(region, rows, environment.clock)

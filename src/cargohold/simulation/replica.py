@@ -1,4 +1,4 @@
-"""What a run, its oracles and its timeline use of an engine replica, whoever's scheduler is in it."""
+"""The interface of an engine replica for a run, its oracles and its timeline: with our scheduler in it, or with vLLM's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cargohold.simulation.copies import CopiesInFlight
 
 
 class ReplicaPool(Protocol):
-    """The device pool. ``CopyOracle`` puts itself in the place of ``allocate``."""
+    """The device pool. ``CopyOracle`` replaces ``allocate`` by a function of its own."""
 
     @property
     def num_blocks(self) -> int:
@@ -42,12 +42,12 @@ class ReplicaPool(Protocol):
         ...
 
     def allocate(self, num_blocks: int) -> Sequence[KVCacheBlockView]:
-        """Blocks for somebody, whoever it is: nothing is given out in another way."""
+        """Allocate blocks. There is no other way in which blocks are given out."""
         ...
 
 
 class ReplicaCache(Protocol):
-    """What manages the requests' blocks."""
+    """The manager of the requests' blocks."""
 
     @property
     def pool(self) -> ReplicaPool:
@@ -90,7 +90,7 @@ class ReplicaScheduler(Protocol):
         ...
 
     def waiting_requests(self) -> Iterable[WaitingRequest]:
-        """Requests not running, for people who watch."""
+        """Requests that are not running, for the timeline."""
         ...
 
     def reset_cache(self) -> bool:
@@ -98,7 +98,7 @@ class ReplicaScheduler(Protocol):
         ...
 
     def take_events(self) -> Iterable[KVEvent]:
-        """What device pool and tiers announced since the last call, in order per medium."""
+        """KV events of device pool and tiers since the last call, in order per medium."""
         ...
 
     def check_settled(self) -> None:
@@ -110,7 +110,7 @@ class Replica(Protocol):
     """An engine replica in virtual time, checked for wrong tokens in every step.
 
     Attributes:
-        on_update: called with news of each request.
+        on_update: called with each update of a request.
     """
 
     on_update: Callable[[RequestUpdate], None]
@@ -132,7 +132,7 @@ class Replica(Protocol):
 
     @property
     def copies(self) -> Sequence[CopiesInFlight]:
-        """Per rank, what is being copied."""
+        """Per rank, the copies in flight."""
         ...
 
     @property
@@ -147,12 +147,12 @@ class Replica(Protocol):
 
     @property
     def last_step(self) -> tuple[SchedulerStep, StepOutput]:
-        """The step made last, or being made, and what came of it."""
+        """The step made last, or being made, and its output."""
         ...
 
     @property
     def dedupes_blocks(self) -> bool:
-        """Whether the device pool keeps a prefix once at most."""
+        """Whether the device pool keeps each prefix at most once."""
         ...
 
     @property
@@ -183,7 +183,7 @@ class Replica(Protocol):
         ...
 
     def step(self) -> tuple[SchedulerStep, StepOutput]:
-        """One step; raises ``WrongTokenError`` if it reads KV that is not what it should be."""
+        """Make one step. Raises ``WrongTokenError`` if a request reads wrong KV in it."""
         ...
 
     def cached_prefixes(self) -> set[tuple[bytes, int | None]]:
@@ -191,5 +191,5 @@ class Replica(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Stop it."""
+        """Stop the replica."""
         ...

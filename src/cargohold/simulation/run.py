@@ -37,22 +37,22 @@ from cargohold.simulation.traffic import Abort, Action, Ask, Reset, Restart
 from cargohold.simulation.world import World
 
 INSPECT_EVERY = 32
-"""Steps between thorough checks; the cheap ones come after every step."""
+"""Steps between the oracles' thorough checks; the cheap ones are made after every step."""
 
 LONGEST_NAP_S = 1.0
-"""Virtual time that passes at most in one go while nothing happens."""
+"""Most virtual time that passes at once while nothing happens."""
 
 
 @dataclass(slots=True)
 class RunResult:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         num_steps: scheduler steps.
         seconds: virtual time at the end.
-        error: what failed; ``None`` if nothing did.
+        error: the exception that ended the run; ``None`` if nothing failed.
         struck: how often each fault has struck.
-        tallies: what else is worth counting: requests, preemptions, loads, ...
+        tallies: further counters: requests, preemptions, restored tokens, ...
     """
 
     num_steps: int = 0
@@ -67,11 +67,11 @@ class Run:
 
     Args:
         scenario: what to play.
-        timeline: where to note what happens, for people.
+        timeline: records what happens, for people.
         inspect_every: steps between thorough checks.
         checksums: whether tiers notice corruption.
-        on_idle: called when nothing happens. Somebody else's copies may take real time, which can be spent here.
-        world: what surrounds the engines; made from ``scenario`` if it is not given.
+        on_idle: called when nothing happens, in place of letting virtual time pass: a user's connector may copy in real time.
+        world: what surrounds the engines; by default, made from ``scenario``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Run:
         self._index: Index = {}
         self._events: EventOracle | None = None
         self._result = RunResult()
-        # Versions of the weights: those in use, and those that the process has started with.
+        # Versions of the weights: the one in use, and the one that the process started with.
         self._weights = self._first_weights = 0
         self._is_reset_due = False
         self._deadline = self._latest_end()
@@ -105,7 +105,7 @@ class Run:
         self._each_step: list[Oracle]
 
     def play(self) -> RunResult:
-        """Play to the end, or to the first failure. Never raises what the simulated code raises."""
+        """Play to the end, or to the first failure, which is in the result: whatever the simulated code raises is caught."""
         result = self._result
         with quiet_logging():
             try:
@@ -160,7 +160,7 @@ class Run:
                 self._restart()
 
     def _add(self, ask: Ask) -> bool:
-        """Ask; whether the request was taken."""
+        """Add a request to the engine. Returns whether it was accepted."""
         try:
             self._engine.add(
                 ask.request_id,
@@ -172,14 +172,14 @@ class Run:
                 stop_token_ids=() if ask.stop is None else (ask.stop,),
             )
         except RequestError:
-            # Refused for its wishes; it never was.
+            # Refused for its ``kv_transfer_params``: nothing is expected of it.
             self._result.tallies["refused"] += 1
             del self._expected[ask.request_id]
             return False
         return True
 
     def _try_to_reset(self) -> None:
-        """Reset all caches, and change the weights, which is what they are reset for; later, if something is in flight."""
+        """Reset all caches and change the weights, as that is what resets are for. If that is refused, try again later."""
         self._is_reset_due = not self._engine.scheduler.reset_cache()
         if self._is_reset_due:
             return
@@ -199,7 +199,7 @@ class Run:
         self._start_engine()
         self._result.tallies["restarts"] += 1
         for request_id in [request_id for request_id, expected in self._expected.items() if not expected.has_ended]:
-            self._add(self._asks[request_id])  # which may refuse it now, if the connector was off when it came first
+            self._add(self._asks[request_id])  # may be refused this time, if the connector was off the first time
 
     def _step(self, next_action: float) -> None:
         engine = self._engine
@@ -221,7 +221,7 @@ class Run:
             raise OracleError("liveness", self._complaint())
 
     def _sleep(self, next_action: float) -> None:
-        """Nothing happened: let time pass until something may. Faults strike by time too, so naps are short."""
+        """Let time pass until something may happen. Faults strike by time, too, so at most ``LONGEST_NAP_S``."""
         if self._on_idle is not None:
             self._on_idle()
             return
@@ -230,9 +230,9 @@ class Run:
             self._clock.advance(wake_at - self._clock.now)
 
     def _let_lower_tiers_rest(self) -> None:
-        """Step on while chunks are on their way to lower tiers, or questions are half answered.
+        """Step on while chunks are on their way to lower tiers, or look-ups have answers of only some workers.
 
-        An idle engine stops before that: both can wait for the next request.
+        An idle engine stops before that, because both can wait for the next request.
         """
         lower = [
             side.manager.lower
@@ -247,7 +247,7 @@ class Run:
             self._step(float("inf"))
 
     def _finish(self) -> None:
-        # All has settled, maybe long before faults would have stopped: none may strike while oracles ask.
+        # Everything has settled, maybe before faults have stopped: none may strike while oracles make their last checks.
         self._world.source.until = self._clock.now
         for oracle in self._oracles:
             oracle.at_end()
@@ -272,7 +272,7 @@ class Run:
             *world.oracles(engine),
         ]
         if engine.config.emit_events:
-            # Host memory above other tiers is empty in a new process; nobody says so.
+            # Host memory above other tiers is empty in a new process, but there is no event that says so.
             before = self._events
             is_known = before is None or (before.knows_tiers and not scenario.connector.has_lower_tiers)
             knows_tiers = not scenario.connector.custom and is_known
@@ -302,7 +302,7 @@ class Run:
         self._result.tallies["turned off"] += self._engine.scheduler.connector.broken is not None
 
     def _latest_end(self) -> float:
-        """Virtual time by which all must be over, however unlucky."""
+        """Virtual time by which the run must be over, even in the worst case."""
         asks = [action for action in self._scenario.actions if isinstance(action, Ask)]
         # Each token may be computed several times, one at a time, when requests preempt each other.
         compute_s = 20 * STEP_S * sum(len(ask.prompt) + ask.max_tokens for ask in asks)
@@ -318,7 +318,7 @@ class Run:
 
 
 def _what_keeps(engine_connector: ConnectorGuard) -> Iterator[str]:
-    """Why an engine with this connector does not come to rest, as far as each connector inside can tell."""
+    """Reasons why an engine with this connector does not come to rest, as sentences, from each connector inside it."""
     for connector in innermost_guards(engine_connector):
         held = connector.held_references()
         if held:
@@ -332,7 +332,7 @@ def _what_keeps(engine_connector: ConnectorGuard) -> Iterator[str]:
 
 @contextmanager
 def quiet_logging(package: str = "cargohold") -> Iterator[None]:
-    """Keep what a package logs about faults that we caused ourselves off the screen; it costs more than a step."""
+    """Turn off a package's log within the ``with`` block: it is about faults caused on purpose, and costs more than a step."""
     logger = logging.getLogger(package)
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

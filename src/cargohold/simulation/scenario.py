@@ -49,14 +49,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Everything that a run depends on, but the code.
+    """Everything that a run depends on, except the code.
 
     Attributes:
-        seed: what it was drawn from, and what drives chance during the run.
+        seed: the number that it was drawn from, and that random numbers during the run are drawn from.
         workload: name of the traffic.
         shape: the engine.
         connector: the connector and its tiers.
-        rates: faults that may strike, and how likely.
+        rates: faults that may strike, with their probabilities.
         quiet_from: virtual time from which on no fault strikes.
         actions: the traffic, in order of time.
     """
@@ -70,15 +70,15 @@ class Scenario:
     actions: tuple[Action, ...]
 
     def truncated(self, num_actions: int) -> Scenario:
-        """The same, with the first actions only."""
+        """A copy with the first ``num_actions`` actions only."""
         return replace(self, actions=self.actions[:num_actions])
 
     def without(self, at: int) -> Scenario:
-        """The same, without one action."""
+        """A copy without the action at index ``at``."""
         return replace(self, actions=self.actions[:at] + self.actions[at + 1 :])
 
     def describe(self) -> str:
-        """A few lines for people."""
+        """A description in a few lines, for people."""
         shape = self.shape
         groups = ", ".join(
             f"{plan.kind.value}{'' if plan.window_tokens is None else f' {plan.window_tokens}'}/{plan.block_tokens}"
@@ -140,7 +140,7 @@ def _draw_shape(random: Random, load: Workload, actions: tuple[Action, ...]) -> 
     max_step_tokens = random.choice((random.randint(1, 8), random.randint(4, 32), 64))
     longest = max(len(ask.prompt) + ask.max_tokens for ask in actions if isinstance(ask, Ask))
     needed = num_blocks_needed(groups, longest, max_step_tokens)
-    # Mostly too few to keep what others left: what would be the use of a tier?
+    # Mostly too few blocks to keep the prefixes of earlier requests: otherwise, tiers would be of no use.
     spare = options.get(
         "num_spare_blocks", random.choice((random.randint(0, 6), random.randint(0, 6), random.randint(0, 2 * needed)))
     )

@@ -1,4 +1,4 @@
-"""From a run that fails to a shorter one that fails too."""
+"""Shortens a run that fails to one that still fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import Scenario
 
 MAX_RUNS = 300
-"""Runs to spend at most: a run that does not settle takes seconds."""
+"""Most runs to spend: a run that does not settle takes seconds."""
 
 
 def fails(scenario: Scenario) -> bool:
@@ -18,13 +18,13 @@ def fails(scenario: Scenario) -> bool:
 
 
 class Shrinker:
-    """Makes a failing scenario smaller: first its shortest failing beginning, then without what is not needed.
+    """Makes a failing scenario smaller: takes its shortest failing beginning, and leaves out whatever it fails without.
 
-    What is left may fail for another reason than the whole: that is a failure as well.
+    The smaller scenario may fail for another reason than the whole: that is a failure as well.
 
     Args:
-        is_failing: tells of a scenario whether it fails; by default, by playing it.
-        max_runs: runs to spend at most.
+        is_failing: tells whether a scenario fails; by default, by playing it.
+        max_runs: most runs to spend.
         on_run: called after each run, for progress.
     """
 

@@ -4,9 +4,9 @@ A state has the fingerprint of the prefix that it stands for, length included, a
 
     blocks of 4, after 10 tokens    | 4 4 4 4 | 8 8 8 8 | 10 10 10 10 |
 
-The last one is advanced in place as its request goes on, and the state that it was is gone. So a forward pass that continues
-from a block that was stored too late, loaded from the place before, or advanced by somebody else is found at once, where
-fingerprints of single tokens would still be there.
+The last state is advanced in place as its request goes on, and its former value is lost. So if a forward pass continues from a
+block that was stored too late, loaded from the place before, or advanced by another request, that is found at once;
+fingerprints of single tokens would still be in such a block.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from cargohold.simulation.copies import CopiesInFlight
 class StateBlocks:
     """The blocks of one recurrent group.
 
-    Each block that a step reaches is left with the state at its end, or at the end of the step.
+    In each block that a step reaches, it leaves the state at the block's end, or at the end of the step if that is earlier.
 
     Args:
         group: the group.
         blocks: per block, the bytes that hold its state.
         chains: fingerprints of the requests' prefixes.
-        salt: what makes this group's and this worker's fingerprints different.
+        salt: makes the fingerprints of this group and worker different from others.
         copies: the worker's copies in flight.
     """
 
@@ -47,7 +47,7 @@ class StateBlocks:
         self._copies = copies
 
     def read(self, share: ScheduledTokens) -> WrongTokenError | None:
-        """Continue from the state before the tokens that are written; what is wrong with it."""
+        """Read the state before the tokens that are to be written. Returns an error if it is wrong."""
         if not share.write_from:
             return None
         block_id = self._table(share)[self._source(share)]
@@ -55,7 +55,7 @@ class StateBlocks:
         return self._difference(share, block_id, share.write_from)
 
     def write(self, share: ScheduledTokens, *, is_garbage: bool) -> None:
-        """Leave the states that the step comes to, or garbage if the request has read some."""
+        """Write the states that the step comes to, or garbage if the request has read something wrong."""
         table = self._table(share)
         for num_tokens, at in self._places(share):
             if table[at] == NULL_BLOCK_ID:
@@ -67,7 +67,7 @@ class StateBlocks:
             self._blocks[table[at]][:] = state
 
     def compare(self, share: ScheduledTokens) -> WrongTokenError | None:
-        """What is wrong with the states that were written."""
+        """Check that the states that were written are still there. Returns an error if they are not."""
         table = self._table(share)
         differences = (self._difference(share, table[at], num_tokens) for num_tokens, at in self._places(share))
         return next((error for error in differences if error is not None), None)
@@ -77,7 +77,7 @@ class StateBlocks:
         return (share.write_from - 1) // self._group.block_tokens
 
     def _places(self, share: ScheduledTokens) -> Iterable[tuple[int, int]]:
-        """The states that the step leaves: how many tokens they stand for, and the place in the table."""
+        """The states that the step leaves: the number of tokens that each stands for, and its place in the table."""
         end, block_tokens = end_of(share), self._group.block_tokens
         if share.write_from == end:
             return ()  # the last token was hit: its logits come from the state that has it

@@ -21,10 +21,10 @@ class SimulatedMedium:
     """One worker's shard of a medium, which outlives engines.
 
     Attributes:
-        chunks: what is there.
-        max_chunks: what there is room for; the oldest go first.
+        chunks: contents of the chunks that are there, by key.
+        max_chunks: most chunks that it holds; the oldest are evicted first.
         is_gone: whether every access fails.
-        stalls: whether accesses do not end.
+        stalls: whether accesses never end.
     """
 
     def __init__(self, max_chunks: int = 10**9) -> None:
@@ -61,9 +61,9 @@ class HeldQueue:
     """Carries out a job at the next poll, or when told to. Satisfies ``JobQueue``.
 
     Args:
-        medium: what the jobs access.
+        medium: the medium that jobs access.
         clock: virtual time.
-        auto: whether jobs are carried out without being told to.
+        auto: whether jobs are carried out at the next poll without being told to.
 
     Attributes:
         pending: jobs that have not ended.
@@ -90,7 +90,7 @@ class HeldQueue:
         return True
 
     def complete(self, job: TierJob, status: JobStatus = JobStatus.DONE) -> None:
-        """Carry out a pending job now, or let it end otherwise: then each chunk but the first has no answer."""
+        """Carry out a pending job now. With a status other than ``DONE``, only its first chunk is done and has an answer."""
         self.pending.remove(job)
         self.on_job(job)
         num_done = len(job.keys) if status is JobStatus.DONE else 1
@@ -102,7 +102,7 @@ class HeldQueue:
         self._results.append(TierResult(job, status, tuple(answers)))
 
     def poll(self) -> list[TierResult]:
-        """What has ended, late jobs included."""
+        """Results of the jobs that ended or passed their deadline."""
         for job in list(self.pending):
             if self._clock() > job.deadline:
                 self._end(job, JobStatus.EXPIRED)
@@ -120,7 +120,7 @@ class HeldQueue:
             self._end(job, JobStatus.CANCELLED)
 
     def shutdown(self) -> None:
-        """End all."""
+        """Cancel all pending jobs."""
         for job in list(self.pending):
             self._end(job, JobStatus.CANCELLED)
 
@@ -141,9 +141,9 @@ class SimulatedTiering:
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
-        media: per tier, one per rank.
-        manager, lower: those of the engine made last.
-        transfers, queues: those of the engine made last: copies per rank; queues per rank and tier.
+        media: the media, per tier and rank.
+        manager, lower: manager and lower tiers of the engine made last.
+        transfers, queues: of the engine made last, transfers per rank, and queues per rank and tier.
     """
 
     def __init__(

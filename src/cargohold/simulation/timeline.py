@@ -1,4 +1,4 @@
-"""What happened, step by step, for people who look for a cause."""
+"""Timelines: lines about what happened, step by step, for people who look for a failure's cause."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from cargohold.simulation.replica import Replica
 
 
 class Timeline:
-    """Remembers nothing. What runs use that nobody looks at."""
+    """A timeline that records nothing, for runs that nobody looks at."""
 
     def note(self, now: float, what: str) -> None:
-        """Something happened between steps."""
+        """Record what happened between steps, at virtual time ``now``."""
 
     def step(self, now: float, engine: Replica, step: SchedulerStep, output: StepOutput) -> None:
-        """A step was made."""
+        """Record a step that was made by virtual time ``now``."""
 
 
 NO_TIMELINE = Timeline()
 
 
 class RecentTimeline(Timeline):
-    """Remembers the last lines. Steps without tokens in which all is as in the one before have one line together.
+    """Keeps the last lines. Consecutive steps without tokens in which nothing changes share a line.
 
     Args:
-        num_lines: how many.
+        num_lines: number of lines to keep.
     """
 
     def __init__(self, num_lines: int = 60) -> None:
@@ -38,16 +38,16 @@ class RecentTimeline(Timeline):
         self._num_alike = 0
 
     def lines(self) -> list[str]:
-        """Oldest first."""
+        """The lines, oldest first."""
         return list(self._lines)
 
     def note(self, now: float, what: str) -> None:
-        """Something happened between steps."""
+        """Record what happened between steps, at virtual time ``now``."""
         self._last = ""
         self._lines.append(f"{now:8.3f} s            {what}")
 
     def step(self, now: float, engine: Replica, step: SchedulerStep, output: StepOutput) -> None:
-        """A step was made: who computed what, who waits, what is in flight, what was reported."""
+        """Record a step: what requests computed, which of them wait, what is in flight, and what was reported."""
         parts = [*_batch(step), *_waiting(engine), *_jobs(engine), *_report(output.connector)]
         if step.drop_connector:
             parts.append("connector is dropped")
@@ -58,7 +58,7 @@ class RecentTimeline(Timeline):
         self._add(f"{now:8.3f} s step {engine.num_steps:4d}  ", "; ".join(parts), is_idle=not step.scheduled)
 
     def _add(self, when: str, what: str, *, is_idle: bool) -> None:
-        """A line for a step, or in the place of that of the steps before, if they were the same."""
+        """Add a line for a step; if it is like the steps before, update the line that counts them."""
         self._num_alike = self._num_alike + 1 if is_idle and what == self._last else 0
         self._last = what
         if self._num_alike == 0:

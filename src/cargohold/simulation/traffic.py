@@ -1,4 +1,4 @@
-"""What happens to an engine: requests arrive, are aborted, caches are reset. Prompts are made here too."""
+"""Traffic: the actions that happen to an engine (requests, aborts, resets, restarts), and a writer of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Ask:
     """A request arrives.
 
     Attributes:
-        at: when, in virtual seconds.
+        at: virtual time in seconds.
         request_id: unique in a run.
-        prompt: its tokens.
-        max_tokens: how many it generates at most.
+        prompt: the prompt's tokens.
+        max_tokens: most tokens to generate.
         priority, salt, params: see ``Request``; ``params`` are its ``kv_transfer_params``.
-        stop: a token that ends it.
+        stop: a token that ends the answer; ``None`` for none.
     """
 
     at: float
@@ -36,7 +36,7 @@ class Ask:
     stop: int | None = None
 
     def answer(self) -> list[int]:
-        """What it generates when it has an engine to itself."""
+        """The tokens that the request generates when it has an engine to itself."""
         tokens = tokens_alone(self.prompt, self.max_tokens, VOCAB_SIZE, root_of_salt(self.salt))
         return tokens[: tokens.index(self.stop) + 1] if self.stop in tokens else tokens
 
@@ -51,7 +51,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A client gives up."""
+    """A client aborts its request."""
 
     at: float
     request_id: str
@@ -62,7 +62,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Somebody asks to forget all caches."""
+    """All caches are to be reset."""
 
     at: float
 
@@ -88,8 +88,8 @@ class Writer:
     """Writes traffic.
 
     Attributes:
-        random: where chance comes from.
-        actions: what was written so far.
+        random: source of random numbers.
+        actions: the actions written so far.
         now: virtual time of the next action.
     """
 
@@ -99,8 +99,8 @@ class Writer:
     _num_requests: int = 0
 
     def text(self, low: int, high: int) -> Tokens:
-        """New tokens, so many at least and at most."""
-        # Four at a time from one draw: prompts need not be good random numbers, only different ones.
+        """New random tokens, between ``low`` and ``high`` of them."""
+        # Cheap random numbers: prompts need not be good ones, only different ones.
         bits, length = self.random.getrandbits, self.random.randint(low, high)
         return tuple(bits(30) % VOCAB_SIZE for _ in range(length))
 
@@ -110,20 +110,20 @@ class Writer:
             self.now += self.random.random() * longest_s
 
     def ask(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Ask:
-        """A request arrives now."""
+        """Write that a request arrives now; returns it."""
         self._num_requests += 1
         ask = Ask(self.now, f"r{self._num_requests}", tuple(prompt), max_tokens, **options)
         self.actions.append(ask)
         return ask
 
     def abort(self, ask: Ask, within_s: float) -> None:
-        """A request is aborted some time later."""
+        """Write that a request is aborted at a random time within ``within_s`` after its arrival."""
         self.actions.append(Abort(ask.at + self.random.random() * within_s, ask.request_id))
 
     def reset(self) -> None:
-        """Caches are to be reset now."""
+        """Write that all caches are to be reset now."""
         self.actions.append(Reset(self.now))
 
     def sorted_actions(self) -> tuple[Action, ...]:
-        """What was written, in order of time."""
+        """The actions written so far, in order of time."""
         return tuple(sorted(self.actions, key=lambda action: action.at))

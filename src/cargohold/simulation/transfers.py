@@ -1,4 +1,4 @@
-"""Copies in virtual time."""
+"""Transfers whose copies a test controls, in virtual time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ByteRows = npt.NDArray[np.uint8]
 
 
 def as_array(region: Any) -> ByteRows:
-    """The same memory as a numpy array; other connectors of the engine may want tensors."""
+    """The same memory as a numpy array. Regions may be tensors, if the engine has connectors that need these."""
     array: ByteRows = region if isinstance(region, np.ndarray) else region.numpy()
     return array
 
 
 class HeldTransfers(TransferWorker):
-    """Carries out a job only when told to: the test decides when each copy happens, and how it ends.
+    """Carries out each job at the next poll, or only when told to: then the test decides when and how it ends.
 
     Args:
         region: the paged KV, as bytes.
@@ -48,7 +48,7 @@ class HeldTransfers(TransferWorker):
     def complete(
         self, job: CopyJob, outcome: TransferOutcome = TransferOutcome.DONE, bad_blocks: Iterable[int] = ()
     ) -> None:
-        """Carry out a pending job now, or let it fail without copying, and say which blocks of a load that leaves bad."""
+        """Carry out a pending job now, or end it with another outcome without copying. ``bad_blocks`` are reported."""
         self.pending.remove(job)
         if outcome is TransferOutcome.DONE:
             self.on_copy(job)
@@ -61,7 +61,7 @@ class HeldTransfers(TransferWorker):
         self._results.append(CopyResult(job, outcome, frozenset(bad_blocks), duration_s))
 
     def poll(self) -> list[CopyResult]:
-        """What has ended."""
+        """Results of the jobs that ended since the last call."""
         if self.auto:
             for job in list(self.pending):
                 self.complete(job)
@@ -75,6 +75,6 @@ class HeldTransfers(TransferWorker):
                 self.complete(job)
 
     def shutdown(self) -> None:
-        """Abandon what is pending."""
+        """Abandon all pending jobs."""
         for job in list(self.pending):
             self.complete(job, TransferOutcome.ABANDONED)

@@ -18,12 +18,12 @@ FULL: Final = GroupPlan()
 
 @dataclass(slots=True)
 class Workload:
-    """Traffic, and what it asks of the engine.
+    """Traffic, and the engine that it is meant for.
 
     Attributes:
-        writer: the traffic.
+        writer: writes the traffic.
         groups: KV-cache groups; drawn if empty.
-        options: what else is not to be drawn: fields of ``cargohold.simulation.scenario.Shape``.
+        options: further options of engine and connector that must not be drawn; see ``cargohold.simulation.scenario``.
     """
 
     writer: Writer
@@ -32,7 +32,7 @@ class Workload:
 
     @property
     def random(self) -> Random:
-        """Where chance comes from."""
+        """Source of random numbers."""
         return self.writer.random
 
 
@@ -178,7 +178,7 @@ def full_hit(load: Workload) -> None:
 
 
 def remote_decode(load: Workload) -> None:
-    """Requests that another engine will decode, and those that come from one."""
+    """Requests that another engine will decode, and requests that another engine has prefilled."""
     writer, random = load.writer, load.random
     documents = [writer.text(16, 48) for _ in range(2)]
     for _ in range(random.randint(5, 14)):
@@ -209,7 +209,7 @@ def limits(load: Workload) -> None:
 
 
 def returning(load: Workload) -> None:
-    """Prompts that come back when others have taken their place, in host memory too: what tiers below it are for."""
+    """Prompts that come back after others have taken their place, even in host memory: the case for tiers below it."""
     writer, random = load.writer, load.random
     documents = [writer.text(8, 40) for _ in range(random.randint(4, 10))]
     load.options |= {"num_spare_blocks": random.randint(0, 4), "tier_slots": random.randint(4, 16)}
@@ -243,7 +243,7 @@ WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
         )
     }
 )  # fmt: skip
-"""By the name on the command line."""
+"""Workloads by their names on the command line."""
 
 
 def _cut(document: Tokens, random: Random) -> Tokens:

@@ -1,4 +1,4 @@
-"""What surrounds the engine in a run: time, links, tiers, faults. It outlives the engine's process."""
+"""The world around the engine in a run: time, links, tiers, faults. It outlives the engine's process."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from cargohold.simulation.transfers import ByteRows
 
 DAMAGING = (Fault.TORN, Fault.CORRUPT)
 SLOWNESS = 100.0
-"""By how much a slow link is slower."""
+"""Factor by which links are slower while ``Fault.SLOW`` is on."""
 
 
 class World:
     """Builds engines of one scenario, one after the other, over the same tiers.
 
     Args:
-        scenario: what to build.
-        checksums: whether tiers notice corruption; without, the oracles must.
-        prepare: called with every engine of ours before its first step.
+        scenario: the engines and everything around them.
+        checksums: whether tiers notice corruption; if not, the oracles must.
+        prepare: called with every engine before its first step; not with engines of vLLM.
 
     Attributes:
         clock: virtual time.
-        source: when faults strike.
-        tiers: in the order of the plan.
+        source: decides when faults strike.
+        tiers: tiers without lower tiers, in the order of the plan.
     """
 
     def __init__(
@@ -89,18 +89,18 @@ class World:
         return engine
 
     def open_namespace(self) -> None:
-        """The next engine has other weights than the last one started with: what that left in tiers is not its own."""
+        """Make the tiers look empty to the next engine, because it has other weights than the last one started with."""
         for tier in self.tiers:
             tier.open_namespace()
         for tiered in self._tiered:
             tiered.open_namespace()
 
     def oracles(self, engine: Replica) -> list[Oracle]:
-        """What else must hold in this engine, besides what must hold in all."""
+        """Further oracles for this engine, besides those that every run has."""
         return [] if self._scenario.connector.custom else [StatsOracle(engine)]
 
     def next_event(self) -> float:
-        """When something will happen by itself; infinity if nothing is in flight."""
+        """Virtual time of the next event in links and queues; infinity if nothing is in flight."""
         return min(
             (thing.next_event() for things in (self._links, self._faulty, self._queues) for thing in things),
             default=float("inf"),
@@ -131,7 +131,7 @@ class World:
         return tier
 
     def _make_tiered(self, plan: TierPlan) -> KVConnectorFactory:
-        # Host memory has no checksums, so nothing in it may be damaged; media have.
+        # Host memory has no checksums, so nothing in it may be damaged. The media below it check what they load.
         rates = {fault: rate for fault, rate in self.source.rates.items() if fault not in DAMAGING}
         source = replace(self.source, rates=rates)
 

@@ -1,4 +1,4 @@
-"""What must hold after every step, whatever happens."""
+"""Oracles: checks of what must always hold in a simulated engine."""
 
 from cargohold.simulation.oracles.base import Oracle, OracleError
 from cargohold.simulation.oracles.blocks import CopyOracle, PoolOracle

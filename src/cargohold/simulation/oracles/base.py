@@ -1,4 +1,4 @@
-"""What an oracle is: something that must hold, whatever happens."""
+"""Base class of oracles, which check something that must always hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class OracleError(AssertionError):
     """Something that must always hold does not.
 
     Attributes:
-        oracle: which one found it.
+        oracle: name of the oracle that found it.
     """
 
     def __init__(self, oracle: str, message: str) -> None:
@@ -32,13 +32,13 @@ class Oracle:
         """Cheap checks, after every step."""
 
     def inspect(self) -> None:
-        """Thorough checks, which walk everything; now and then."""
+        """Thorough checks, which walk everything; made now and then."""
 
     def at_end(self) -> None:
-        """All work is done."""
+        """Checks when all work is done."""
 
     def require(self, holds: bool, message: str) -> None:
-        """Raise ``OracleError`` unless ``holds``. In checks after every step, ``fail`` saves making messages for nobody."""
+        """Raise ``OracleError`` unless ``holds``. In checks after every step, use ``fail``, which saves making the message."""
         if not holds:
             self.fail(message)
 

@@ -1,4 +1,4 @@
-"""Blocks of the device pool: none lost, none counted twice, none reused under a copy."""
+"""Oracles of the device pool's blocks: none leaks, is counted twice, or is reused while a copy uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cargohold.simulation.replica import Replica
 
 
 class PoolOracle(Oracle):
-    """References on blocks are exactly those that requests and connectors hold.
+    """Checks that references on blocks are exactly those that requests and connectors hold.
 
     Args:
         engine: the replica.
@@ -46,7 +46,7 @@ class PoolOracle(Oracle):
         self._engine.scheduler.check_settled()
 
     def _check_held(self, held: Counter[int]) -> None:
-        """What an offloading connector holds is what its jobs in flight copy."""
+        """Check that each offloading connector holds exactly the blocks that its jobs in flight copy."""
         for side, guards in offloading_sides(self._engine.scheduler.connector):
             if any(guard.broken is not None for guard in guards):
                 continue
@@ -61,13 +61,13 @@ class PoolOracle(Oracle):
 
 
 class CopyOracle(Oracle):
-    """No block that a copy reads or writes is free, or given to somebody else.
+    """Checks that no block that a copy reads or writes is free, or is given out again.
 
-    Forward passes and copies that meet are noticed by the workers' memory itself.
+    Conflicts of copies with forward passes are found elsewhere: ``FingerprintRunner`` checks every access.
 
     Args:
-        engine: the replica; what its pool gives out is looked at from now on.
-        holds: whether copies hold their blocks. Where they cannot, workers end them before a step overwrites a block.
+        engine: the replica; from now on, every allocation of its pool is watched.
+        holds: whether copies hold their blocks. Where they cannot, workers end copies before a step overwrites a block.
     """
 
     name = "copies"
@@ -87,8 +87,8 @@ class CopyOracle(Oracle):
         """Blocks being copied are not free."""
         if not self._holds:
             return
-        # The locks that a connector asked for when it was turned off are lost with it, and its workers end all copies at
-        # the beginning of the next step, before anything is overwritten.
+        # Locks that a connector asked for just before it was turned off are lost. Its workers end all copies at the beginning
+        # of the next step, before anything is overwritten; so nothing is checked until then.
         num_broken = len([guard for guard in self._guards if guard.broken is not None])
         self._is_stopping = num_broken > self._num_broken
         self._num_broken = num_broken

@@ -1,4 +1,4 @@
-"""A connector is turned off only for a cause."""
+"""Oracle: a connector is turned off only if a fault broke a rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cargohold.simulation.replica import Replica
 
 
 class ContainmentOracle(Oracle):
-    """No connector breaks a rule, unless a fault broke it for them.
+    """Checks that no connector was turned off for breaking a rule, unless a fault may have made it do so.
 
     Args:
         engine: the replica.
@@ -25,7 +25,7 @@ class ContainmentOracle(Oracle):
         self._is_excused = is_excused
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
-        """Nobody was turned off."""
+        """No connector was turned off."""
         for guard in self._guards:
             if guard.broken is not None and not self._is_excused():
                 self.require(False, f"connector {guard.name} was turned off: {guard.broken.rule}")

@@ -1,4 +1,4 @@
-"""An index that follows the KV events equals what the media hold."""
+"""Oracle: an index that follows the KV events equals what the media hold."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cargohold.simulation.oracles.base import Oracle
 from cargohold.simulation.replica import Replica
 
 Index = dict[str, Counter[tuple[bytes, int]]]
-"""How often each prefix of a group is held, per medium. Several tiers may share a medium's name."""
+"""Per medium, how often each prefix of a group is held. Several tiers may share the name of a medium."""
 
 
 class EventOracle(Oracle):
-    """Follows the events after every step.
+    """Follows the events after every step, and compares the resulting index with what the media hold.
 
     Args:
         engine: the replica; it must emit events.
-        index: what the media held before; changed.
-        knows_tiers: whether ``index`` is right about the tiers and they are all known here. A connector that was turned off
-            takes back what it announced itself; what is in its tier then is not known.
-        outlived: whether host memory may be that of an earlier engine, which goes on without announcing it again.
+        index: what the media held before; mutated.
+        knows_tiers: whether ``index`` is right about the tiers at the start, and the oracle can look into all of them. A
+            connector that was turned off takes back what it announced itself; the contents of its tier are then not known.
+        outlived: whether host memory may be that of an earlier engine, whose chunks are not announced again.
     """
 
     name = "events"
@@ -39,7 +39,7 @@ class EventOracle(Oracle):
         self._were_empty = not index.setdefault(MEDIUM_HOST, Counter())
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
-        """Follow."""
+        """Follow the step's events."""
         for event in self._engine.scheduler.take_events():
             self._follow(event)
 
@@ -53,17 +53,17 @@ class EventOracle(Oracle):
             self._compare_tiers()
 
     def at_end(self) -> None:
-        """Compare."""
+        """Compare once more."""
         self.inspect()
 
     @property
     def knows_tiers(self) -> bool:
-        """Whether every tier has told all until now."""
+        """Whether the index is still right about all tiers: it was at the start, and no connector was turned off."""
         sides = offloading_sides(self._engine.scheduler.connector)
         return self._knows_tiers and all(guard.broken is None for _, guards in sides for guard in guards)
 
     def _compare_tiers(self) -> None:
-        # One that is turned off has taken back what it announced, for nobody can load what it holds.
+        # A connector that is turned off has taken back what it announced, because nothing can load its chunks any more.
         managers = [side.manager for side in live_sides(self._engine.scheduler.connector)]
         inner = [manager.inner if isinstance(manager, FaultyManager) else manager for manager in managers]
         announced = self._index[MEDIUM_HOST]
@@ -97,7 +97,7 @@ class EventOracle(Oracle):
                 self._check_hash(event)
 
     def _check_hash(self, event: BlockStored) -> None:
-        """Tokens, parent and salt, where they are known, give the hash."""
+        """Check that tokens, parent and salt give the block's hash, if the event has tokens."""
         if not event.token_ids:
             return
         parent = event.parent_block_hash

@@ -1,4 +1,4 @@
-"""Every request gets the tokens that it would get alone, and ends for a reason that somebody gave."""
+"""Oracle: every request gets the tokens that it would get alone, and ends for a legitimate reason."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Expectation:
     """What a request must get.
 
     Attributes:
-        tokens: what it generates when it has the engine to itself.
-        ends_with: why it ends then.
-        is_aborted: whether somebody has asked to abort it.
-        has_ended: whether it has.
+        tokens: the tokens that it generates when it has the engine to itself.
+        ends_with: the reason for which it ends then.
+        is_aborted: whether its client has asked to abort it.
+        has_ended: whether it has ended.
     """
 
     tokens: list[int]
@@ -28,10 +28,10 @@ class Expectation:
 
 
 class RequestOracle(Oracle):
-    """Compares tokens and endings.
+    """Compares tokens and finish reasons of requests with those expected.
 
     Args:
-        expected: by request id.
+        expected: expectations by request id.
         may_fail: whether a request may end with an error, because that is the policy for failed loads.
     """
 
@@ -42,7 +42,7 @@ class RequestOracle(Oracle):
         self._may_fail = may_fail
 
     def on_update(self, update: RequestUpdate) -> None:
-        """Compare new tokens with those expected, and a reason with those possible."""
+        """Compare new tokens with those expected, and at the end the finish reason with those possible."""
         request = update.request
         expected = self._expected[request.request_id]
         if update.new_token_ids:

@@ -1,4 +1,4 @@
-"""What connectors count adds up."""
+"""Oracle: the connectors' counters add up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from cargohold.simulation.replica import Replica
 
 
 class StatsOracle(Oracle):
-    """Asks for counters now and then: they never fall, no more is found than was asked for, and levels say what there is, also
-    when connectors are turned off.
+    """Takes the counters now and then, and checks them, also after connectors were turned off.
+
+    Counters never fall, no more tokens are found than were asked for, and levels equal what there is.
 
     Args:
-        engine: the replica, whose connectors are offloading connectors; nobody else asks for their counters.
+        engine: the replica. Its connectors are offloading connectors, and nobody else takes their counters.
     """
 
     name = "stats"
@@ -25,7 +26,7 @@ class StatsOracle(Oracle):
         self._total: Stats = {}
 
     def inspect(self) -> None:
-        """Ask, and compare."""
+        """Take the counters, and check them."""
         connector = self._engine.scheduler.connector
         stats = connector.get_stats()
         fallen = [counter for counter, value in stats.items() if value < 0 and not is_level(counter)]
@@ -41,11 +42,11 @@ class StatsOracle(Oracle):
         self.require(bool(self._sum("connectors_off")) is is_any_off, "connectors that are turned off are not counted")
 
     def at_end(self) -> None:
-        """Ask once more."""
+        """Check once more."""
         self.inspect()
 
     def _num_found(self) -> Counter[str]:
-        """Tokens found on the device and below, by what each connector's counters begin with."""
+        """Tokens found on the device and in tiers, by the prefix of each connector's counters."""
         found: Counter[str] = Counter()
         for counter, value in self._total.items():
             if counter.endswith("_hit_tokens"):

@@ -1,4 +1,4 @@
-"""Tiers: pins and slots belong to jobs, limits are kept, nothing is loaded twice at a time."""
+"""Oracles of tiers and limits: pins and slots belong to jobs, limits are kept, nothing is loaded twice at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cargohold.simulation.replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class _WatchedSide:
-    """One offloading connector, with what is looked at after every step at hand.
+    """One offloading connector, with its parts that are checked after every step.
 
     Attributes:
         side: its scheduler side.
-        guards: those around it.
-        manager, jobs: its own.
-        is_alone: whether there are no tiers below: what is on its way from and to them is pinned and reserved, too, and the
-            manager's own check counts that.
+        guards: the guards around it.
+        manager, jobs: its manager and its jobs.
+        is_alone: whether there are no tiers below host memory. Chunks on their way from and to lower tiers are pinned and
+            reserved, too; then the manager's own check counts them.
     """
 
     side: OffloadingScheduler
@@ -63,7 +63,7 @@ class TierOracle(Oracle):
         ]
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
-        """Pins, slots and limits."""
+        """Check pins, slots and limits."""
         for watched in self._sides:
             if watched.is_live():
                 self._check_counts(watched)
@@ -71,7 +71,7 @@ class TierOracle(Oracle):
                     self._check_loads(watched.side)
 
     def inspect(self) -> None:
-        """Every invariant of the managers."""
+        """Check every invariant of the managers."""
         for side in self._live_sides():
             side.manager.check()
 
@@ -114,7 +114,7 @@ class TierOracle(Oracle):
 
 
 class LimitOracle(Oracle):
-    """The engine keeps to its own limits.
+    """Checks that the engine keeps to its own limits.
 
     Args:
         engine: the replica.
@@ -126,7 +126,7 @@ class LimitOracle(Oracle):
         self._engine = engine
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
-        """Batches are no larger than allowed, and nobody is in one twice."""
+        """Batches are no larger than allowed, and no request is in one twice."""
         scheduled, config = step.scheduled, self._engine.config
         if not scheduled:
             return
