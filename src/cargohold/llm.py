@@ -56,8 +56,8 @@ class LLM:
             print(out.text, out.metrics)
 
     Use it as a context manager, or call ``close``, to stop its transfers and give its memory back; one that is dropped without
-    that is stopped in the background. Several threads may use it: their requests are batched, and one thread at a time computes a
-    step for all of them.
+    that is stopped in the background. Several threads may use it: their requests are batched, and one thread at a time computes
+    a step for all of them.
 
     Ctrl-C ends a call cleanly: the call's requests are aborted once the step in progress is done, ``KeyboardInterrupt`` is
     raised, and the model can be used again. A second Ctrl-C does not wait for the step, and ends the engine.

@@ -30,7 +30,8 @@ from cargohold import (
 )
 from cargohold.offload.transfer import TransferWorker
 from cargohold.offload.transfer.factory import make_transfer_worker
-from cargohold.protocol import ClassFactory, ConnectorMetadata, EmptyMetadata, StepView
+from cargohold.protocol import AllBlocksCleared, ClassFactory, ConnectorMetadata, EmptyMetadata, StepView
+from cargohold.protocol.announced import AnnouncedBlocks
 from cargohold.protocol.null import NullConnectorScheduler, NullConnectorWorker
 from tests.models import VOCAB_SIZE
 
@@ -290,6 +291,26 @@ def test_a_model_that_is_forgotten_is_stopped_in_the_background(
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive(), thread.name
+
+
+def test_events_that_nobody_takes_are_dropped_and_an_index_of_them_has_nothing_that_is_not_there(
+    llama: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a soak: a program that stopped taking them lost memory with every block, for as long as it lived."""
+    monkeypatch.setattr("cargohold.engine.llm_engine.MAX_KEPT_EVENTS", 60)
+    llm = llama(num_device_blocks=30, kv_events=True, offload=OffloadConfig(host_bytes="1MiB"))
+    for seed in range(20):
+        llm.generate(prompt(seed, 40), SamplingParams(max_tokens=4))
+    assert not llm.engine.scheduler.take_events(), "they were taken with each step"
+    events = llm.take_events()
+    assert 0 < len(events) <= 62
+    assert events[:2] == [AllBlocksCleared("CPU"), AllBlocksCleared("GPU")]
+    index = AnnouncedBlocks()
+    index.follow(events)
+    known = {block_hash for event in index.withdraw() if event.medium == "GPU" for block_hash in event.block_hashes}
+    pool = llm.engine.scheduler.kv.pool
+    assert known and all(pool.contains(block_hash, 0) for block_hash in known)
+    assert llm.take_events() == []
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from cargohold.engine.core.request import FinishReason, Request, RequestTimes
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
 from cargohold.engine.event_publisher import ZmqEventPublisher
 from cargohold.engine.executor.base import Executor
+from cargohold.engine.kept_events import MAX_KEPT_EVENTS, KeptEvents
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
@@ -29,16 +30,16 @@ IDLE_SLEEP_S = 0.0005
 
 
 def random_seed() -> int:
-    """A seed that nobody can foresee."""
+    """A seed that cannot be predicted."""
     return secrets.randbits(63)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a request must fit into.
+    """Limits that a request must fit into.
 
     Attributes:
-        max_model_len: prompt and generated tokens together.
+        max_model_len: longest sequence, prompt and generated tokens together.
         vocab_size: token ids are below it.
         eos_token_ids: tokens that end a sequence.
         hash_block_tokens: tokens per block hash.
@@ -63,17 +64,17 @@ class _Live:
 class LLMEngine:
     """Serves requests, step by step. One thread owns it.
 
-    Of every request that was added, ``step`` returns outputs, the last of them ``finished``, however it ends; unless the
-    engine itself ends first. An engine that is forgotten without ``shutdown`` is stopped in the background.
+    For every request that was added, ``step`` returns outputs. The last one is ``finished``, however the request ends, unless
+    the engine itself ends first. An engine that is forgotten without ``shutdown`` is stopped in the background.
 
     Args:
-        scheduler: decides.
-        executor: computes; shut down when the engine ends.
+        scheduler: decides what each step computes.
+        executor: runs steps on the workers; shut down when the engine ends.
         tokenizer: text to tokens and back; ``None`` if the model has none.
-        limits: what a request must fit into.
+        limits: limits that a request must fit into.
         clock: monotonic time in seconds.
-        sleep: how to wait.
-        draw_seed: the seed of a request that brings none.
+        sleep: waits for a number of seconds.
+        draw_seed: draws the seed of a request that has none.
         publisher: where KV events go after each step; closed when the engine ends. Without one, ``take_events`` has them.
     """
 
@@ -97,12 +98,14 @@ class LLMEngine:
         self._sleep = sleep
         self._draw_seed = draw_seed
         self._publisher = publisher
+        self._events = KeptEvents(MAX_KEPT_EVENTS)
         self._stats: Stats = {}
         self._live: dict[str, _Live] = {}
         self._undelivered: list[RequestOutput] = []
         self._num_requests = 0
         self._end: BaseException | None = None
-        # Threads of transfers and tiers would keep the KV, host memory and a disk's directory for as long as the process lives.
+        # If a forgotten engine were not stopped, threads of transfers and tiers would keep the KV, host memory and a disk's
+        # directory for as long as the process lives.
         self._if_forgotten = weakref.finalize(self, _stop_in_background, executor, scheduler.connector, publisher)
         self._if_forgotten.atexit = False
 
@@ -180,7 +183,7 @@ class LLMEngine:
         return self.scheduler.num_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; outputs of the requests that moved on.
+        """Compute one step; returns outputs of the requests that it changed, and of those aborted before.
 
         Raises:
             EngineDeadError: the step failed; what it left behind cannot be trusted, so the engine has ended.
@@ -202,7 +205,7 @@ class LLMEngine:
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call; none if they are published."""
-        return self.scheduler.take_events()
+        return [*self._events.take(), *self.scheduler.take_events()]
 
     def stats(self) -> dict[str, float]:
         """Counters of the connector since the start, both sides of it, summed over the workers."""
@@ -225,12 +228,12 @@ class LLMEngine:
             raise EngineDeadError(f"the engine has stopped: {one_line(self._end)}") from self._end
 
     def _stop(self, reason: BaseException) -> None:
-        """End the engine. Only the first time counts."""
+        """End the engine for ``reason``, and stop what it has started. Does nothing if it has ended already."""
         if self._end is None:
             self._end = reason
             self._live.clear()
             self._if_forgotten.detach()
-            executor, self._executor = self._executor, None  # with it, weights and KV
+            executor, self._executor = self._executor, None  # lets go of weights and KV, too
             assert executor is not None
             _stop_all(executor, self.scheduler.connector, self._publisher)
 
@@ -240,8 +243,11 @@ class LLMEngine:
         output = self._executor.execute(step)
         updates = self.scheduler.update_from_output(output)
         self._stats = add_stats(self._stats, output.connector.stats)
-        if self._publisher is not None:
-            self._publisher.publish(self.scheduler.take_events())
+        events = self.scheduler.take_events()
+        if self._publisher is None:
+            self._events.add(events)
+        else:
+            self._publisher.publish(events)
         if not step.scheduled and not updates and output.connector.is_empty() and self.scheduler.has_work():
             self._sleep(IDLE_SLEEP_S)
         return self._outputs(updates)
@@ -268,7 +274,7 @@ class LLMEngine:
             token_ids = self.tokenizer.encode(prompt)
             beyond = max(token_ids, default=0)
             if beyond >= self.limits.vocab_size:
-                # Tokenizers have such: of what only a model that sees images knows, or added to them alone.
+                # Some tokenizers have such tokens: for models that see images, or added to the tokenizer but not the model.
                 reason = f"the tokenizer makes a token of it, {beyond}, that the model has not: it has {self.limits.vocab_size}"
                 raise RequestError(f"the prompt is not possible: {reason}", request_id)
         else:
@@ -311,7 +317,7 @@ class LLMEngine:
         if live is None or live.request is not request:
             return None
         for token_id in update.new_token_ids:
-            # What ends a request is not part of its text.
+            # A stop token is not part of the text.
             if token_id not in request.stop_token_ids and live.stream.push(token_id) and not request.is_finished:
                 ended = self.scheduler.finish_request(request.request_id, FinishReason.STOP)
                 return None if ended is None else self._output(ended)
@@ -346,9 +352,9 @@ def _stop_all(executor: Executor, connector: ConnectorGuard, publisher: ZmqEvent
 
 
 def _stop_in_background(executor: Executor, connector: ConnectorGuard, publisher: ZmqEventPublisher | None) -> None:
-    """Stop what an engine has started that nobody refers to any more.
+    """Stop, in a thread of its own, what an engine has started to which nobody refers any more.
 
-    The garbage collector may find that out in any thread, in the middle of anything, so nothing is waited for.
+    The garbage collector calls this in any thread and in the middle of anything, so it must not wait.
     """
     stopping = Thread(target=_stop_all, args=(executor, connector, publisher), name="cargohold-stop", daemon=True)
     # ``Thread.start`` takes a lock, which this thread may hold already.
@@ -361,7 +367,7 @@ def _check_options(
     """Raise ``RequestError`` for options of a request that are not what they are declared to be."""
     for name, value, holds, expected in (
         ("sampling", sampling, isinstance(sampling, SamplingParams), "SamplingParams"),
-        # It goes to workers and into block traces.
+        # The id goes to workers and into block traces.
         ("request_id", request_id, request_id is None or _is_text(request_id), "text"),
         ("priority", priority, is_int(priority), "an integer"),
         ("salt", salt, salt is None or _is_text(salt), "text"),
