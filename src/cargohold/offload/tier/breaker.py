@@ -1,4 +1,4 @@
-"""A circuit breaker: a medium that keeps failing is left alone for a while, so that it costs misses and not waiting.
+"""A circuit breaker: a tier whose medium keeps failing rests for a while, so that it costs misses instead of waits.
 
 ::
 
@@ -18,24 +18,24 @@ from cargohold.protocol import Clock
 
 
 class BreakerState(Enum):
-    """Whether work is let through."""
+    """Which jobs the breaker lets through."""
 
     CLOSED = "closed"
-    """All of it."""
+    """All jobs: the tier works."""
     OPEN = "open"
-    """None of it."""
+    """No job: the tier rests."""
     HALF_OPEN = "half-open"
     """One job at a time, as a trial."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerConfig:
-    """When to give up, and for how long.
+    """When a tier rests, and for how long.
 
     Attributes:
-        failures_to_open: failures in a row that open the breaker.
+        failures_to_open: number of failures in a row that open the breaker.
         cooldown_s: time until the first trial.
-        max_cooldown_s: the cooldown doubles with every failed trial up to this.
+        max_cooldown_s: limit of the cooldown, which doubles with every failed trial.
     """
 
     failures_to_open: int = 3
@@ -50,11 +50,11 @@ class BreakerConfig:
 
 
 class CircuitBreaker:
-    """Counts failures and decides what is let through. Not thread-safe: its owner holds a lock.
+    """Counts failures and decides which jobs are let through. Not thread-safe: its owner holds a lock.
 
     Args:
         clock: monotonic time in seconds.
-        config: when to give up, and for how long.
+        config: when the tier rests, and for how long.
     """
 
     def __init__(self, clock: Clock, config: BreakerConfig) -> None:
@@ -68,40 +68,40 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """Whether work is let through now."""
+        """Which jobs are let through now."""
         if self._state is BreakerState.OPEN and self._clock() >= self._retry_at:
             self._state, self._has_trial = BreakerState.HALF_OPEN, False
         return self._state
 
     def would_admit(self) -> bool:
-        """Whether a job would be let through."""
+        """Whether a job would be let through now. Lets none through."""
         state = self.state
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._has_trial)
 
     def may_ask(self, kind: JobKind) -> bool:
-        """Whether a job that does not reach the medium is let through. None of the ``note_*`` methods must follow for it.
+        """Whether a job that does not reach the medium is let through. Call none of the ``note_*`` methods for such a job.
 
-        While a trial is awaited, a tier is asked what it has, or no load would ever be the trial; there is no use in telling
-        it what was used.
+        While a trial is due, probes pass, because without them no load would ever become the trial. Touches do not: there is
+        no use in telling the tier what was used.
         """
         return self.state is BreakerState.CLOSED or (kind is JobKind.PROBE and self.would_admit())
 
     def admit(self) -> bool:
-        """Let a job through if the state allows; exactly one of the ``note_*`` methods must follow for it."""
+        """Let a job through if the state allows, and return whether it does. If so, call one ``note_*`` method at its end."""
         if not self.would_admit():
             return False
         self._has_trial = self._state is BreakerState.HALF_OPEN
         return True
 
     def note_success(self) -> None:
-        """A job was carried out: the medium lives."""
-        if self.state is not BreakerState.OPEN:  # a success from before it opened says nothing
+        """Note that a job was carried out: the medium works, so close the breaker."""
+        if self.state is not BreakerState.OPEN:  # a job from before the breaker opened says nothing
             self._state = BreakerState.CLOSED
             self._failures = 0
             self._cooldown_s = self._config.cooldown_s
 
     def note_failure(self) -> bool:
-        """A job failed, or was late; whether that opened the breaker."""
+        """Note that a job failed or was late; return whether that opened the breaker."""
         state = self.state
         if state is BreakerState.OPEN:
             return False
@@ -115,5 +115,5 @@ class CircuitBreaker:
         return True
 
     def note_cancelled(self) -> None:
-        """A job ended without telling anything of the medium."""
+        """Note that a job ended without showing whether the medium works."""
         self._has_trial = False

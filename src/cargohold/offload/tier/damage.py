@@ -1,4 +1,4 @@
-"""Damaged chunks in the log: a medium that spoils everything must not fill it."""
+"""Logging of damaged chunks, limited so that a medium that damages everything does not fill the log."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NUM_TOLD: Final = 8
 
 
 class DamageLog:
-    """Tells of each of the first damaged chunks, and of more only when their number has doubled. Thread-safe.
+    """Logs each of the first ``NUM_TOLD`` damaged chunks, and then only when their number has doubled. Thread-safe.
 
     Args:
-        tier: how log lines call the tier.
-        then: what becomes of such a chunk.
+        tier: the tier's name in log lines.
+        then: what is done with a damaged chunk, for the log line, such as ``deleted``.
     """
 
     def __init__(self, tier: str, then: str) -> None:
@@ -26,7 +26,7 @@ class DamageLog:
         self._num_found = 0
 
     def found(self, chunk: str) -> None:
-        """Another one."""
+        """Count a damaged chunk, and log it if it is due; ``chunk`` names it in the log line."""
         with self._lock:
             self._num_found += 1
             count = self._num_found

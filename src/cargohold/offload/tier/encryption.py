@@ -27,7 +27,7 @@ _EXPECTED = f"file:PATH or env:NAME, where {KEY_BYTES} bytes stand, as they are 
 
 
 class EncryptionKey:
-    """A master key. What chunks are encrypted with is derived from it, for each namespace anew.
+    """A master key. The keys that encrypt chunks are derived from it, one per namespace.
 
     Args:
         secret: 32 random bytes.
@@ -42,14 +42,14 @@ class EncryptionKey:
 
     @property
     def id(self) -> str:
-        """Tells keys apart and says nothing about them; part of the namespace, so that data under another key is a miss."""
+        """Identifies the key without revealing it. Part of the namespace, so that chunks under another key are misses."""
         return self._derive(b"cargohold key id")[:8].hex()
 
     def cipher(self, namespace: bytes) -> Cipher:
-        """What encrypts and decrypts chunks of one namespace.
+        """Return the cipher for chunks of one namespace, given by its digest.
 
         Raises:
-            ConfigError: the package for it is not installed.
+            ConfigError: the package for encryption is not installed.
         """
         return Cipher(self._derive(b"cargohold chunks " + namespace))
 
@@ -68,19 +68,19 @@ class Cipher:
         self._aes = _aes(key)
 
     def encrypt(self, plain: memoryview, about: bytes) -> tuple[bytes, memoryview, bytes]:
-        """Nonce, encrypted bytes, tag. ``about`` is protected too, but stays readable."""
+        """Encrypt ``plain``; return nonce, encrypted bytes and tag. ``about`` is authenticated, too, but not encrypted."""
         nonce = os.urandom(NONCE_BYTES)
         sealed = memoryview(self._aes.encrypt(nonce, plain, about))
         return nonce, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:])
 
     def decrypt(self, nonce: bytes, sealed: bytearray, about: bytes, into: memoryview) -> bool:
-        """Decrypt, if all of it is what was encrypted.
+        """Decrypt to ``into``; return whether everything is as ``encrypt`` got and returned it.
 
         Args:
-            nonce: from ``encrypt``.
+            nonce: as returned by ``encrypt``.
             sealed: the encrypted bytes with the tag behind them.
-            about: as it was.
-            into: as long as ``sealed`` without the tag; holds garbage if the answer is false.
+            about: as given to ``encrypt``.
+            into: destination, as long as ``sealed`` without the tag; holds garbage if ``False`` is returned.
         """
         from cryptography.exceptions import InvalidTag  # noqa: PLC0415  # an optional package, installed if we are here
 
@@ -92,19 +92,19 @@ class Cipher:
 
 
 def read_key(source: str) -> EncryptionKey:
-    """The key that an option names.
+    """Read the key that an option names.
 
     Args:
         source: ``file:PATH`` or ``env:NAME``.
 
     Raises:
-        ConfigError: there is no key there, it has the wrong length, or others may read the file.
+        ConfigError: there is no key there, it has the wrong length, or users other than its owner may access the file.
     """
     scheme, _, name = source.partition(":")
     if scheme == "env" and name:
         if name not in os.environ:
             raise ConfigError(_OPTION, source, f"the environment variable {name} is not set")
-        data = os.fsencode(os.environ[name])  # the bytes as they are, of which not all are text
+        data = os.fsencode(os.environ[name])  # the raw bytes, which need not be text
     elif scheme == "file" and name:
         data = _read_private(source, Path(name))
     else:
@@ -113,7 +113,7 @@ def read_key(source: str) -> EncryptionKey:
 
 
 def require_package() -> None:
-    """Raise ``ConfigError`` where the package for encryption is not installed."""
+    """Raise ``ConfigError`` if the package for encryption is not installed."""
     _aes(bytes(KEY_BYTES))
 
 

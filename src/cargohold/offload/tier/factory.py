@@ -13,25 +13,25 @@ from cargohold.offload.tier.namespace import Namespace
 
 
 def require_packages(config: TierConfig) -> None:
-    """Refuse a tier that a package is missing for, wherever it will be opened: no medium is touched. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` if a package for a tier is missing. Touches no medium, so it may run on any machine."""
     if config.encryption_key is not None:
         require_package()
     config.require_packages()
 
 
 def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
-    """Refuse, on the machine where it will be opened, a tier that ``open_tier`` would; what is asked of a server is left to it.
+    """Check options on the machine where the tier will be opened. Asks no server; ``open_tier`` does.
 
     Args:
-        config: what and where.
+        config: the tier's options.
         chunk_bytes: bytes of the largest chunk of one worker.
-        num_shards: workers that share the limits in ``config``.
+        num_shards: number of workers that share the limits in ``config``.
 
     Raises:
         ConfigError: the medium cannot be used like this, there is no key for encryption, or a package is not installed.
     """
     if config.encryption_key is not None:
-        read_key(config.encryption_key).cipher(b"")  # with the package for it
+        read_key(config.encryption_key).cipher(b"")  # fails if the package for encryption is not installed
     config.check(chunk_bytes, num_shards)
 
 
@@ -42,18 +42,18 @@ def open_tier(
     num_shards: int = 1,
     time_ns: Callable[[], int] = time.time_ns,
 ) -> Tier:
-    """One worker's shard of a tier.
+    """Open one worker's shard of a tier.
 
     Args:
-        config: what and where.
-        namespace: what the bytes depend on. Workers have different ones: ``split`` says which part is whose.
+        config: the tier's options.
+        namespace: what the chunks' bytes depend on. Each worker has its own: they differ in ``split``.
         chunk_bytes: bytes of the largest chunk of this worker.
-        num_shards: workers that share the limits in ``config``.
-        time_ns: the time of day, in nanoseconds since 1970.
+        num_shards: number of workers that share the limits in ``config``.
+        time_ns: gives the time of day, in nanoseconds since 1970.
 
     Raises:
-        ConfigError: it cannot be, for what the medium says, or there is no key for encryption. A store that does not answer
-            is no such error: it may come back.
+        ConfigError: the medium cannot be used with these options, there is no key for encryption, or a package is not
+            installed. A store that does not answer is no error: it may come back.
     """
     key = None if config.encryption_key is None else read_key(config.encryption_key)
     return config.open(ChunkCodec(namespace, key, time_ns), chunk_bytes, num_shards)

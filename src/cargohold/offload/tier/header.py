@@ -1,4 +1,4 @@
-"""The header of a stored chunk: 256 bytes that say what it is, and let anyone check that it is that.
+"""The header of a stored chunk: 256 bytes that say which chunk it is, with a checksum to verify it.
 
 ::
 
@@ -11,7 +11,7 @@
     55   length of key    1      237  (unused)            11
     56   key             64      248  checksum of all this 8
 
-All numbers are little-endian. Checksums are XXH3: they find accidents. Where somebody may tamper, there is encryption.
+All numbers are little-endian. Checksums are XXH3: they find accidental damage. Against tampering, use encryption.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cargohold.offload.tier.namespace import FORMAT_VERSION
 HEADER_BYTES: Final = 256
 MAX_KEY_BYTES: Final = 64
 MAGIC: Final = b"\x93CHKV\r\n\x1a"
-"""Not text in any encoding, and damaged by what converts line ends."""
+"""No text in any encoding, and changed by any conversion of line ends, so that such damage is noticed."""
 
 _FIELDS = struct.Struct("<8sHH3xQ32sB64sB64s12s16s16sQ11x")
 _CHECK = struct.Struct("<Q")
@@ -38,17 +38,17 @@ assert _FIELDS.size + _CHECK.size == HEADER_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a chunk is.
+    """The fields of a chunk's header.
 
     Attributes:
         namespace: digest of the namespace.
         key: the chunk's key.
-        parent: key of the chunk before it, or empty.
-        num_bytes: of the payload.
-        checksum: of the payload as it is stored.
-        stored_ns: when, in nanoseconds since 1970.
-        nonce: if it is encrypted; else empty.
-        tag: if it is encrypted; else empty.
+        parent: key of the chunk before it in its prefix, or empty.
+        num_bytes: length of the payload.
+        checksum: checksum of the payload as it is stored.
+        stored_ns: time of storing, in nanoseconds since 1970.
+        nonce: nonce of the encryption; empty if the payload is not encrypted.
+        tag: authentication tag of the encryption; empty if the payload is not encrypted.
     """
 
     namespace: bytes
@@ -62,11 +62,11 @@ class Header:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether a key is needed to read it."""
+        """Whether the payload is encrypted."""
         return bool(self.nonce)
 
     def pack(self) -> bytes:
-        """The 256 bytes."""
+        """Return the header as 256 bytes."""
         assert len(self.key) <= MAX_KEY_BYTES and len(self.parent) <= MAX_KEY_BYTES
         fields = _FIELDS.pack(
             MAGIC,
@@ -87,7 +87,7 @@ class Header:
 
 
 def unpack_header(data: bytes | memoryview) -> Header | None:
-    """A header from its bytes; ``None`` if they are none, damaged, of another format version, or impossible."""
+    """Parse a header; return ``None`` if the bytes are no header, damaged, of another format version, or impossible."""
     if len(data) != HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
         return None
     if _CHECK.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):

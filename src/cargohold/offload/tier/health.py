@@ -1,4 +1,4 @@
-"""A tier's limits as a queue, and how it is doing."""
+"""The limits of a tier's queue, and its state and counters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class QueueConfig:
     """Limits of a queue.
 
     Attributes:
-        num_threads: requests to the medium at the same time; each has staging memory for one chunk.
-        max_urgent_chunks: chunks of probes and loads that may be queued or under way.
-        max_store_chunks: chunks of stores and removals that may.
-        max_thread_deaths: threads that are replaced; the one after them turns the tier off.
-        finish_s: how long what is being written may take to end when the queue is shut down.
-        breaker: when to leave the medium alone.
+        num_threads: number of threads, so of requests to the medium at the same time; each has staging memory for one chunk.
+        max_urgent_chunks: maximum number of chunks in probes, touches and loads that are queued or under way.
+        max_store_chunks: maximum number of chunks in stores and removals that are queued or under way.
+        max_thread_deaths: number of dead threads that are replaced; the next death turns the tier off.
+        finish_s: maximum time for stores and removals to end when the queue is shut down.
+        breaker: when the tier rests.
     """
 
     num_threads: int = 4
@@ -43,30 +43,31 @@ class TierState(Enum):
     """Whether a queue takes jobs."""
 
     ON = "on"
+    """It takes all jobs."""
     TRYING = "trying"
-    """One job at a time, to find out whether the medium is back."""
+    """It takes one job at a time, to try whether the medium works again."""
     RESTING = "resting"
-    """The breaker is open."""
+    """It takes no job, because the breaker is open."""
     OFF = "off"
-    """For good: shut down, or its threads kept dying."""
+    """It takes no job any more: it was shut down, or its threads kept dying."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """How a tier is doing. Counts are totals since the start.
+    """A tier's state and counters. Counters are totals since the start.
 
     Attributes:
         state: whether it takes jobs.
-        num_jobs: jobs that have not ended.
-        num_refused: jobs not taken.
-        num_failed: jobs that failed or were late, and chunks that failed to be stored in jobs that went on.
-        num_corrupt: chunks that failed their check.
-        num_thread_deaths: threads that died.
-        loaded_bytes: bytes that loads brought.
-        load_s: seconds that threads spent on them; ``loaded_bytes / load_s`` is the bandwidth of one thread.
-        stored_bytes: bytes that stores wrote.
-        store_s: seconds that threads spent on them.
-        last_failure: why the last of them failed, in one line.
+        num_jobs: number of jobs that have not ended.
+        num_refused: number of jobs that were not taken.
+        num_failed: number of jobs that failed or were late, plus chunks that failed to be stored in jobs that went on.
+        num_corrupt: number of chunks that failed their check.
+        num_thread_deaths: number of threads that died.
+        loaded_bytes: bytes that loads have read.
+        load_s: seconds that threads spent on these loads; ``loaded_bytes / load_s`` is the bandwidth of one thread.
+        stored_bytes: bytes that stores have written.
+        store_s: seconds that threads spent on these stores.
+        last_failure: reason of the last failure, in one line.
     """
 
     state: TierState
@@ -84,7 +85,7 @@ class TierHealth:
 
 @dataclass(slots=True)
 class Totals:
-    """What a queue has done. Not thread-safe: its owner holds a lock. The fields are those of ``TierHealth``."""
+    """The counters of a queue; the fields are those of ``TierHealth``. Not thread-safe: its owner holds a lock."""
 
     num_refused: int = 0
     num_failed: int = 0
@@ -97,7 +98,7 @@ class Totals:
     last_failure: str = ""
 
     def count(self, piece: Piece, answers: Sequence[Answer], duration_s: float) -> None:
-        """A piece was carried out."""
+        """Count a piece that was carried out, and the seconds that it took."""
         self.num_corrupt += sum(answer is LoadOutcome.CORRUPT for answer in answers)
         if answers == [LoadOutcome.LOADED]:
             self.loaded_bytes += len(piece.live.job.buffers[piece.first])
@@ -107,10 +108,10 @@ class Totals:
             self.store_s += duration_s
 
     def note_failure(self, reason: str) -> None:
-        """A job failed, or was late; or a chunk of one that goes on."""
+        """Count a job that failed or was late, or a chunk that failed in a job that goes on."""
         self.num_failed += 1
         self.last_failure = reason
 
     def snapshot(self, state: TierState, num_jobs: int) -> TierHealth:
-        """The totals as they are now."""
+        """Return the totals as they are now."""
         return TierHealth(state=state, num_jobs=num_jobs, **asdict(self))

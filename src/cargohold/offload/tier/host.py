@@ -15,17 +15,17 @@ ByteRows = npt.NDArray[np.uint8]
 
 
 class HostMemory:
-    """Rows of one block each, in anonymous memory.
+    """One worker's shard of host memory: rows of one block each, in anonymous memory.
 
-    The memory is private to the process and goes with it, whatever ends it. Pages are committed when first written, so a
-    large tier costs nothing at start.
+    The memory is private to the process and is freed with it, however it ends. Pages are committed when first written, so a
+    large tier costs nothing at the start.
 
     Args:
-        num_rows: rows.
+        num_rows: number of rows.
         row_bytes: bytes per row.
 
     Raises:
-        ConfigError: this machine does not have so much; it need not be the one where the options were checked.
+        ConfigError: this machine does not have so much memory; it need not be the one where the options were checked.
     """
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:
@@ -35,7 +35,7 @@ class HostMemory:
             raise ConfigError("host_bytes", num_bytes, reason)
         self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # First touch of small pages would cost more than the copy itself.
+            # The first write to small pages would cost more than the copy itself.
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.rows: ByteRows = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, row_bytes)
 

@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Work(Protocol):
-    """Where a thread gets its work and leaves what came of it."""
+    """The source of a thread's work, which also takes the results."""
 
     def take(self) -> Piece | None:
-        """Wait for the next piece of work; ``None`` when it is time to stop."""
+        """Wait for the next piece of work, and return it; ``None`` when the thread is to stop."""
         ...
 
     def begin_copy(self, piece: Piece) -> bool:
@@ -28,27 +28,27 @@ class Work(Protocol):
         ...
 
     def end_copy(self, piece: Piece) -> None:
-        """The piece's buffers are used no more."""
+        """Note that the piece's buffers are not used any more."""
         ...
 
     def answer(self, piece: Piece, answers: list[Answer], duration_s: float) -> None:
-        """A piece was carried out."""
+        """Take the answers of a piece that was carried out, one per chunk."""
         ...
 
     def fail(self, piece: Piece, reason: str) -> None:
-        """A piece could not be carried out."""
+        """Take note that a piece could not be carried out, and why."""
         ...
 
 
 class IoThread:
-    """Takes pieces of work until there will be no more. Started at once.
+    """A thread that takes and carries out pieces of work until ``work`` has no more. Started at once.
 
     Attributes:
-        piece: what it works on: whoever finds it dead must end that.
+        piece: the piece that it works on. If the thread is found dead, its owner must end that piece.
 
     Args:
-        work: where work comes from.
-        tier: what it is done on.
+        work: where work comes from, and where answers go.
+        tier: the tier to work on.
         clock: monotonic time in seconds.
     """
 
@@ -58,16 +58,16 @@ class IoThread:
         self._tier = tier
         self._clock = clock
         self._staging = Staging(tier.chunk_bytes)
-        # It must not keep the process alive when its medium hangs.
+        # A daemon, so that it does not keep the process alive when its medium hangs.
         self._thread = threading.Thread(target=self._run, name=f"cargohold-{tier.name}", daemon=True)
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Whether it takes work."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for its end, for at most this time."""
+        """Wait at most ``timeout_s`` seconds for the thread's end."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -89,7 +89,7 @@ class IoThread:
         match piece.kind:
             case JobKind.PROBE | JobKind.TOUCH:
                 is_there = self._tier.probe(piece.keys)
-                self._tier.touch(piece.keys)  # who asks for chunks uses them, wherever they then come from
+                self._tier.touch(piece.keys)  # a request that asks for chunks uses them, wherever they then come from
                 return list(is_there)
             case JobKind.REMOVE:
                 self._tier.remove(piece.keys)
@@ -106,7 +106,7 @@ class IoThread:
         staged = self._staging.view[: len(job.buffers[at])]
         outcome = self._tier.load(job.keys[at], staged)
         if outcome is LoadOutcome.LOADED and not self._copy(piece, job.buffers[at], staged):
-            return LoadOutcome.ABSENT  # nobody waits for it any more, and nobody will see this answer
+            return LoadOutcome.ABSENT  # the job has ended, so nobody will see this answer
         return outcome
 
     def _store(self, piece: Piece) -> StoreOutcome:
@@ -117,7 +117,7 @@ class IoThread:
         return self._tier.store(job.keys[at], staged, job.parents[at] if job.parents else None)
 
     def _copy(self, piece: Piece, into: memoryview, source: memoryview) -> bool:
-        """Copy while the job is live; whether it was."""
+        """Copy if the job is still live; return whether it was."""
         if not self._work.begin_copy(piece):
             return False
         try:

@@ -1,4 +1,4 @@
-"""A tier in plain memory, and one that holds nothing: yardsticks, and stand-ins where a medium would be in the way."""
+"""A tier in plain memory, and one that holds nothing: baselines for measurements, and stand-ins for a medium in tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cargohold.offload.tier.staging import copy_bytes
 
 
 class MemoryTier(Tier):
-    """Keeps chunks in a dictionary, until there are too many: then it refuses.
+    """A tier that keeps chunks in a dictionary, and refuses more than ``max_chunks``.
 
     Args:
-        chunk_bytes: of the largest chunk.
-        max_chunks: how many it takes.
-        name: what users call it.
+        chunk_bytes: bytes of the largest chunk.
+        max_chunks: maximum number of chunks.
+        name: the tier's name for users.
     """
 
     def __init__(self, chunk_bytes: int, max_chunks: int = 2**30, name: str = "memory") -> None:
@@ -27,12 +27,12 @@ class MemoryTier(Tier):
         self._chunks: dict[OffloadKey, bytes] = {}
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Whether each chunk is there."""
+        """Return whether each chunk is there."""
         with self._lock:
             return [key in self._chunks for key in keys]
 
     def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
-        """Keep a copy."""
+        """Keep a copy of the chunk."""
         del parent
         with self._lock:
             if key in self._chunks:
@@ -43,7 +43,7 @@ class MemoryTier(Tier):
         return StoreOutcome.STORED
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
-        """Copy a chunk; one of another length is no such chunk."""
+        """Copy a chunk to ``into``; a chunk of another length counts as absent."""
         with self._lock:
             chunk = self._chunks.get(key)
         if chunk is None or len(chunk) != len(into):
@@ -52,30 +52,30 @@ class MemoryTier(Tier):
         return LoadOutcome.LOADED
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Nothing is ever evicted here."""
+        """Do nothing: this tier never evicts."""
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget chunks."""
+        """Remove chunks."""
         with self._lock:
             for key in keys:
                 self._chunks.pop(key, None)
 
     def usage(self) -> TierUsage:
-        """How full it is."""
+        """Return how full the tier is."""
         with self._lock:
             num_bytes = sum(map(len, self._chunks.values()))
             return TierUsage(len(self._chunks), num_bytes, self._max_chunks * self.chunk_bytes)
 
     def close(self) -> None:
-        """Nothing is to be released."""
+        """Do nothing: there is nothing to release."""
 
 
 class NullTier(Tier):
-    """Finds nothing and refuses everything.
+    """A tier that finds nothing and refuses every chunk.
 
     Args:
-        chunk_bytes: of the largest chunk.
-        name: what users call it.
+        chunk_bytes: bytes of the largest chunk.
+        name: the tier's name for users.
     """
 
     def __init__(self, chunk_bytes: int, name: str = "null") -> None:
@@ -83,28 +83,28 @@ class NullTier(Tier):
         self.chunk_bytes = chunk_bytes
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Nothing is there."""
+        """Return ``False`` for every chunk."""
         return [False] * len(keys)
 
     def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
-        """Refused."""
+        """Refuse the chunk."""
         del key, payload, parent
         return StoreOutcome.REFUSED
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
-        """Nothing is there."""
+        """Find the chunk absent."""
         del key, into
         return LoadOutcome.ABSENT
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Nothing is there."""
+        """Do nothing: no chunk is there."""
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Nothing is there."""
+        """Do nothing: no chunk is there."""
 
     def usage(self) -> TierUsage:
-        """Empty."""
+        """Return that the tier is empty."""
         return TierUsage(0, 0, 0)
 
     def close(self) -> None:
-        """Nothing is to be released."""
+        """Do nothing: there is nothing to release."""

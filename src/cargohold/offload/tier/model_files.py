@@ -1,7 +1,7 @@
-"""Files that decide on a model's KV besides its weights: its own code, and configuration that is not in ``config.json``.
+"""Finds the files besides the weights that determine a model's KV: its own code, and configuration beside ``config.json``.
 
-What is not here decides on something else. Tokenizers and chat templates decide which tokens a prompt has, and tokens are what
-keys stand for; ``generation_config.json`` decides on sampling; ``model_index.json`` and the like belong to other models.
+Other files do not change the KV of given tokens. Tokenizers and chat templates determine which tokens a prompt has, and keys
+stand for tokens; ``generation_config.json`` determines sampling; ``model_index.json`` and the like belong to other models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ADAPTER_FILE: Final = "adapter_config.json"
 
 _QUANTIZATION: Final = ("hf_quant_config.json", "quant_config.json", "quantization_config.json", "quantize_config.json")
 _MISTRAL: Final = ("params.json",)
-# How pictures and sound become numbers. What a block's hash says of them are the bytes that came with the request.
+# How pictures and sound become numbers. Block hashes do not cover this: they cover the bytes that came with the request.
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SIDE_FILES: Final = (ADAPTER_FILE, *_QUANTIZATION, *_MISTRAL, *_PROCESSORS)
 _MAY_NAME_CODE: Final = (CONFIG_FILE, *_PROCESSORS)
@@ -27,15 +27,15 @@ _INDEXED: Final = (".safetensors", ".bin")
 
 
 def find_files(path: str, revision: str | None, what: str) -> Path:
-    """The file or directory, or the snapshot in the Hugging Face hub's local cache.
+    """Return a local file or directory, or the snapshot of a hub id in the Hugging Face hub's local cache.
 
     Args:
-        path: of a directory or a file, or a hub id.
+        path: path of a directory or a file, or a hub id.
         revision: branch, tag or commit on the hub; ``None`` for the default one.
-        what: is wanted of it, for the error.
+        what: what is wanted there, such as ``weights``, for the error.
 
     Raises:
-        ConfigError: it is in no local file.
+        ConfigError: there are no local files.
     """
     place = Path(path)
     if place.exists():
@@ -52,10 +52,11 @@ def find_files(path: str, revision: str | None, what: str) -> Path:
 
 
 def side_files(model: ServedModel, place: Path) -> dict[str, Path]:
-    """Configuration beside the weights in ``place``, and that in place of ``config.json``, by name.
+    """Return the configuration files beside the weights in ``place``, and the one used instead of ``config.json``, by name.
 
     Raises:
-        ConfigError: the weights are an adapter's, and those below it are elsewhere.
+        ConfigError: the weights are an adapter's whose base model is elsewhere, or the other configuration is in no local
+            file.
     """
     found = {name: place / name for name in _SIDE_FILES if (place / name).is_file()}
     if ADAPTER_FILE in found and not Path(model.path).exists():
@@ -75,7 +76,10 @@ def side_files(model: ServedModel, place: Path) -> dict[str, Path]:
 
 
 def index_files(place: Path, weights: Sequence[Path]) -> dict[str, Path]:
-    """Indices that choose among the files with weights. One that names them all says only where in them something is."""
+    """Return the index files that select among the weight files, by name.
+
+    An index that names exactly the weight files beside it is left out: it says only which tensor is in which file.
+    """
     found = {}
     for suffix in _INDEXED:
         there = {file.name for file in weights if file.suffix == suffix and file.parent == place}
@@ -86,12 +90,12 @@ def index_files(place: Path, weights: Sequence[Path]) -> dict[str, Path]:
 
 
 def code_files(model: ServedModel, place: Path) -> dict[str, Path]:
-    """The model's own code, by where it is: every module, for any may import any. Nothing, if the engine does not run it.
+    """Return the files of the model's own code, by a label of their place; nothing if the engine does not run it.
 
-    Packages that it imports are not looked at.
+    All modules are returned, because any may import any other. Packages that they import are not looked at.
 
     Raises:
-        ConfigError: it is of another repository, and in no local file.
+        ConfigError: code of another repository or revision is in no local file.
     """
     if not model.runs_code:
         return {}
@@ -112,7 +116,7 @@ def code_files(model: ServedModel, place: Path) -> dict[str, Path]:
 
 
 def _repositories_named_in(directory: Path) -> set[str]:
-    """Other repositories that a model's configuration takes code from."""
+    """Return the other repositories that a model's configuration takes code from."""
     names = set()
     for name in _MAY_NAME_CODE:
         for reference in _references(_read_json(directory / name)):
@@ -123,7 +127,7 @@ def _repositories_named_in(directory: Path) -> set[str]:
 
 
 def _references(config: Any) -> Iterator[str]:
-    """Classes that a configuration, or a part of it, names for ``auto_map``: ``module.Class``, ``repository--module.Class``."""
+    """Yield the classes in all ``auto_map`` tables of a configuration: ``module.Class`` or ``repository--module.Class``."""
     if not isinstance(config, Mapping):
         return
     for key, value in config.items():
@@ -135,7 +139,7 @@ def _references(config: Any) -> Iterator[str]:
 
 
 def _files_of(index: Path) -> set[str]:
-    """The files that an index names."""
+    """Return the names of the files in an index."""
     data = _read_json(index)
     weight_map = data.get("weight_map") if isinstance(data, Mapping) else None
     return {str(name) for name in weight_map.values()} if isinstance(weight_map, Mapping) else set()
@@ -145,4 +149,4 @@ def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_bytes())
     except (OSError, ValueError):
-        return None  # no such file, or not for anybody to read
+        return None  # there is no such file, or it cannot be read

@@ -1,7 +1,7 @@
-"""What the bytes of a chunk depend on, besides its key.
+"""Namespaces: everything that the bytes of a chunk depend on, besides its key.
 
-A key says which tokens a chunk stands for. What their KV looks like depends on much more: change any of that, and everything
-stored before is invisible rather than wrong.
+A key says which tokens a chunk stands for. The bytes of their KV depend on much more. If any of that changes, chunks stored
+before are not found any more, instead of being wrong.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from typing import Any, Final
 import xxhash
 
 FORMAT_VERSION: Final = 1
-"""Of headers and of the names of files and objects."""
+"""Version of the format of headers and of the names of files and objects."""
 
 MAX_DESCRIPTION_BYTES: Final = 16 * 1024**2
-"""More than any model's configuration; what is larger was not written by us."""
+"""Maximum size of a description that is read: more than any model's configuration. A larger one was not written by us."""
 
 _ID_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that changes the bytes of one worker's chunks. Two namespaces with equal fields but ``label`` are the same.
+    """Everything that changes the bytes of one worker's chunks. Namespaces that differ only in ``label`` are the same.
 
     Attributes:
-        label: what people call the model; changes nothing.
-        weights: digest of the weights themselves, such as ``digest_weights`` gives: a name may be given to others tomorrow.
+        label: the model's name for people; changes nothing.
+        weights: digest of the weights' contents, as ``digest_weights`` gives it: a name may be given to other weights
+            tomorrow.
         config: digest or text of the model's configuration.
         dtype: element type of the KV.
         layout: how a chunk's bytes are arranged: groups, tokens per block, blocks per chunk, bytes.
-        split: how the model is divided among workers, and which part this one has.
-        adapter: identity of what is added to the weights, or empty. An adapter that is part of the block hashes (as the root
-            of a request's chain) need not be named here.
+        split: how the model is divided among workers, and which part this worker has.
+        adapter: identity of an adapter that is added to the weights, or empty. An adapter that block hashes cover (in the
+            root of a request's chain) need not be named here.
         hashing: how block hashes are made, so that equal keys mean equal tokens.
-        encryption: identity of the key that chunks are encrypted with, or empty.
+        encryption: id of the key that chunks are encrypted with, or empty.
     """
 
     label: str
@@ -64,26 +65,26 @@ class Namespace:
         return self.digest[:_ID_BYTES].hex()
 
     def describe(self) -> dict[str, str]:
-        """For people and tools: all fields, and the full digest."""
+        """Return all fields, the format version and the full digest, for people and tools."""
         return {**asdict(self), "format": str(FORMAT_VERSION), "digest": self.digest.hex()}
 
 
 def parse_description(data: bytes) -> dict[str, Any]:
-    """What was written about a namespace, and with it, as JSON; nothing if that cannot be read."""
+    """Parse the JSON description of a namespace; return an empty dict if it is malformed."""
     try:
         found = json.loads(data)
-    except (ValueError, RecursionError):  # anybody may have written it, however deep
+    except (ValueError, RecursionError):  # anybody may have written it, nested however deep
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def as_facts(described: object) -> dict[str, str]:
-    """Names and values as text; nothing if it is no object of them."""
+    """Return a JSON object's names and values as text; an empty dict if it is no object."""
     return {str(name): str(value) for name, value in described.items()} if isinstance(described, dict) else {}
 
 
 def digest_facts(facts: Mapping[str, str]) -> bytes:
-    """SHA-256 of names and values, independent of their order; nothing in one can look like the start of the next."""
+    """Return the SHA-256 of names and values, independent of their order. Each is framed, so that none runs into the next."""
     digest = hashlib.sha256()
     for name in sorted(facts):
         for text in (name, facts[name]):
@@ -93,10 +94,10 @@ def digest_facts(facts: Mapping[str, str]) -> bytes:
 
 
 def digest_weights(tensors: Iterable[tuple[str, memoryview]]) -> str:
-    """A digest of weights, in any order: of their names, sizes and bytes, at the speed of memory.
+    """Return a digest of the names, sizes and bytes of weights, in any order. Runs at the speed of memory.
 
-    The bytes are hashed with XXH3, 128 bits: it tells weights apart that differ by accident or training. Somebody who could
-    craft weights to collide could as well serve them.
+    The bytes are hashed with XXH3, 128 bits, which tells weights apart that differ by accident or training. Somebody who can
+    craft weights that collide can just as well serve them.
 
     Args:
         tensors: name and bytes of each. Iterated once; each is needed only while it is hashed.

@@ -1,4 +1,4 @@
-"""Which objects of a store are ours, and a limit to what they take together."""
+"""Lists the objects of a store that are ours, and limits their total size."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _OURS: Final = re.compile(
 )
 _LOOKS_PER_BUDGET: Final = 16
 _KEPT: Final = 0.9
-"""Part of a budget that is left after making room, so that room need not be made for every chunk."""
+"""Fraction of the budget that is used after making room, so that room need not be made for every chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object of ours.
+    """One of our objects in a store.
 
     Attributes:
-        path: its whole path.
-        namespace_id: whose it is.
-        key: of the chunk, or empty if it is the namespace's description.
+        path: its path in the store.
+        namespace_id: id of its namespace.
+        key: the chunk's key; empty if the object is the namespace's description.
         num_bytes: its size.
-        written_s: when it was written, in seconds since 1970.
+        written_s: time of writing, in seconds since 1970.
     """
 
     path: str
@@ -46,11 +46,11 @@ class StoredObject:
 
 
 def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
-    """Our objects; what others keep in the same place is left out. Raises the store's errors.
+    """Yield our objects; other objects in the same store are left out. Raises the store's errors.
 
     Args:
-        store: where.
-        prefix: how their paths start: empty, or a namespace's id and a slash.
+        store: the store.
+        prefix: start of the paths: empty, or a namespace's id and a slash.
     """
     directory = directory_of(store)
     if directory is None:
@@ -67,7 +67,7 @@ def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
 
 
 def delete_if_there(store: ObjectStore, path: str) -> None:
-    """Delete an object; somebody else may have been faster. Raises the store's other errors."""
+    """Delete an object, unless another process has deleted it already. Raises the store's other errors."""
     try:
         obstore.delete(store, path)
     except FileNotFoundError:
@@ -75,15 +75,15 @@ def delete_if_there(store: ObjectStore, path: str) -> None:
 
 
 class StoreBudget:
-    """Keeps our objects in a store below a limit, by deleting those that were written longest ago. Thread-safe.
+    """Keeps the total size of our objects in a store below a limit, by deleting the chunks written longest ago. Thread-safe.
 
-    The store is looked at before the first chunk, whenever the limit seems to be reached, and each time a sixteenth of the
-    limit was written here. So one engine alone never exceeds the limit; each further one may, by what it writes between two
-    looks. A look may take minutes where there are many objects: one thread looks, and nobody waits for it.
+    The store is listed before the first chunk, whenever the limit seems to be reached, and each time a sixteenth of the limit
+    was written here. So one engine alone never exceeds the limit; each further engine may exceed it by what it writes between
+    two listings. With many objects a listing may take minutes: one thread makes it, and no other thread waits for it.
 
     Args:
         store: the bucket and prefix.
-        max_bytes: what all namespaces in it may take together.
+        max_bytes: maximum size of all namespaces in the store together.
     """
 
     def __init__(self, store: ObjectStore, max_bytes: int) -> None:
@@ -91,17 +91,17 @@ class StoreBudget:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._is_looking = False
-        # What is there and what is being written; nobody has looked yet.
+        # Bytes stored or being written. Full at first, so that the first chunk makes a listing.
         self._num_bytes = max_bytes
-        self._unseen = 0  # what was written since the last look
+        self._unseen = 0  # bytes written since the last listing
         self._writing = 0
-        self._new = 0  # what a look that is under way may not see
+        self._new = 0  # bytes that a listing under way may not see
 
     @contextmanager
     def room_for(self, num_bytes: int) -> Iterator[bool]:
-        """Make room for a chunk that is written inside the ``with``; whether there is. Raises the store's errors.
+        """Make room for a chunk that is written inside the ``with``; yield whether there is room. Raises the store's errors.
 
-        There is none if the chunk is larger than the limit, or as long as another thread makes room.
+        There is no room if the chunk is larger than the limit, or while another thread makes room in a full store.
         """
         is_granted = num_bytes <= self._max_bytes and self._reserve(num_bytes)
         try:
@@ -137,7 +137,10 @@ class StoreBudget:
         return True
 
     def _look(self, num_wanted: int) -> int:
-        """Count, and delete the oldest chunks if ``num_wanted`` bytes would be too many; what is left."""
+        """List the store, and delete the oldest chunks if ``num_wanted`` bytes more would exceed the limit.
+
+        Returns the bytes that our objects take then.
+        """
         delete_unfinished(self._store)
         objects = list(list_ours(self._store))
         total = sum(known.num_bytes for known in objects)

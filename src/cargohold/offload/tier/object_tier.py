@@ -1,6 +1,6 @@
-"""The shared tier on object stores: S3 and what speaks its language, Google's, Azure's, or a plain directory.
+"""The shared tier on object stores: S3 and stores compatible with it, Google's, Azure's, or a plain directory.
 
-An object is ``<namespace id>/<first byte of the key>/<key>``, in hexadecimal.
+A chunk is the object ``<namespace id>/<first byte of the key>/<key>``, in hexadecimal.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _NO_CREDENTIALS: Final = (
     "/computeMetadata/",
     "/metadata/identity/",
 )
-"""Where a cloud's machines find credentials when nobody has given any: only then does an error name these."""
+"""Where machines in a cloud look for credentials if none were given. An error names one of these only in that case."""
 
 
 def open_store(config: SharedTierConfig) -> ObjectStore:
-    """The store that a URL names. Asks it nothing.
+    """Make a client of the store that a URL names; create the directory if it is one. Sends a remote store nothing.
 
     Raises:
         ConfigError: the URL is incomplete, or the directory cannot be used.
@@ -60,7 +60,7 @@ def open_store(config: SharedTierConfig) -> ObjectStore:
             make_directory(directory)
             return LocalStore(directory)
         limit = timedelta(seconds=config.request_timeout_s)
-        # Options given here hide those of the environment, of which this one matters for stores on one's own machines.
+        # Options given here hide those of the environment. This one is needed for stores on one's own machines.
         may_use_http = any(os.environ.get(f"{cloud}_ALLOW_HTTP") == "true" for cloud in ("AWS", "AZURE", "GOOGLE"))
         client = {"timeout": limit, "connect_timeout": limit, "allow_http": may_use_http}
         retry = {"max_retries": 1, "retry_timeout": limit}
@@ -70,12 +70,12 @@ def open_store(config: SharedTierConfig) -> ObjectStore:
 
 
 class ObjectTier(SharedTier):
-    """Chunks as objects.
+    """A tier that keeps chunks as objects of an object store.
 
     Args:
-        config: which store.
+        config: the tier's options.
         codec: makes and checks headers.
-        chunk_bytes: of the largest chunk.
+        chunk_bytes: bytes of the largest chunk.
 
     Raises:
         ConfigError: the URL is incomplete, the credentials are missing or wrong, or a directory cannot be written to.
@@ -95,7 +95,7 @@ class ObjectTier(SharedTier):
 
     @staticmethod
     def check_place(config: SharedTierConfig) -> None:
-        """Refuse a URL or options that cannot be, without asking the store. Raises ``ConfigError``."""
+        """Raise ``ConfigError`` for an invalid URL or options, without asking the store."""
         open_store(config)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -113,7 +113,7 @@ class ObjectTier(SharedTier):
                 delete_if_there(self._store, self._path(key))
 
     def close(self) -> None:
-        """Connections close when the store is not referred to any more."""
+        """Do nothing: connections close when the store's client is garbage-collected."""
 
     def _put(self, key: OffloadKey, value: bytearray) -> bool:
         room = nullcontext(True) if self._budget is None else self._budget.room_for(len(value))
@@ -121,11 +121,11 @@ class ObjectTier(SharedTier):
             return has_room and self._write(self._path(key), value)
 
     def _write(self, path: str, value: bytearray) -> bool:
-        """Write an object; whether there was room."""
+        """Write an object; return whether there was room."""
         if self._directory is not None:
-            make_directory(self._directory)  # if it was deleted, the store would make it for all to read
+            make_directory(self._directory)  # if it was deleted, the package would create it readable for everybody
         try:
-            # All in one: of an upload in parts that is broken off, the parts stay, are paid for, and no listing shows them.
+            # In one part: if an upload in several parts is broken off, its parts stay, cost money, and no listing shows them.
             obstore.put(self._store, path, value, use_multipart=False)
         except store_errors.GenericError as error:
             if self._directory is None or not is_full(error):
@@ -138,13 +138,14 @@ class ObjectTier(SharedTier):
             try:
                 found = obstore.get(self._store, self._path(key))
                 if found.meta["size"] > HEADER_BYTES + self.chunk_bytes:
-                    return memoryview(b"")  # no chunk of ours, and perhaps too large for our memory
+                    return memoryview(b"")  # not one of our chunks, and perhaps too large for our memory
                 return memoryview(found.bytes())
             except FileNotFoundError:
                 return None
             except store_errors.GenericError as error:
                 if self._directory is not None and is_bad_place(error):
-                    # It must not fail every request that wants this chunk: deleted, it is stored again, in another place.
+                    # A bad place on the disk must not fail every request that wants this chunk. Once it is deleted, the chunk
+                    # is stored again, in another place.
                     with suppress(store_errors.BaseError, OSError):
                         delete_if_there(self._store, self._path(key))
                 raise
@@ -174,11 +175,14 @@ class ObjectTier(SharedTier):
         return await asyncio.gather(*map(exists, keys))
 
     def _introduce(self, config: SharedTierConfig) -> None:
-        """Say what the namespace is, for ``cargohold cache``; this also finds out whether the store lets us write and ask."""
+        """Store the description of the namespace, for ``cargohold cache``; also try whether the store lets us write and ask.
+
+        Raises ``ConfigError`` if it does not. If the store does not answer, that is only logged.
+        """
         text = json.dumps(self._codec.namespace.describe(), indent=2).encode()
         try:
             obstore.put(self._store, f"{self._prefix}/{DESCRIPTION}", text)
-            # S3 denies access to what is not there, if one may not list: then no chunk could be asked for, or stored.
+            # Without the right to list, S3 denies access to absent objects: then no chunk could be asked for, or stored.
             self._exists(_NO_KEY)
         except _ACCESS_ERRORS as error:
             raise ConfigError("url", config.shown_url, f"the store refuses access: {first_line(error)}") from error
@@ -196,11 +200,11 @@ class ObjectTier(SharedTier):
 
 
 def lacks_credentials(error: Exception) -> bool:
-    """Whether a store could not be asked because nobody has said who asks."""
+    """Whether a store could not be asked because no credentials were given."""
     return any(place in str(error) for place in _NO_CREDENTIALS)
 
 
 def first_line(error: Exception) -> str:
-    """The error without the debug text that the package puts behind it."""
+    """Return the text of an error without the debug text that the package appends."""
     text = str(error).partition("\n")[0]
     return text or one_line(error)

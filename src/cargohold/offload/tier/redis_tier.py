@@ -1,6 +1,6 @@
 """The shared tier on Redis or Valkey, for small clusters.
 
-A chunk is the value of ``cargohold:<namespace id>:<key>``; ``cargohold:<namespace id>`` says what the namespace is.
+A chunk is the value of ``cargohold:<namespace id>:<key>``; the value of ``cargohold:<namespace id>`` describes the namespace.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 PREFIX: Final = "cargohold:"
 _AUTH_VARIABLE: Final = "REDISCLI_AUTH"
-"""Where the server's own command line looks for a password, too: one in a URL is in lists of processes, and in vLLM's log."""
+"""Environment variable with the password, as ``redis-cli`` has it. A URL's password shows in process lists and vLLM's log."""
 _NO_KEYS: Final = tuple(bytes([number]) for number in range(16))
-"""So many that hardly one node of a cluster holds them all."""
+"""Keys that no chunk has, for trial commands: so many that hardly one node of a cluster is responsible for all of them."""
 _NO_SUCH_DATABASE: Final = "DB index is out of range"
 
 
 def open_client(config: SharedTierConfig) -> redis.Redis:
-    """A client for the server that a URL names. Asks it nothing.
+    """Make a client for the server that a URL names. Sends the server nothing.
 
     Raises:
         ConfigError: the URL cannot be understood.
     """
-    # The package knows schemes in small letters, and its own.
+    # The package knows only schemes in small letters, and not those of Valkey.
     url = config.scheme.replace("valkey", "redis") + config.url[len(config.scheme) :]
     try:
         client = redis.Redis.from_url(
@@ -44,12 +44,12 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
             password=os.environ.get(_AUTH_VARIABLE),  # unless the URL has one
             socket_timeout=config.request_timeout_s,
             socket_connect_timeout=config.request_timeout_s,
-            # With the later protocol the package looks no more whether a connection has what is left of an earlier answer:
-            # then every load on it would get another chunk, and delete its own.
+            # With protocol 3 the package does not check whether a connection still has the rest of an earlier answer. Then
+            # every load on that connection would get another chunk, and delete its own as damaged.
             protocol=2,
         )
         pool = client.connection_pool
-        # Made for its checks alone: of an option that there is none of, the package speaks at the first connection.
+        # Made only for its checks: otherwise the package reports an unknown option only at the first connection.
         pool.connection_class(**pool.connection_kwargs)
     except (ValueError, TypeError, redis.exceptions.RedisError) as error:
         raise ConfigError("url", config.shown_url, one_line(error)) from error
@@ -61,12 +61,12 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
 
 
 class RedisTier(SharedTier):
-    """Chunks as values.
+    """A tier that keeps chunks as values of a Redis or Valkey server.
 
     Args:
-        config: which server.
+        config: the tier's options.
         codec: makes and checks headers.
-        chunk_bytes: of the largest chunk.
+        chunk_bytes: bytes of the largest chunk.
 
     Raises:
         ConfigError: the URL cannot be understood, or the server refuses the credentials.
@@ -81,7 +81,7 @@ class RedisTier(SharedTier):
 
     @staticmethod
     def check_place(config: SharedTierConfig) -> None:
-        """Refuse a URL or options that cannot be, without asking the server. Raises ``ConfigError``."""
+        """Raise ``ConfigError`` for an invalid URL or options, without asking the server."""
         open_client(config).close()
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -112,11 +112,14 @@ class RedisTier(SharedTier):
         return memoryview(value) if isinstance(value, bytes) else None
 
     def _of_each(self, command: Literal["exists", "unlink"], keys: Sequence[OffloadKey]) -> list[Any]:
-        """The answers to a command for each key by itself, in one round trip: no cluster, even of one node, takes several."""
+        """Send a command for each key by itself, in one round trip, and return the answers.
+
+        A cluster, even of one node, does not take one command with several keys.
+        """
         with self._client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 getattr(pipeline, command)(self._name(key))
-            # Where the package raises errors by itself, it puts the key's bytes before what the server says.
+            # An error raised by the package itself would have the key's bytes in front of the server's text.
             answers = pipeline.execute(raise_on_error=False)
         for answer in answers:
             if isinstance(answer, redis.exceptions.RedisError):
@@ -127,7 +130,10 @@ class RedisTier(SharedTier):
         return b"%b:%b" % (self._prefix, key)
 
     def _introduce(self, config: SharedTierConfig) -> None:
-        """Say what the namespace is, for ``cargohold cache``; this also finds out whether the server lets us do all we need."""
+        """Store the description of the namespace, for ``cargohold cache``; also try whether the server permits all commands.
+
+        Raises ``ConfigError`` if it does not. If the server does not answer, that is only logged.
+        """
         try:
             self._client.set(self._prefix, json.dumps(self._codec.namespace.describe()))
             self._client.get(self._prefix)

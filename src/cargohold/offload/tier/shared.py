@@ -1,4 +1,4 @@
-"""What tiers that several engines share have in common: a chunk is one value, header first, under a name made of its key."""
+"""Base class of tiers that several engines share: a chunk is one value, header first, under a name made from its key."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cargohold.offload.tier.staging import copy_bytes
 
 
 class SharedTier(Tier):
-    """A store of values that others write to as well. There is no master: equal keys mean equal contents.
+    """A store of values that other engines write to as well. It needs no coordination: equal keys mean equal contents.
 
-    What is kept is the store's own affair: its life-cycle rules, its memory policy, or ``cargohold cache prune``.
+    The store decides what it keeps, by its life-cycle rules or its memory policy; ``cargohold cache prune`` deletes, too.
 
     Args:
         codec: makes and checks headers.
-        chunk_bytes: of the largest chunk.
+        chunk_bytes: bytes of the largest chunk.
     """
 
     def __init__(self, codec: ChunkCodec, chunk_bytes: int) -> None:
@@ -34,7 +34,7 @@ class SharedTier(Tier):
         self._stored_bytes = 0
 
     def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
-        """Write a chunk unless it is there."""
+        """Write a chunk unless it is there already."""
         if self.probe([key])[0]:
             return StoreOutcome.PRESENT
         header, body = self._codec.encode(key, payload, parent)
@@ -60,20 +60,20 @@ class SharedTier(Tier):
         return LoadOutcome.CORRUPT
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """The store sees for itself what is used."""
+        """Do nothing: the store sees by itself which values are used."""
 
     def usage(self) -> TierUsage:
-        """What this worker has stored."""
+        """Return the number and bytes of the chunks that this worker has stored."""
         with self._count_lock:
             return TierUsage(self._num_stored, self._stored_bytes, None)
 
     @abstractmethod
     def _put(self, key: OffloadKey, value: bytearray) -> bool:
-        """Write a value; whether there was room. Raises ``TierError``."""
+        """Write a value; return whether there was room. Raises ``TierError``."""
 
     @abstractmethod
     def _get(self, key: OffloadKey) -> memoryview | None:
-        """A value, if it is there. Raises ``TierError``."""
+        """Return a value; ``None`` if it is not there. Raises ``TierError``."""
 
     def _decode(self, key: OffloadKey, value: memoryview, into: memoryview) -> bool:
         header = self._codec.header_of(value[:HEADER_BYTES], key, len(into))

@@ -1,8 +1,9 @@
-"""A directory as an object store: what the package that writes to it leaves to us.
+"""A directory as an object store: the work that the package ``obstore`` leaves to us.
 
-It writes each object to a file ``<name>#<number>`` and renames that when it is whole. Such files it neither lists nor deletes:
-what a process left that was killed meanwhile is found here alone. And it lists a directory as a whole, which fails at the first
-name that is no text, or directory that is not for everybody: in one that others use too, we look only where ours can be.
+The package writes each object to a file ``<name>#<number>``, and renames the file when it is whole. It neither lists nor
+deletes such files, so those that a killed process left are found and deleted here. And it lists a directory as a whole, which
+fails at the first name that is no text, or at a directory that we may not read. In a directory that others use too, we look
+only where our files can be.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from typing import Final
 from obstore.store import LocalStore, ObjectStore
 
 LEFT_AFTER_S: Final = 3600.0
-"""Nobody writes for so long; if somebody does, the rename fails, and that one store with it."""
+"""Seconds since its last write after which an unfinished file counts as left behind: no write takes so long.
+
+If one does, its rename fails, and only that one store with it.
+"""
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
@@ -30,31 +34,33 @@ _PRIVATE: Final = 0o700
 
 
 def directory_of(store: ObjectStore) -> Path | None:
-    """Where a store is, if it is a directory."""
+    """Return a store's directory; ``None`` if the store is not a directory."""
     return store.prefix if isinstance(store, LocalStore) else None
 
 
 def make_directory(directory: Path) -> None:
-    """Make it for its owner only, unless it is there. Raises ``OSError``."""
+    """Create a directory for its owner only, unless it exists. Raises ``OSError``."""
     directory.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
 
 
 def is_full(error: Exception) -> bool:
-    """Whether something could not be written to a directory for want of room."""
+    """Whether an error means that a file could not be written because there is no room."""
     return _FULL.search(str(error)) is not None
 
 
 def is_bad_place(error: Exception) -> bool:
-    """Whether a file of a directory could not be read though it is there."""
+    """Whether an error means that the disk cannot read a file that is there."""
     return _BAD_PLACE in str(error)
 
 
 def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Files where ours can be, whosever they are, by path. What links lead to is not ours to delete. Raises ``OSError``.
+    """Yield path and status of all files where ours can be, whoever wrote them.
+
+    Does not follow links: what they lead to is not ours to delete. Raises ``OSError``.
 
     Args:
-        directory: where.
-        prefix: how their paths start: empty, or a namespace's id and a slash.
+        directory: the store's directory.
+        prefix: start of the paths: empty, or a namespace's id and a slash.
     """
     for namespace in _entries(directory):
         is_ours = _NAMESPACE.fullmatch(namespace.name) and f"{namespace.name}/".startswith(prefix)
@@ -67,12 +73,14 @@ def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_r
 
 
 def delete_unfinished(store: ObjectStore, prefix: str = "", older_than_s: float = LEFT_AFTER_S) -> None:
-    """Delete files of ours that nobody will finish; other stores than directories have none. Raises ``OSError``.
+    """Delete our unfinished files that nobody will finish. Does nothing for stores that are not directories.
+
+    Raises ``OSError``.
 
     Args:
-        store: where.
-        prefix: how their paths start: empty, or a namespace's id and a slash.
-        older_than_s: when they were written to last.
+        store: the store.
+        prefix: start of the paths: empty, or a namespace's id and a slash.
+        older_than_s: seconds since the last write to a file after which it is deleted.
     """
     directory = directory_of(store)
     if directory is None:
@@ -82,11 +90,11 @@ def delete_unfinished(store: ObjectStore, prefix: str = "", older_than_s: float 
             try:
                 (directory / path).unlink()
             except (FileNotFoundError, PermissionError):
-                continue  # finished or deleted meanwhile, or that of another user, who will see to it
+                continue  # finished or deleted meanwhile, or another user's, whose engines will delete it
 
 
 def _entries(directory: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
-    """What is in a directory; nothing if it is none, or goes meanwhile."""
+    """Yield the entries of a directory; nothing if it is not a directory, or is deleted meanwhile."""
     try:
         with os.scandir(directory) as entries:
             yield from entries
@@ -99,6 +107,6 @@ def _files(names: list[str], entries: Iterable[os.DirEntry[str]]) -> Iterator[tu
         try:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
-            continue  # it goes meanwhile
+            continue  # deleted meanwhile
         if stat.S_ISREG(status.st_mode):
             yield "/".join([*names, entry.name]), status

@@ -1,4 +1,4 @@
-"""URLs of shared stores: what they may be, and how they are shown."""
+"""URLs of shared stores: which are valid, and how messages show them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _SECRET: Final = re.compile(HIDDEN_OPTION + "[^&#]*")
 
 
 def scheme_of(url: str) -> str:
-    """What kind of store it is; a URL that cannot be split further has a scheme, too."""
+    """Return a URL's scheme in small letters, even if the URL is otherwise malformed."""
     return url.partition(":")[0].lower()
 
 
 def without_secrets(url: str) -> str:
-    """The URL without user and password, for messages."""
+    """Return a URL without user and password, for messages."""
     shown = _SECRET.sub(r"\1***", url)
     scheme, colon, rest = shown.partition("://" if "://" in shown else ":")
     return f"{scheme}{colon}{rest.rpartition('@')[2]}"
 
 
 def require_place(url: object) -> None:
-    """Raise ``ConfigError`` unless the URL says where: what is missing or misplaced would mean some other place, silently."""
+    """Raise ``ConfigError`` unless a URL names a store completely: clients would silently use another place instead."""
     if not isinstance(url, str):
         raise ConfigError("url", url, "it must be the URL of a store, such as s3://bucket/prefix")
     scheme, shown = scheme_of(url), without_secrets(url)
@@ -38,7 +38,7 @@ def require_place(url: object) -> None:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        # What the error says may quote the password.
+        # The error's text may quote the password.
         raise ConfigError("url", shown, f"it must be a URL, such as {_example(scheme)}") from error
     is_whole = url[len(scheme) :].startswith("://")
     if scheme == "file":
@@ -52,7 +52,7 @@ def require_place(url: object) -> None:
         expected = f"it must be the absolute path of a socket, such as {_example(scheme)}, and a database a number"
     else:
         if not _has_port(parts):
-            # Where there is no host, a password may stand in the place of the port.
+            # In a URL without a host, a password may stand in the place of the port.
             if not parts.netloc.rpartition(":")[2].isdecimal():
                 shown = f"{scheme}://..."
             expected = (
@@ -72,7 +72,7 @@ def _example(scheme: str) -> str:
 
 
 def _has_port(parts: SplitResult) -> bool:
-    """Whether there is a port that can be, or none."""
+    """Whether the port is valid, or left out."""
     try:
         return parts.port != 0
     except ValueError:
@@ -80,7 +80,7 @@ def _has_port(parts: SplitResult) -> bool:
 
 
 def _has_database(parts: SplitResult) -> bool:
-    """Whether the database is a number, or left out; the client would take another one instead of what is none."""
+    """Whether the database is a number, or left out. The client would silently use another database than an invalid one."""
     path = "" if parts.scheme == "unix" else unquote(parts.path).strip("/")
     names = [*parse_qs(parts.query, keep_blank_values=True).get("db", []), *([path] if path else [])]
     return all(name.isascii() and name.isdecimal() for name in names)

@@ -1,4 +1,4 @@
-"""What a model's files hold, as a digest: names can be given to other weights tomorrow."""
+"""Digests of the contents of a model's files, because the same name may be given to other weights tomorrow."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pt
 
 
 def digest_model(model: ServedModel) -> tuple[str, str]:
-    """A digest of a model's weights, and its configuration as it is written. Reads every byte of them.
+    """Return a digest of a model's weights, and the text of its configuration. Reads every byte of them.
 
-    Where other files decide on its KV too, a digest of them stands behind the configuration: of the model's own code, if the
-    engine runs it, and of what ``side_files`` and ``index_files`` find.
+    If other files determine its KV too, a digest of them is appended to the configuration: of the model's own code, if the
+    engine runs it, and of the files that ``side_files`` and ``index_files`` find.
 
     Raises:
-        ConfigError: there are no weights in local files, or code that the engine runs is not in any.
+        ConfigError: there are no weights in local files, or other files that determine the KV are not local.
     """
     place = find_files(model.path, model.revision, "weights")
     weights = [place] if place.is_file() else sorted(file for file in place.rglob("*") if _holds_weights(file))
@@ -46,7 +46,7 @@ def _holds_weights(file: Path) -> bool:
 
 
 def _contents(files: list[Path], place: Path) -> Iterator[tuple[str, memoryview]]:
-    """Each file's bytes, under its path inside ``place``: several directories may have files of the same name."""
+    """Yield each file's path inside ``place`` and its bytes. The path, because directories may have files of equal names."""
     for file in files:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as contents:
             view = memoryview(contents)

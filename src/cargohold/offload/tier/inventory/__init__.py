@@ -1,4 +1,4 @@
-"""What a tier's medium holds, without an engine: namespaces to list, verify and delete."""
+"""Inventories: list, verify and delete the namespaces on a tier's medium, without an engine."""
 
 from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory
 from cargohold.offload.tier.inventory.factory import open_inventory

@@ -1,4 +1,4 @@
-"""The inventory port: what is stored in one place, whoever stored it."""
+"""The inventory port: all that Cargohold has stored in one place, of any engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import xxhash
 from cargohold.offload.tier.header import HEADER_BYTES, Header, unpack_header
 
 PIECE_BYTES = 8 * 1024**2
-"""What is in memory at a time of something that may be of any size."""
+"""Objects and files of any size are read in pieces of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Holding:
     """The chunks of one namespace.
 
     Attributes:
-        id: of the namespace; in a directory of several engine replicas behind the path of the replica's.
-        facts: what is known of the namespace: as ``Namespace.describe`` gives it, or nothing.
-        num_chunks: chunks that seem to be there.
-        num_bytes: bytes that they take of the medium, with everything around them.
-        last_used_s: when something was done with them last, in seconds since 1970, or ``None`` if the medium does not tell.
-        is_in_use: whether a process on this machine has it open; ``False`` where that cannot be known.
+        id: id of the namespace; in a directory of several engine replicas, behind the path of the replica's subdirectory.
+        facts: description of the namespace, as ``Namespace.describe`` gives it; empty if it is not known.
+        num_chunks: number of chunks that seem to be there; they were not verified.
+        num_bytes: bytes that the namespace takes on the medium, headers, padding and descriptions included.
+        last_used_s: time of its last use, in seconds since 1970; ``None`` if the medium does not tell.
+        is_in_use: whether a process on this machine has it open; ``False`` if that cannot be known.
     """
 
     id: str
@@ -38,33 +38,33 @@ class Holding:
 
     @property
     def short_id(self) -> str:
-        """Enough of the id for people."""
+        """The id with only the first 8 digits of the namespace's, for people."""
         path, separator, name = self.id.rpartition("/")
         return f"{path}{separator}{name[:8]}"
 
 
 class Finding(Enum):
-    """What a look at a chunk found."""
+    """The result of verifying a chunk."""
 
     GOOD = "good"
     DAMAGED = "damaged"
-    """A header or payload that fails its check, or belongs elsewhere."""
+    """The header or payload fails its check, or belongs to another chunk or namespace."""
 
 
 class Inventory(ABC):
-    """What is stored in one place. Methods raise ``TierError`` when it fails or cannot be reached."""
+    """The namespaces in one place. Methods raise ``TierError`` when the place fails or cannot be reached."""
 
     @abstractmethod
     def holdings(self) -> list[Holding]:
-        """All namespaces, the one used longest ago first."""
+        """Return all namespaces, the one used longest ago first if the medium tells."""
 
     @abstractmethod
     def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
-        """Read every chunk and check it, without needing the key if it is encrypted.
+        """Read and check every chunk of a namespace; yield one finding per chunk. Encrypted chunks need no key for that.
 
         Args:
-            namespace_id: whose chunks.
-            delete: whether to delete damaged ones.
+            namespace_id: id of the namespace.
+            delete: whether to delete damaged chunks.
 
         Raises:
             TierError: also if the namespace is in use.
@@ -75,20 +75,20 @@ class Inventory(ABC):
         """Delete a namespace with all its chunks. Raises ``TierError``, also if it is in use."""
 
     def trim(self, namespace_id: str, num_bytes: int) -> int:
-        """Delete the chunks that were stored longest ago, of at least so many bytes; how many bytes went.
+        """Delete the chunks stored longest ago, of at least ``num_bytes`` bytes; return how many bytes were deleted.
 
-        Where a medium evicts by itself, or frees space only as a whole, the namespace goes.
+        For a medium that evicts by itself, or frees space only as a whole, all of the namespace is deleted.
         """
         del num_bytes
         holding = next((found for found in self.holdings() if found.id == namespace_id), None)
         if holding is None:
-            return 0  # somebody else was faster
+            return 0  # another process has deleted it already
         self.remove(namespace_id)
         return holding.num_bytes
 
 
 def is_good(header: Header, payload: Iterable[memoryview]) -> bool:
-    """Whether a payload, in pieces, is what its header says. What may be of any size is never in memory as a whole."""
+    """Whether a payload is what its header says. It comes in pieces, so that a large one is never in memory as a whole."""
     digest, num_bytes = xxhash.xxh3_128(), 0
     for piece in payload:
         digest.update(piece)
@@ -97,7 +97,13 @@ def is_good(header: Header, payload: Iterable[memoryview]) -> bool:
 
 
 def check_value(value: Iterable[memoryview], namespace_id: str, key: bytes) -> Finding:
-    """Check a header and the payload behind it, stored for a key; in pieces, the first of which is no shorter than a header."""
+    """Check a header and the payload behind it, which are stored under ``key``.
+
+    Args:
+        value: the stored bytes in pieces, the first of which is no shorter than a header.
+        namespace_id: id of the namespace that it must belong to.
+        key: the chunk's key.
+    """
     pieces = iter(value)
     first = next(pieces, memoryview(b""))
     header = unpack_header(first[:HEADER_BYTES])

@@ -22,15 +22,15 @@ _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class DiskInventory(Inventory):
-    """Shards of a directory, and of those below it that further replicas of an engine have.
+    """The shards in a disk tier's directory, and in its subdirectories for further engine replicas.
 
-    A namespace's id is its path from there: replicas of one engine have the same namespaces.
+    A namespace's id is its path from the directory, because replicas have the same namespaces.
 
     Args:
         directory: as in ``DiskTierConfig``.
 
     Raises:
-        ConfigError: it is no directory.
+        ConfigError: it is not a directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -39,9 +39,9 @@ class DiskInventory(Inventory):
         self._root = directory
 
     def holdings(self) -> list[Holding]:
-        """What each shard says of itself, and the headers that are not empty."""
+        """Return one holding per shard, from its description and the number of its headers that are not empty."""
         with _errors():
-            # Where there are no shards it is perhaps a directory of somebody else's: leave no lock in it.
+            # A directory without shards may be somebody else's: leave no lock file in it.
             roots = [root for root in (self._root, *replicas_in(self._root)) if any(shards_in(root))]
             found = [self._describe(shard) for root in roots for shard in shards_in(root)]
         return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
@@ -87,7 +87,7 @@ class DiskInventory(Inventory):
                 lock = DirectoryLock(shard)
             except BlockingIOError as error:
                 raise TierError(_NAME, f"{shard.name} is in use") from error
-            lock.set_last_used(when)  # a look is no use
+            lock.set_last_used(when)  # verifying a shard does not count as a use
             return lock
 
 
@@ -95,7 +95,7 @@ def _count_headers(path: Path) -> int:
     try:
         file = Descriptor(path, os.O_RDONLY)
     except FileNotFoundError:
-        return 0  # an engine that starts deletes what is above its budget
+        return 0  # deleted meanwhile: an engine that starts deletes segments above its budget
     count = at = 0
     while data := os.pread(file.number, PIECE_BYTES, at):
         at += len(data)
@@ -117,7 +117,7 @@ def _segments(shard: Path) -> Iterator[tuple[Segment, int]]:
 
 
 def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
-    """What is in a slot; ``None`` if nothing is."""
+    """Verify the chunk in a slot; return ``None`` if the slot is empty."""
     try:
         data = segment.read_header(slot)
         if data == _EMPTY:
@@ -135,7 +135,7 @@ def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
 
 
 def _payload(segment: Segment, slot: int, num_bytes: int) -> Iterator[memoryview]:
-    """What a header says is in a slot, in pieces that are valid until the next one."""
+    """Yield ``num_bytes`` bytes of a slot's payload, in pieces; each is valid until the next one."""
     piece = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
     for at in range(0, num_bytes, PIECE_BYTES):
         part = piece[: num_bytes - at]
@@ -144,10 +144,10 @@ def _payload(segment: Segment, slot: int, num_bytes: int) -> Iterator[memoryview
 
 
 def _is_in_use(shard: Path) -> bool:
-    """Whether a process uses a shard. Where we may not write we ask all the same, without the lock.
+    """Whether a process uses a shard. Asks under the directory's brief lock, or without it if we may not write there.
 
-    The lock is held for that alone: engines wait for it, and to count a large shard's chunks takes long. What changes meanwhile
-    is listed as it was seen.
+    The lock is held only for this question, because engines wait for it, and counting a large shard's chunks takes long. So a
+    listing may show a shard partly as it was before a change.
     """
     with ExitStack() as stack:
         try:

@@ -12,11 +12,11 @@ from cargohold.offload.tier.inventory.disk import DiskInventory
 from cargohold.offload.tier.store_url import REDIS_SCHEMES, SCHEMES
 
 _STARTS_OF_URLS = tuple(f"{scheme}:" for scheme in SCHEMES)
-"""What begins so is a URL whose slashes were forgotten, and no path."""
+"""A place that begins with one of these, without ``://``, is a URL whose slashes were forgotten, and not a path."""
 
 
 def open_inventory(place: str) -> Inventory:
-    """What is stored in one place.
+    """Open the inventory of one place.
 
     Args:
         place: the directory of a disk tier, or the URL of a shared one.
@@ -25,7 +25,7 @@ def open_inventory(place: str) -> Inventory:
         ConfigError: nothing is named, there is no such directory, the scheme is unknown, or a package is not installed.
     """
     if not place:
-        # As a path, nothing would be the current directory: what a script's unset variable leaves must not delete there.
+        # An empty path would be the current directory: an unset variable in a script must not delete there.
         raise ConfigError(
             "PLACE", place, "it must be a directory, or the URL of a shared store; . is the current directory"
         )
@@ -34,7 +34,7 @@ def open_inventory(place: str) -> Inventory:
     try:
         return _shared_inventory(SharedTierConfig(url=place))
     except ConfigError as error:
-        raise ConfigError("PLACE", error.value, error.expected) from error  # there is no option url here
+        raise ConfigError("PLACE", error.value, error.expected) from error  # the user gave a PLACE, not the option url
 
 
 def _shared_inventory(config: SharedTierConfig) -> Inventory:
@@ -45,7 +45,7 @@ def _shared_inventory(config: SharedTierConfig) -> Inventory:
 
         return RedisInventory(open_client(config))
     if config.scheme == "file" and not Path(unquote(urlsplit(config.url).path)).is_dir():
-        raise ConfigError("url", config.url, "there is no such directory")  # a tier would make it
+        raise ConfigError("url", config.url, "there is no such directory")  # a tier would create it
     with needs_extra(config):
         from cargohold.offload.tier.inventory.objects import ObjectInventory  # noqa: PLC0415  # an optional package
         from cargohold.offload.tier.object_tier import open_store  # noqa: PLC0415  # an optional package

@@ -32,7 +32,7 @@ class _Namespace:
 
 
 class ObjectInventory(Inventory):
-    """Namespaces in a store.
+    """The namespaces in an object store.
 
     Args:
         store: the bucket and prefix.
@@ -42,7 +42,7 @@ class ObjectInventory(Inventory):
         self._store = store
 
     def holdings(self) -> list[Holding]:
-        """What a listing of the whole store shows."""
+        """Return the namespaces that a listing of the whole store shows."""
         with _errors():
             found = [self._describe(name, namespace) for name, namespace in self._namespaces("").items()]
         return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
@@ -54,7 +54,7 @@ class ObjectInventory(Inventory):
                 try:
                     found = obstore.get(self._store, chunk.path)
                 except FileNotFoundError:
-                    continue  # it went meanwhile
+                    continue  # deleted meanwhile
                 finding = check_value(map(memoryview, found.stream(PIECE_BYTES)), namespace_id, chunk.key)
                 if finding is Finding.DAMAGED and delete:
                     delete_if_there(self._store, chunk.path)
@@ -68,7 +68,7 @@ class ObjectInventory(Inventory):
             delete_unfinished(self._store, f"{namespace_id}/", older_than_s=0.0)
 
     def trim(self, namespace_id: str, num_bytes: int) -> int:
-        """Delete the oldest chunks; other engines miss them and compute."""
+        """Delete the oldest chunks; engines that want them compute instead."""
         gone = 0
         with _errors():
             delete_unfinished(self._store, f"{namespace_id}/")

@@ -26,7 +26,7 @@ class _Count:
 
 
 class RedisInventory(Inventory):
-    """Namespaces on a server. When they were used last, it does not tell.
+    """The namespaces on a server, which does not tell when they were used last.
 
     Args:
         client: connected to the database.
@@ -36,7 +36,7 @@ class RedisInventory(Inventory):
         self._client = client
 
     def holdings(self) -> list[Holding]:
-        """What a scan of all keys shows; bytes are those of the values."""
+        """Return the namespaces that a scan of all keys shows; bytes are those of the values."""
         counts: dict[str, _Count] = {}
         with _errors():
             for name in self._names(""):
@@ -57,7 +57,7 @@ class RedisInventory(Inventory):
             for name in self._names(f"{namespace_id}:"):
                 value = self._client.get(name)
                 if not isinstance(value, bytes):
-                    continue  # it went meanwhile
+                    continue  # deleted meanwhile
                 finding = check_value([memoryview(value)], namespace_id, _key_of(name))
                 if finding is Finding.DAMAGED and delete:
                     self._client.unlink(name)
@@ -70,9 +70,9 @@ class RedisInventory(Inventory):
                 self._client.unlink(name)
 
     def _names(self, start: str) -> Iterator[bytes]:
-        """Names of ours that start like this, each once; others may like the same prefix."""
+        """Yield our names that begin with ``PREFIX`` and ``start``, each once. Others may use the same prefix."""
         found = map(bytes, self._client.scan_iter(match=f"{PREFIX}{start}*", count=1000))
-        seen: set[bytes] = set()  # while a server moves its keys it tells of some twice
+        seen: set[bytes] = set()  # while a server moves its keys, a scan returns some names twice
         for name in found:
             if _OURS.fullmatch(name) and name not in seen:
                 seen.add(name)
@@ -88,7 +88,7 @@ def _namespace_of(name: bytes) -> str:
 
 
 def _key_of(name: bytes) -> bytes:
-    """The chunk's key, or nothing if it is the namespace's description."""
+    """Return the chunk's key from its name; empty for the namespace's description."""
     return name[len(PREFIX) + _ID_CHARS + 1 :]
 
 
