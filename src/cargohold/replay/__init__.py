@@ -1,1 +1,1 @@
-"""What a cache would have done for recorded traffic: traces, replay on the production managers, sizing."""
+"""Replay: what a cache would have done for recorded traffic. Traces, replays on the production managers, sizing."""

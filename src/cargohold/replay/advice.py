@@ -1,4 +1,4 @@
-"""A plan in words: one sentence per thing that somebody who buys memory should know."""
+"""A plan in words: sentences for people who have to decide how much memory to buy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cargohold.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What there is to fit into.
+    """The machine that a cache has to fit into.
 
     Attributes:
-        memory_bytes: what this machine, and the control groups around us, allow.
-        disk_free_bytes: free space where the disk tier would be; ``None`` if that was not said.
+        memory_bytes: memory that this machine, and the control groups around this process, allow.
+        disk_free_bytes: free space where the disk tier would be; ``None`` if that place was not given.
     """
 
     memory_bytes: int
@@ -28,7 +28,7 @@ class Machine:
 
 
 def advise(planner: Planner, plan: Plan, workload: Workload, costs: CostModel, budget: Budget) -> Iterator[str]:
-    """What the replays say."""
+    """Yield sentences about the results of the replays."""
     yield _on_traffic(planner, plan, workload)
     yield _on_knee(plan)
     for tier in (HOST, *([DISK] if budget.disk_bytes is not None else [])):
@@ -46,7 +46,7 @@ def advise(planner: Planner, plan: Plan, workload: Workload, costs: CostModel, b
 
 
 def fits(budget: Budget, plan: Plan, machine: Machine) -> Iterator[str]:
-    """What does not fit this machine, and that the rest does."""
+    """Yield sentences about what fits this machine and what does not."""
     allowed = format_bytes(machine.memory_bytes)
     wanted = plan.knee.num_bytes if budget.host_bytes is None else budget.host_bytes
     what = "the bend of the curve" if budget.host_bytes is None else "the host memory asked for"
@@ -126,12 +126,12 @@ def _hits(result: ReplayResult) -> str:
 
 
 def _points(difference: float) -> str:
-    """Of a ratio, in per cent."""
+    """A difference of two ratios in percentage points."""
     return f"{round(100 * difference, 1) + 0.0:+.1f} points"  # adding zero makes -0.0 positive
 
 
 def _gain(planner: Planner, result: ReplayResult) -> str:
-    """What hits save: time if the prefill rate is known, or else tokens."""
+    """What hits save, as text: time if the prefill rate is known, or else tokens."""
     saved_s = planner.saved_s(result)
     if saved_s is None:
         tokens = result.num_hit_tokens or 0

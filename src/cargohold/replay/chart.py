@@ -22,9 +22,9 @@ class Series:
     """One line.
 
     Attributes:
-        name: written at its end.
-        style: class of its elements; the style sheet gives it colour and dashes.
-        points: x, ascending, and y.
+        name: written at the end of the line.
+        style: class of its elements, for which the style sheet has colour and dashes.
+        points: pairs of x and y, in ascending order of x.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What a chart shows.
+    """Titles and axes of a chart.
 
     Attributes:
-        title: of the chart, for those who cannot see it.
-        x_title: below the x axis.
-        show_x, show_y: numbers as text.
+        title: the chart's title, for people who cannot see it.
+        x_title: text below the x axis.
+        show_x, show_y: convert a number on the axis to text.
     """
 
     title: str
@@ -49,7 +49,7 @@ class Axes:
 
 
 class _Scale:
-    """Where values are drawn."""
+    """Converts values to places in the chart, in pixels."""
 
     def __init__(self, series: Sequence[Series]) -> None:
         xs = sorted({x for line in series for x, _ in line.points})

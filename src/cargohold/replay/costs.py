@@ -1,4 +1,4 @@
-"""What hits are worth: a simple model of time, stated so that it can be doubted.
+"""What hits are worth: a simple model of time. It is stated here, so that readers can judge it.
 
 * Computing ``n`` tokens of a prompt takes ``n / prefill_tokens_per_s``. Attention makes long prompts slower than that, so for
   them the saving is underestimated.
@@ -19,17 +19,17 @@ from cargohold.replay.tiers import DISK, HOST
 from cargohold.units import is_positive_int, is_positive_number
 
 DEFAULT_BYTES_PER_S: Final[Mapping[str, float]] = MappingProxyType({HOST: 20e9, DISK: 3e9})
-"""A PCIe 4.0 link with 16 lanes, about; an NVMe drive, about."""
+"""About the bandwidth of a PCIe 4.0 link with 16 lanes, and of an NVMe drive."""
 _MAX_BYTES_PER_TOKEN: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Bytes and times. Raises ``ConfigError`` for what cannot be.
+    """Bytes and times. Raises ``ConfigError`` for impossible values.
 
     Attributes:
-        bytes_per_token: of KV; ``None`` if not known.
-        prefill_tokens_per_s: prompt tokens that the accelerator computes; ``None`` if not known.
+        bytes_per_token: bytes of KV per token; ``None`` if not known.
+        prefill_tokens_per_s: prompt tokens that the accelerator computes per second; ``None`` if not known.
         bytes_per_s: bandwidth of loads, by tier.
     """
 
@@ -53,7 +53,10 @@ class CostModel:
         return None if self.bytes_per_token is None or chunk_tokens is None else self.bytes_per_token * chunk_tokens
 
     def saved_s(self, result: ReplayResult, chunk_tokens: int | None) -> float | None:
-        """Prefill time that hits saved, loads deducted; negative if computing would have been faster."""
+        """Seconds of prefill that hits saved, less the time of loads; negative if computing would have been faster.
+
+        ``None`` if bytes per token, tokens per chunk or the prefill rate are not known.
+        """
         chunk_bytes = self.chunk_bytes(chunk_tokens)
         if self.prefill_tokens_per_s is None or chunk_bytes is None or result.num_hit_tokens is None:
             return None

@@ -1,4 +1,4 @@
-"""Figures of a report as people read them."""
+"""Figures of a report as text for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cargohold.units import format_bytes
 
 
 def describe_trace(report: Report) -> str:
-    """What was replayed, in a line."""
+    """One line about what was replayed."""
     workload = report.workload
     noun = "chunks" if workload.blocks_per_chunk > 1 else "blocks"
     tokens = "" if workload.chunk_tokens is None else f" of {workload.chunk_tokens} tokens"
@@ -21,7 +21,7 @@ def describe_trace(report: Report) -> str:
 
 
 def describe_costs(report: Report) -> str:
-    """What the times and bytes rest on, in a line."""
+    """One line about what the times and bytes in the report are based on."""
     costs = report.costs
     if costs.bytes_per_token is None:
         return "Amounts are numbers of blocks: how many bytes a token takes was not given."
@@ -36,12 +36,12 @@ def describe_costs(report: Report) -> str:
 
 
 def describe_amount(report: Report, num_chunks: int) -> str:
-    """Chunks as bytes, or as a number where it is not known how large they are."""
+    """A number of chunks, in bytes if the size of a chunk is known."""
     return f"{num_chunks:,}" if report.chunk_bytes is None else format_bytes(num_chunks * report.chunk_bytes)
 
 
 def format_amount(report: Report, num_chunks: float) -> str:
-    """The same, short, for axes."""
+    """A number of chunks like ``describe_amount``, but short, for axes."""
     if report.chunk_bytes is not None:
         return format_bytes(num_chunks * report.chunk_bytes)
     for unit, size in (("M", 1e6), ("k", 1e3)):

@@ -30,8 +30,8 @@ class Task:
 
     Attributes:
         policy: name of a policy or bound.
-        capacities: the sizes.
-        disk_policy: of a second tier.
+        capacities: the sizes to replay.
+        disk_policy: policy of a second tier.
     """
 
     policy: str
@@ -42,7 +42,7 @@ class Task:
 def plan_tasks(
     policies: Sequence[str], capacities: Sequence[Capacities], disk_policy: str = DEFAULT_DISK_POLICY
 ) -> list[Task]:
-    """What to replay. Raises ``ConfigError`` for a policy that does not exist."""
+    """Divide the replays of all policies at all sizes into tasks. Raises ``ConfigError`` for a policy that does not exist."""
     check_policies(policies)
     sizes = tuple(dict.fromkeys(capacities))
     tasks: list[Task] = []
@@ -50,19 +50,19 @@ def plan_tasks(
         if policy == INFINITE:
             tasks.append(Task(policy, sizes[:1]))
         elif policy == OPTIMUM:
-            tasks.append(Task(policy, sizes))  # what it learns of the future serves all sizes
+            tasks.append(Task(policy, sizes))  # what it computes about the future serves all sizes
         else:
             tasks += [Task(policy, (size,), disk_policy) for size in sizes]
     return tasks
 
 
 def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1) -> Generator[list[ReplayResult]]:
-    """The results of each task, as they come. Closed early, it ends the processes that still replay.
+    """Yield the results of each task as tasks end. If it is closed early, processes that still replay are ended.
 
     Args:
         workload: the requests.
         tasks: what to replay.
-        num_processes: 1 stays in this process.
+        num_processes: processes to use; with 1, everything is replayed in this process.
 
     Raises:
         ConfigError: a tier has no slot, or the optimum is asked for where ids form no trie.
@@ -83,11 +83,14 @@ def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1)
 
 @contextmanager
 def _shared(workload: Workload) -> Iterator[tuple[dict[str, str], Workload]]:
-    """Write the arrays to files that processes map into their memory: where they are found, and what else there is."""
+    """Write the workload's arrays to files that other processes can map into memory.
+
+    Yields the paths of the files by array, and the workload with empty arrays.
+    """
     paths: dict[str, str] = {}
     with ExitStack() as files:
         for name in _ARRAYS:
-            # It has no name, so that nothing is left however this process ends; the others reach it through this one.
+            # The file has no name, so that nothing is left however this process ends. Other processes open it through /proc.
             file = files.enter_context(tempfile.TemporaryFile())
             np.save(file, getattr(workload, name))
             file.flush()
@@ -97,7 +100,7 @@ def _shared(workload: Workload) -> Iterator[tuple[dict[str, str], Workload]]:
 
 
 _workload: Workload | None = None
-"""In a process of the pool: what all its tasks replay."""
+"""In a process of the pool, the workload that all its tasks replay."""
 
 
 def _start_process(paths: dict[str, str], rest: Workload) -> None:

@@ -1,4 +1,4 @@
-"""One page about a replay: curves, bytes, and the table behind them. Needs no network and no script."""
+"""A report as one HTML page: curves, bytes, and the table behind them. It needs no network and no script."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { te
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What a chart is about.
+    """The quantity that a chart shows.
 
     Attributes:
-        title: for those who cannot see it.
-        value: of a result; ``None`` if it has none.
-        unit: values are shown in multiples of this.
+        title: the chart's title, for people who cannot see it.
+        value: gives the quantity of a result; ``None`` if the result does not have it.
+        unit: size of the unit that values are shown in.
         suffix: name of the unit.
     """
 
@@ -70,7 +70,7 @@ def write_page(path: Path, report: Report) -> None:
 
 
 def page(report: Report) -> str:
-    """The page's text."""
+    """The page as HTML text."""
     title = f"Replay of {', '.join(Path(name).name for name in report.names)}"
     remarks = "".join(f'<p class="remark">{escape(text)}</p>' for text in report.remarks)
     return f"""<!doctype html>
@@ -100,7 +100,7 @@ future; {INFINITE} never evicts.</p>
 
 
 def _colours(report: Report) -> str:
-    """A colour per policy; bounds are grey."""
+    """Style rules with a colour per policy; bounds are grey."""
     rules = [f".{bound} {{ --c: var(--soft); }}" for bound in (OPTIMUM, INFINITE)]
     own = [policy for policy in report.policies if policy not in (OPTIMUM, INFINITE)]
     rules += [f".p{at} {{ --c: var(--c{at % _NUM_STYLES}); }}" for at in range(len(own))]
@@ -120,7 +120,7 @@ def _loaded(result: ReplayResult) -> float | None:
 
 
 def _volume(report: Report, title: str, value: Callable[[ReplayResult], float | None]) -> Measure:
-    """Chunks in the unit in which the largest number has one to four digits."""
+    """A measure of chunks, in bytes if known, with the unit in which the largest number has one to four digits."""
     largest = max((value(result) or 0 for result in report.results), default=0)
     if report.chunk_bytes is None:
         return Measure(title, value, 1000.0, "k") if largest >= 10_000 else Measure(title, value, 1.0, "")

@@ -26,7 +26,7 @@ _STATES: Final = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSize:
-    """What a model keeps of a token.
+    """The KV that a model keeps of a token.
 
     Attributes:
         full_layers: layers that look back at everything.
@@ -34,8 +34,8 @@ class KVSize:
             the tier they weigh as much.
         state_layers: layers that keep a state of fixed size instead; not counted in ``bytes_per_token``.
         shared_layers: layers that use another layer's KV, and keep none.
-        spare_layers: room for so many more in the blocks of the last group of a kind; see ``KVGeometry``. It is taken, too.
-        bytes_per_token: of KV in all layers, spare ones included, on all workers together.
+        spare_layers: layers for which the blocks of the last group of a kind have unused room; see ``KVGeometry``.
+        bytes_per_token: bytes of KV in all layers on all workers together, with the unused room of spare layers.
         is_latent: whether keys and values are kept as one compressed vector (MLA).
     """
 
@@ -48,7 +48,7 @@ class KVSize:
     is_latent: bool
 
     def describe(self) -> str:
-        """In words."""
+        """A description in words."""
         kinds = [
             (self.full_layers, "full attention"),
             (self.windowed_layers, "sliding or chunked attention"),
@@ -70,8 +70,8 @@ def describe_kv(model: str, dtype_bytes: int | None = None) -> KVSize:
         dtype_bytes: bytes per number, if KV is kept in another type than the model was saved in.
 
     Raises:
-        ModelNotFoundError: nothing is there.
-        UnsupportedModelError: its configuration does not tell.
+        ModelNotFoundError: there is no such model.
+        UnsupportedModelError: the model's configuration does not tell.
     """
     config = load_config(model, locate_model(model), otherwise="give --bytes-per-token instead")
     return kv_size(model, config.get_text_config(), dtype_bytes)
@@ -81,7 +81,7 @@ def kv_size(model: str, config: Any, dtype_bytes: int | None = None) -> KVSize:
     """The KV of a model with this configuration, of which only the part about text is looked at.
 
     Raises:
-        ConfigError: ``dtype_bytes`` cannot be.
+        ConfigError: ``dtype_bytes`` is impossible.
         UnsupportedModelError: the configuration does not tell.
     """
     if dtype_bytes is None:
@@ -120,7 +120,7 @@ def kv_size(model: str, config: Any, dtype_bytes: int | None = None) -> KVSize:
 
 
 def _num_spare(num_full: int, num_windowed: int) -> int:
-    """Layers that would still fit where both kinds are cut into groups of as many layers as the rarer kind has."""
+    """Layers for which groups have unused room, if each group has as many layers as the rarer of both kinds."""
     rarest = min(num_full, num_windowed)
     return -(num_full + num_windowed) % rarest if rarest else 0
 
@@ -134,7 +134,7 @@ def _layer_kinds(config: Any, num_layers: int) -> Sequence[str]:
 
 
 def _of_layer(config: Any, layer: int) -> Any:
-    """The configuration of one layer. Where layers differ, that of the model does not answer what differs."""
+    """The configuration of one layer. Where layers differ, the model's configuration has no values for what differs."""
     per_layer = getattr(config, "per_layer_config", None)
     return per_layer[layer] if per_layer else config
 

@@ -1,4 +1,4 @@
-"""Lines of large files, one at a time: plain, gzip or Zstandard, recognised by how they begin, or standard input."""
+"""Reads large files line by line: plain, gzip or Zstandard ones, recognised by their first bytes, or standard input."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STDIN: Final = "-"
 
 _PIECE_BYTES: Final = 1 << 17
 _COMPRESSED_BYTES: Final = 1 << 10
-"""What is decompressed at once: of Zstandard, four bytes may stand for 128 KiB."""
+"""Compressed bytes that are decompressed at once: in Zstandard, four bytes may stand for 128 KiB."""
 _MAX_LINE_BYTES: Final = 1 << 28
 _ZSTD_WINDOW_BYTES: Final = 1 << 28
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
-# A frame that says something else than contents, with which pzstd begins: one of 16 magic numbers.
+# The 16 magic numbers of frames without contents, which are to be skipped. Files of pzstd begin with one.
 _ZSTD_SKIPPED_MAGICS: Final = tuple(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60))
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _GZIP_WBITS: Final = 31
@@ -33,9 +33,9 @@ class Line:
     """One line that is not blank.
 
     Attributes:
-        file: where it is from, as the user wrote it.
-        number: from 1.
-        text: without the newline.
+        file: name of its file, as the user wrote it.
+        number: number of the line, from 1.
+        text: its bytes, without the newline.
     """
 
     file: str
@@ -56,14 +56,14 @@ class _Decompressor(Protocol):
 
 
 def read_lines(file: str | Path, on_progress: Callable[[int], None] | None = None) -> Iterator[Line]:
-    """Every line of a file that is not blank.
+    """Yield every line of a file that is not blank.
 
     Args:
         file: a path, or ``-`` for standard input.
-        on_progress: told how many bytes of the file were read since the last call.
+        on_progress: called with the number of bytes of the file that were read since the last call.
 
     Raises:
-        TraceError: the file cannot be read, is damaged, or needs a package that is not installed; says where.
+        TraceError: the file cannot be read, is damaged, or needs a package that is not installed; names file and line.
     """
     name = str(file)
     number = 0
@@ -79,7 +79,7 @@ def read_lines(file: str | Path, on_progress: Callable[[int], None] | None = Non
 
 
 def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines, the last of which need not end in a newline. Raises ``ValueError`` for one that is too long."""
+    """Split contents into lines; the last one need not end in a newline. Raises ``ValueError`` for a line that is too long."""
     begun: list[bytes] = []
     num_begun = 0
     for piece in pieces:
@@ -98,7 +98,7 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
 @contextmanager
 def _opened(name: str) -> Iterator[BinaryIO]:
     if name == STDIN:
-        # Whoever starts us may have closed it, and then Python has none.
+        # The program that started this process may have closed standard input; then Python has none.
         if sys.stdin is None:
             raise ValueError("there is no standard input")
         yield sys.stdin.buffer
@@ -129,7 +129,7 @@ def _decompressed(pieces: Iterable[bytes], new_frame: Callable[[], _Decompressor
     for part in parts:
         data = part
         while data:
-            if frame.eof:  # files may be several compressed ones, one behind the other
+            if frame.eof:  # a file may consist of several compressed ones, one behind the other
                 frame = new_frame()
             yield _decompress(frame, data)
             data = frame.unused_data if frame.eof else b""

@@ -1,4 +1,4 @@
-"""From the requests of a trace to a workload: which of them, in which order, in chunks of how many blocks."""
+"""Makes a workload of the requests of a trace: selects requests, orders them, and cuts them into chunks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _BELIEVED_FROM: Final = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which requests of a trace are replayed, and how. Raises ``ConfigError`` for what cannot be.
+    """Which requests of a trace are replayed, and how. Raises ``ConfigError`` for impossible values.
 
     Attributes:
-        blocks_per_chunk: consecutive blocks that are kept as one; what is left at a prompt's end is not kept.
-        block_tokens: tokens per block; by default what the trace says, or what its lengths imply.
+        blocks_per_chunk: consecutive blocks that are kept as one chunk; blocks left over at a prompt's end are not kept.
+        block_tokens: tokens per block; by default the number that the trace says, or that its lengths imply.
         sessions: only requests of these sessions; all if empty.
         from_s, until_s: only requests that arrive in this window, in seconds since the trace's first request.
     """
@@ -57,7 +57,7 @@ class Selection:
 
     @property
     def needs_times(self) -> bool:
-        """Whether requests must say when they arrived."""
+        """Whether every request must have an arrival time."""
         return self.from_s is not None or self.until_s is not None
 
     def includes_session(self, session_id: int | str | None) -> bool:
@@ -65,7 +65,7 @@ class Selection:
         return not self.sessions or (session_id is not None and str(session_id) in self.sessions)
 
     def includes_times(self, since_first_s: Floats) -> Bools:
-        """Which requests are replayed that arrived so long after the first one."""
+        """A mask of the requests to replay, from their arrival times in seconds since the first request."""
         chosen = np.ones(len(since_first_s), dtype=np.bool_)
         if self.from_s is not None:
             chosen &= since_first_s >= self.from_s
@@ -75,10 +75,10 @@ class Selection:
 
 
 class WorkloadBuilder:
-    """Collects requests, in the order in which they are to be replayed if they have no times.
+    """Collects requests. They are replayed in this order if they have no times.
 
     Args:
-        selection: which.
+        selection: which requests to collect, and how.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -95,7 +95,7 @@ class WorkloadBuilder:
         self._step_tokens: int | None = None
 
     def add(self, request: TraceRequest) -> None:
-        """Take a request in, if it may be selected. Raises ``ConfigError`` if its time is needed and not there."""
+        """Add a request, if it may be selected. Raises ``ConfigError`` if its time is needed and it has none."""
         wanted = self._selection
         arrival_ms = request.arrival_ms
         if arrival_ms is not None:
@@ -105,7 +105,7 @@ class WorkloadBuilder:
             return
         if wanted.needs_times and arrival_ms is None:
             raise ConfigError("from/until", "a time window", "the trace must say when each request arrived")
-        # A later line may be of an earlier request, which only moves this one further behind the first: too late is for good.
+        # A later line may have an earlier request. That only moves this one further behind the first: it stays too late.
         if (
             wanted.until_s is not None
             and arrival_ms is not None
@@ -129,7 +129,7 @@ class WorkloadBuilder:
             self._told_block_tokens = min(least, request.block_tokens), max(most, request.block_tokens)
 
     def build(self) -> Workload:
-        """The workload of what is selected, in the order of its times. Raises ``ConfigError`` if no prompt has a chunk."""
+        """The workload of the selected requests, ordered by time. Raises ``ConfigError`` if no prompt has a chunk."""
         times = np.array(self._times_ms)
         order = np.arange(len(times))
         if self._selection.needs_times:
@@ -163,7 +163,7 @@ class WorkloadBuilder:
         return workload if np.array_equal(order, np.arange(len(ends))) else _taken(workload, order)
 
     def _nothing_to_replay(self, num_requests: int) -> ConfigError:
-        """Why, by the option that has left nothing over."""
+        """An error that names the option because of which nothing is left."""
         wanted, nothing = self._selection, "there is nothing to replay: "
         if num_requests and wanted.blocks_per_chunk > 1:
             return ConfigError("blocks_per_chunk", wanted.blocks_per_chunk, f"{nothing}no prompt has so many blocks")
@@ -177,7 +177,7 @@ class WorkloadBuilder:
         return ConfigError("trace", f"{num_requests} requests", f"{nothing}their prompts have no blocks")
 
     def _implied_block_tokens(self) -> int | None:
-        """The block size for which prompts of so many tokens have so many blocks; ``None`` if none is convincing."""
+        """The block size that fits the prompts' numbers of tokens and blocks best; ``None`` if it does not fit nearly all."""
         blocks, tokens = np.array(self._blocks, dtype=np.int64), np.array(self._tokens, dtype=np.int64)
         known = (tokens > 0) & (blocks > 1)
         blocks, tokens = blocks[known], tokens[known]
@@ -192,7 +192,7 @@ class WorkloadBuilder:
 
 
 def load_workload(requests: Iterable[TraceRequest], selection: Selection | None = None) -> Workload:
-    """A workload of requests, which are read one by one.
+    """Make a workload of requests, which are read one by one.
 
     Raises:
         ConfigError: there is nothing to replay.
@@ -204,13 +204,13 @@ def load_workload(requests: Iterable[TraceRequest], selection: Selection | None 
 
 
 def _taken(workload: Workload, order: Ints) -> Workload:
-    """Some of the same requests, or all, in another order."""
+    """The requests of a workload at the indices in ``order``, in that order, as a workload of their own."""
     starts, lengths = workload.starts[order], (workload.ends - workload.starts)[order]
     prompt_lengths = (workload.prompt_ends - workload.starts)[order]
     ends = np.cumsum(lengths)
     new_starts = ends - lengths
     gather = np.arange(int(ends[-1])) + np.repeat(starts - new_starts, lengths)
-    # Of what is left out some chunks are used by no other request.
+    # Chunks that only left-out requests use get no number.
     numbers, chunks = np.unique(workload.chunks[gather], return_inverse=True)
     return replace(
         workload,

@@ -19,10 +19,10 @@ _HOUR_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What could be bought.
+    """The memory that could be bought.
 
     Attributes:
-        host_bytes, disk_bytes: of each tier; ``None`` for no such tier, or no idea yet.
+        host_bytes, disk_bytes: size of each tier; ``None`` for no such tier, or if its size is open.
     """
 
     host_bytes: int | None = None
@@ -39,12 +39,12 @@ class Step:
 
     Attributes:
         num_chunks, num_bytes: the size.
-        result: the policy at it.
-        optimum: what no policy can beat at it; ``None`` where ids form no trie.
-        added_bytes: more memory than at the size before.
-        added_hit_tokens: more tokens found than at the size before.
-        saved_s: prefill time saved, all in all; ``None`` if the prefill rate is not known.
-        added_saved_s: the same, beyond the size before.
+        result: result of the policy at this size.
+        optimum: result that no policy can beat at this size; ``None`` where ids form no trie.
+        added_bytes: memory beyond the size before.
+        added_hit_tokens: tokens found beyond those at the size before.
+        saved_s: seconds of prefill saved in total; ``None`` if the prefill rate is not known.
+        added_saved_s: seconds of prefill saved beyond those at the size before.
     """
 
     num_chunks: int
@@ -59,14 +59,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer.
+    """The planner's answer.
 
     Attributes:
-        policy: what was replayed.
-        steps: the curve, ascending.
-        knee: the last size whose growth brought more per byte than the whole curve does on average.
-        host: host memory as large as the budget, alone; ``None`` without a budget.
-        both: the same with the disk below; ``None`` without one.
+        policy: the policy that was replayed.
+        steps: the curve, in ascending order of size.
+        knee: the size at which the curve is highest above the straight line from nothing to its largest size.
+        host: result with host memory as large as the budget; ``None`` without a budget.
+        both: result with that host memory and the disk below it; ``None`` without a disk.
     """
 
     policy: str
@@ -77,16 +77,16 @@ class Plan:
 
 
 class Planner:
-    """Turns a budget into replays, and their results into a plan.
+    """Finds out which sizes to replay for a budget, and makes a plan of the results.
 
     Args:
         workload: the traffic.
-        costs: bytes per token must be known.
-        policy: what is to be replayed.
-        budget: what could be bought.
+        costs: the cost model, which must know the bytes per token.
+        policy: the policy to replay.
+        budget: the memory that could be bought.
 
     Raises:
-        ConfigError: it is not known how large a chunk is, or a tier does not hold one.
+        ConfigError: the size of a chunk is not known, or a tier does not hold one.
     """
 
     def __init__(self, workload: Workload, costs: CostModel, policy: str, budget: Budget) -> None:
@@ -105,12 +105,12 @@ class Planner:
         self._disk = _slots("disk_bytes", budget.disk_bytes, chunk_bytes)
 
     def curve(self) -> list[Capacities]:
-        """Sizes of host memory to replay, the optimum beside the policy."""
+        """Sizes of host memory to replay, with the policy and with the optimum."""
         sizes = {max(1, round(percent * self._workload.num_unique / 100)) for percent in _CURVE_PERCENT}
         return [(size,) for size in sorted(sizes | ({self._host} if self._host else set()))]
 
     def tiers(self) -> list[Capacities]:
-        """Sizes with a disk to replay; none without one."""
+        """Sizes of host memory and disk to replay together; none if the budget has no disk."""
         return [(self._host, self._disk)] if self._host and self._disk else []
 
     def plan(self, results: Sequence[ReplayResult]) -> Plan:
@@ -122,18 +122,18 @@ class Planner:
         return Plan(
             policy=self._policy,
             steps=tuple(steps),
-            # More memory than there is to keep would only flatten the curve.
+            # Sizes beyond what there is to keep would only add a flat end to the curve.
             knee=_knee([step for step in steps if step.num_chunks <= self._workload.num_unique]),
             host=found[self._policy, (self._host,)] if self._host else None,
             both=found[self._policy, (self._host, self._disk)] if self._host and self._disk else None,
         )
 
     def per_hour(self, amount: float) -> float | None:
-        """An amount of the whole trace, per hour; ``None`` if the trace does not tell how long it is."""
+        """Convert an amount of the whole trace to an amount per hour; ``None`` if the trace's duration is not known."""
         return amount * _HOUR_S / self._workload.duration_s if self._workload.duration_s else None
 
     def saved_s(self, result: ReplayResult) -> float | None:
-        """Prefill time saved; ``None`` if the prefill rate is not known."""
+        """Seconds of prefill saved; ``None`` if the prefill rate is not known."""
         return self._costs.saved_s(result, self._workload.chunk_tokens)
 
     def _step(self, result: ReplayResult, optimum: ReplayResult | None, before: Sequence[Step]) -> Step:
@@ -179,9 +179,9 @@ def _tokens(result: ReplayResult) -> int:
 
 
 def _knee(steps: Sequence[Step]) -> Step:
-    """Where hits are highest above the straight line from nothing to the largest size.
+    """The step at which hits are highest above the straight line from nothing to the largest size.
 
-    Before it, each byte brings more than on average; behind it, less.
+    Up to there a byte brings more than the average byte of the whole curve, beyond it less.
     """
     largest, most = steps[-1].num_bytes, _tokens(steps[-1].result)
     if not most:

@@ -1,4 +1,4 @@
-"""Replays of one workload: a policy at a size, or what no policy can beat."""
+"""Replays one workload: with a policy at a size, or for a bound that no policy can beat."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Capacities = tuple[int, ...]
 def replay(
     workload: Workload, policy: str, capacities: Sequence[Capacities], disk_policy: str = DEFAULT_DISK_POLICY
 ) -> Iterator[ReplayResult]:
-    """One result per size, in the order asked for.
+    """Yield one result per size, in the order of ``capacities``.
 
     Args:
         workload: the requests.
         policy: one of ``BOUNDS``, or see ``cargohold.offload.policy.find_policy``.
-        capacities: the sizes. An infinite cache has only one result.
-        disk_policy: of a second tier.
+        capacities: the sizes. For an infinite cache there is only one result.
+        disk_policy: policy of a second tier.
 
     Raises:
         ConfigError: there is no such policy, a tier has no slot, or the optimum is asked for where ids form no trie.
@@ -55,7 +55,7 @@ def _production(workload: Workload, policy: str, capacities: Capacities, disk_po
 
 
 def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[ReplayResult]:
-    """The best possible tier as large as all tiers together."""
+    """Results of the best possible tier, as large as all tiers together."""
     started = time.perf_counter()
     requests = (workload.chunks[start:end].tolist() for start, _, end in workload.spans())
     try:
@@ -76,7 +76,7 @@ def _infinite(workload: Workload) -> ReplayResult:
     _, first_uses = np.unique(workload.chunks, return_index=True)
     is_hit = np.ones(num_used + 1, dtype=bool)
     is_hit[first_uses] = False
-    # A miss behind the last chunk, so that there is a next one for every request.
+    # Counts as a miss behind the last chunk, so that every request has a next miss.
     is_hit[num_used] = False
     misses = np.flatnonzero(~is_hit)
     starts, prompt_ends = workload.starts, workload.prompt_ends

@@ -1,4 +1,4 @@
-"""What is told of a replay, for machines: plain values, ready for JSON. Tables and pages are made of the same."""
+"""The report of a replay, as plain values that are ready for JSON. Tables and pages are made from it, too."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Results and what they are about.
+    """Results of replays, with the workload and the costs that they are based on.
 
     Attributes:
         names: the files of the trace.
         workload: what was replayed.
         costs: what a hit is worth.
-        results: in any order.
+        results: one per policy and size, in any order.
         remarks: what a reader should know, as sentences.
     """
 
@@ -37,7 +37,7 @@ class Report:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Those that were replayed; bounds last."""
+        """The policies and bounds that were replayed; bounds last."""
         found = dict.fromkeys(result.policy for result in self.results)
         return tuple(sorted(found, key=lambda policy: (policy in BOUNDS, policy == INFINITE, policy)))
 
@@ -54,7 +54,7 @@ class Report:
         return None
 
     def as_facts(self) -> Facts:
-        """Everything, for JSON."""
+        """The whole report as values for JSON."""
         ordered = sorted(self.results, key=lambda result: (self.policies.index(result.policy), result.capacities))
         return {
             "trace": self._trace_facts(),
@@ -114,7 +114,7 @@ class Report:
         return None if self.chunk_bytes is None else num_chunks * self.chunk_bytes
 
     def why_no_times(self) -> str | None:
-        """Why prefill saved is not told although the prefill rate is known; ``None`` if it is told, or not asked for."""
+        """Why "prefill saved" cannot be shown although the prefill rate is known; ``None`` if it can, or was not asked for."""
         if self.costs.prefill_tokens_per_s is None or self.chunk_bytes is not None:
             return None
         missing = []
@@ -126,7 +126,7 @@ class Report:
 
 
 def remarks_on(workload: Workload, num_misplaced: int, num_skipped: int) -> list[str]:
-    """What is odd about a trace, and what its own engine counted."""
+    """Sentences about what is odd in a trace, and about the reuse that the recording engine counted."""
     remarks = []
     if num_skipped:
         remarks.append(f"{num_skipped} broken line(s) of the trace were skipped")

@@ -1,11 +1,11 @@
-"""Logs of requests with their texts or tokens, as traces: hashed into blocks as the engine does it.
+"""Reads logs of requests with texts or tokens as block traces: hashes them into blocks as the engine does.
 
-JSON lines, each with one of ``prompt`` (text), ``messages`` (a chat) or ``token_ids``, and what else block traces have::
+Logs are JSON lines, each with one of ``prompt`` (text), ``messages`` (a chat) or ``token_ids``, and fields of block traces::
 
     {"timestamp_ms": 0, "messages": [{"role": "user", "content": "Good morning"}], "session_id": "a"}
     {"timestamp_ms": 9, "token_ids": [1, 15043, 3186], "output_token_ids": [29991]}
 
-Lines with ``hash_ids`` are left as they are.
+Lines with ``hash_ids`` are read as lines of block traces.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextTokenizer(Protocol):
-    """What turns texts into tokens; ``cargohold.engine.model.tokenizer.Tokenizer`` does."""
+    """Turns texts into tokens, as ``cargohold.engine.model.tokenizer.Tokenizer`` does."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text."""
@@ -60,15 +60,15 @@ class TextTokenizer(Protocol):
 
 
 class RequestLogDecoder:
-    """Makes block-trace requests of logged ones.
+    """Turns lines of a log into requests of a block trace.
 
     Args:
-        block_tokens: tokens per block, as the engine would have it.
-        tokenizer: for texts; without it, only tokens are understood.
+        block_tokens: tokens per block of the engine that is replayed.
+        tokenizer: for texts; without it, only token ids are understood.
 
     Attributes:
-        block_tokens: the same.
-        longest: tokens of the longest prompt of a request that was made so; 0 if there was none.
+        block_tokens: tokens per block.
+        longest: tokens of the longest prompt that was hashed here; 0 if there was none.
     """
 
     def __init__(self, block_tokens: int, tokenizer: TextTokenizer | None = None) -> None:
@@ -85,7 +85,7 @@ class RequestLogDecoder:
             ConfigError: it is text, and there is no tokenizer.
         """
         if b'"hash_ids"' in line.text and b'"token_ids"' not in line.text:
-            return decode_request(line)  # nearly always all lines, and there are many
+            return decode_request(line)  # the fast way for block traces, which have many lines
         try:
             logged = self._decoder.decode(line.text)
         except UNREADABLE as error:

@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from cargohold.replay.tiers import TierTraffic
 
 INFINITE = "infinite"
-"""Not a policy: nothing is ever evicted."""
+"""Name of a bound, not of a policy: nothing is ever evicted."""
 OPTIMUM = "optimum"
-"""Not a policy: the future is known."""
+"""Name of a bound, not of a policy: the future is known."""
 BOUNDS = (OPTIMUM, INFINITE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """One policy at one size.
+    """The result of one policy at one size.
 
     Attributes:
-        policy: its name, or one of ``BOUNDS``.
-        capacities: slots of each tier, first tier first; of an infinite cache, as many as there are different chunks.
+        policy: the policy's name, or one of ``BOUNDS``.
+        capacities: slots of each tier, first tier first; of an infinite cache, the number of different chunks.
         num_requests: requests replayed.
         num_lookups: chunks of their prompts.
-        num_prefix_hits: chunks found that had all chunks before them found too: what saves prefill.
+        num_prefix_hits: chunks found with all chunks before them: the hits that save prefill.
         num_block_hits: chunks found, behind a hole or not.
         num_hit_tokens: tokens of the prefix hits; ``None`` if the trace does not tell how many a block has.
-        tiers: what went in and out of each tier; empty for the optimum, which does not say how it does it.
-        seconds: how long the replay took.
+        tiers: traffic of each tier; empty for the optimum, for which it is not known.
+        seconds: real time that the replay took.
     """
 
     policy: str

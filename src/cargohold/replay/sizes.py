@@ -30,9 +30,9 @@ class Size:
 
     Attributes:
         key: the option's name.
-        text: as it was written.
-        amount: in ``unit``.
-        unit: what of.
+        text: the size as the user wrote it.
+        amount: the number, in ``unit``.
+        unit: unit of ``amount``.
     """
 
     key: str
@@ -42,7 +42,7 @@ class Size:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether it takes the bytes per token to tell how many chunks that is."""
+        """Whether the size is in bytes, so that the bytes per token must be known to convert it to chunks."""
         return self.unit is _Unit.BYTES
 
     def chunks_for(self, workload: Workload, chunk_bytes: int | None) -> int:
@@ -63,7 +63,7 @@ class Size:
 
 
 def parse_size(key: str, text: str) -> Size:
-    """A size from text. Raises ``ConfigError`` naming ``key`` if it is none, or zero."""
+    """Parse a size. Raises ``ConfigError`` naming ``key`` if the text is not a size, or is zero."""
     text = text.strip()
     percent = _PERCENT.fullmatch(text)
     if percent:
@@ -81,5 +81,5 @@ def parse_size(key: str, text: str) -> Size:
 
 
 def parse_sizes(key: str, text: str) -> list[Size]:
-    """Several sizes, separated by commas."""
+    """Parse several sizes, separated by commas. Raises like ``parse_size``."""
     return [parse_size(key, part) for part in text.split(",")]

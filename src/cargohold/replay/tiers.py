@@ -1,13 +1,13 @@
 """One run of a workload through tiers, on the managers that production uses.
 
-Of every request, in this order: its prompt is looked up; chunks found in a lower tier are promoted into the first; all are
-touched there, and below only what was promoted; the rest of the prompt is computed and stored, and then what the answer
-completed. Requests come one after the other, so nothing is busy, and a load moves no state: it is counted, not planned. Where
-the trace says how many tokens its engine computed in a step, chunks are stored step by step as they were there, an answer's one
-by one: policies may tell the difference.
+For every request, in this order: its prompt is looked up; chunks found in a lower tier are promoted into the first; all chunks
+are touched in the first tier, and in lower tiers only the promoted ones; the rest of the prompt is computed and stored, and
+then the chunks that the answer completed. Requests come one after the other, so nothing is busy, and a load changes no state:
+it is only counted. Where the trace says how many tokens its engine computed in a step, chunks are stored step by step as in
+that engine, and an answer's chunks one by one, because policies may depend on that.
 
-The first tier is the one that exchanges KV with the accelerator. Lower tiers are written through: what is stored in the first
-is written to the others too. A promotion needs room in the first tier; what finds none is a miss.
+The first tier is the one that exchanges KV with the accelerator. Lower tiers are written through: chunks stored in the first
+are written to the others, too. A promotion needs room in the first tier; a chunk that finds none there is a miss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cargohold.units import is_positive_int
 HOST: Final = "host"
 DISK: Final = "disk"
 DEFAULT_DISK_POLICY: Final = "lru"
-"""Of a disk: it sees no requests, only what host memory could not keep."""
+"""Default policy of a disk. A disk sees no requests, only what host memory could not keep."""
 
 _NAME_BYTES: Final = 4
 
@@ -36,7 +36,7 @@ Keys = tuple[bytes, ...]
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """What went in and out of one tier, in chunks.
+    """The traffic of one tier, in chunks.
 
     Attributes:
         name: what users call the tier.
@@ -44,7 +44,7 @@ class TierTraffic:
         loaded: chunks that were there and were read, those promoted into the first tier included.
         stored: chunks written.
         evicted: chunks that made room for others.
-        held: chunks there at the end.
+        held: chunks in the tier at the end.
     """
 
     name: str
@@ -57,12 +57,12 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True)
 class TierRun:
-    """What one run found.
+    """The result of one run.
 
     Attributes:
-        hits: per request, leading chunks of its prompt that were found in a tier.
+        hits: per request, number of leading chunks of its prompt that were found in a tier.
         num_present: chunks of prompts that were found in a tier, behind a hole or not.
-        tiers: what went in and out, first tier first.
+        tiers: traffic of each tier, first tier first.
     """
 
     hits: Ints
@@ -71,18 +71,18 @@ class TierRun:
 
 
 class _Tier:
-    """A manager and what went through it."""
+    """A tier's manager, with counters of its traffic."""
 
     def __init__(self, name: str, policy: str, capacity: int, num_unique: int) -> None:
         self.name = name
         self.capacity = capacity
-        # What has room for everything keeps everything: more slots would take memory and change nothing.
+        # A tier with room for all chunks keeps all of them: more slots would take memory and change nothing.
         self.manager: OffloadManager = make_manager(policy, min(capacity, num_unique))
         self.loaded = 0
         self.stored = 0
 
     def store(self, keys: Keys, parent: bytes | None) -> int:
-        """Offer chunks; how many of the leading ones are there now."""
+        """Offer chunks to the tier. Returns how many leading ones are there afterwards."""
         handle = self.manager.prepare_store(keys, parent)
         assert not handle.deferred, "nothing is busy when requests come one after the other"
         stored = handle.keys
@@ -93,7 +93,7 @@ class _Tier:
         return len(self.manager.lookup_run(keys))
 
     def traffic(self) -> TierTraffic:
-        """The books, closed. Raises ``AssertionError`` if the manager's invariants do not hold, or the books do not balance."""
+        """The counters at the end. Raises ``AssertionError`` if they or the manager's invariants do not hold."""
         manager = self.manager
         manager.check()
         assert manager.num_writing == manager.num_pins == manager.num_leaving == 0, "something is still in flight"
@@ -110,9 +110,9 @@ def run_tiers(
 
     Args:
         workload: the requests.
-        policy: of host memory; see ``cargohold.offload.policy.find_policy``.
+        policy: policy of host memory; see ``cargohold.offload.policy.find_policy``.
         capacities: slots of host memory, and of the disk if there is one.
-        disk_policy: of the disk.
+        disk_policy: policy of the disk.
 
     Raises:
         ConfigError: there is no such policy, or a tier has no slot.
@@ -141,7 +141,7 @@ def run_tiers(
 
 
 def _names(num_chunks: int) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
-    """A key for each chunk number; equal objects for equal numbers, so that comparing them is cheap."""
+    """A key for each chunk number: one object per number, so that comparing keys is cheap."""
     names = np.empty(num_chunks, dtype=np.object_)
     # Low byte first: managers spread keys by their first byte.
     names[:] = [number.to_bytes(_NAME_BYTES, "little") for number in range(num_chunks)]
@@ -149,7 +149,7 @@ def _names(num_chunks: int) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
 
 
 def _pieces(workload: Workload, num_hits: int, num_prompt: int, num_chunks: int) -> Iterator[tuple[int, int]]:
-    """What is stored together: the first chunk, and the one behind the last."""
+    """The ranges of a request's chunks that are stored together: first chunk, and the one behind the last."""
     if workload.step_tokens is None or workload.chunk_tokens is None:
         ends = [num_prompt, num_chunks]
     else:
@@ -164,7 +164,7 @@ def _pieces(workload: Workload, num_hits: int, num_prompt: int, num_chunks: int)
 
 
 def _serve(tiers: Sequence[_Tier], prompt: Keys) -> tuple[int, int]:
-    """Look a prompt up, and use what is there: how many leading chunks were found, and how many in all."""
+    """Look a prompt up, promote and touch. Returns how many leading chunks were found, and how many in all."""
     first = tiers[0]
     presence = first.manager.lookup(prompt)
     num_hits = presence.find(ABSENT)
@@ -181,7 +181,7 @@ def _serve(tiers: Sequence[_Tier], prompt: Keys) -> tuple[int, int]:
 
 
 def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
-    """Copy what continues the prefix from lower tiers into the first; how many leading chunks are there then."""
+    """Copy chunks that continue the found prefix from lower tiers into the first. Returns how long the prefix is then."""
     first, *lower = tiers
     is_longer = True
     while is_longer and num_hits < len(prompt):
@@ -190,7 +190,8 @@ def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
             found = len(tier.manager.lookup_run(prompt[num_hits:]))
             if found:
                 rest = prompt[num_hits : num_hits + found]
-                # The first tier may have some of it, behind the hole: offered too, that does not go for the others.
+                # The first tier may have some of these chunks, behind the hole. They are offered, too, so that they are not
+                # evicted for the others.
                 states = first.manager.lookup(rest)
                 tier.manager.touch([key for key, state in zip(rest, states, strict=True) if state == ABSENT])
                 fits = first.store(rest, prompt[num_hits - 1] if num_hits else None)

@@ -17,7 +17,7 @@ UNKNOWN: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests as paths of chunks.
+    """The requests of a trace, each as a sequence of chunks.
 
     ::
 
@@ -26,20 +26,20 @@ class Workload:
         ends                                              ^                                  ^
 
     Attributes:
-        chunks: number of every chunk used, request after request.
-        prompt_ends: per request, where its prompt's chunks end.
-        ends: per request, where the chunks that its answer completed end; for most traces the same.
+        chunks: numbers of all chunks used, request after request.
+        prompt_ends: per request, index behind the last chunk of its prompt.
+        ends: per request, index behind the last chunk that its answer completed; in most traces the same.
         prompt_tokens: per request, tokens of its prompt, or ``UNKNOWN``.
-        reused_blocks: per request, the blocks that the engine which recorded it reused, or ``UNKNOWN``.
-        num_unique: different chunks.
-        num_prompt_blocks: blocks of all prompts, also those left over at the ends of prompts, which no chunk has.
-        blocks_per_chunk: blocks of the trace that make a chunk.
-        block_tokens: tokens per block, ``None`` if the trace does not tell.
-        told_block_tokens: the least and the most tokens that a block has by what requests say; ``None`` if none says it.
+        reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
+        num_unique: number of different chunks.
+        num_prompt_blocks: blocks of all prompts, including those left over at the ends of prompts, which are in no chunk.
+        blocks_per_chunk: blocks of the trace per chunk.
+        block_tokens: tokens per block; ``None`` if the trace does not tell.
+        told_block_tokens: least and most tokens per block that requests tell; ``None`` if none tells.
         step_tokens: tokens of a prompt that the recording engine computed in a step; ``None`` if the trace does not tell.
-        duration_s: from the first request to the last; 0 if the trace does not tell.
-        is_timed: whether all requests say when they arrived.
-        is_sorted: whether those that say so came in the order of their times.
+        duration_s: seconds from the first request to the last; 0 if the trace does not tell.
+        is_timed: whether all requests have an arrival time.
+        is_sorted: whether the requests that have one were in the order of their times.
     """
 
     chunks: Chunks
@@ -64,14 +64,14 @@ class Workload:
 
     @property
     def starts(self) -> Ints:
-        """Per request, where its chunks begin."""
+        """Per request, index of its first chunk."""
         starts = np.zeros_like(self.ends)
         starts[1:] = self.ends[:-1]
         return starts
 
     @property
     def num_lookups(self) -> int:
-        """Chunks of prompts, counted every time."""
+        """Number of chunks of all prompts; a chunk counts each time."""
         return int((self.prompt_ends - self.starts).sum())
 
     @property
@@ -90,7 +90,7 @@ class Workload:
         return None if (self.reused_blocks == UNKNOWN).any() else int(self.reused_blocks.sum())
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Per request: where its chunks begin, where those of its prompt end, and where all end."""
+        """Per request: index of its first chunk, index behind its prompt's last chunk, and index behind its last chunk."""
         return zip(self.starts.tolist(), self.prompt_ends.tolist(), self.ends.tolist(), strict=True)
 
     def tokens_in(self, hits: Ints) -> int | None:
@@ -103,7 +103,7 @@ class Workload:
         return int(tokens.sum())
 
     def count_misplaced(self) -> int:
-        """Uses of a chunk behind another one than at its first use. In a trie, where ids stand for prefixes, there are none."""
+        """Number of uses of a chunk behind another chunk than at its first use; 0 if ids form a trie, standing for prefixes."""
         before = np.empty_like(self.chunks)
         before[:1] = UNKNOWN
         before[1:] = self.chunks[:-1]
