@@ -14,7 +14,7 @@ from typing import Any
 from cargohold.integrations.vllm.served import served_model
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
 
-# By name: subclasses keep other things in their blocks, and one that is not known is not served.
+# By the class's own name: subclasses keep other things in their blocks, so an unknown subclass must not be served.
 _LATENT = "MLAAttentionSpec"
 _KINDS: Mapping[str, AttentionKind] = {
     "FullAttentionSpec": AttentionKind.FULL,
@@ -31,11 +31,11 @@ _WINDOW_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What came of a configuration.
+    """The result of translating a KV-cache configuration.
 
     Attributes:
         groups: the groups; empty if there are ``obstacles``.
-        obstacles: why it cannot be served, as sentences.
+        obstacles: reasons why the configuration cannot be served, as sentences.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -43,16 +43,16 @@ class Translation:
 
 
 def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool) -> Translation:
-    """The KV-cache groups of a model as vLLM lays them out.
+    """Translate the KV-cache groups that vLLM made of a model's layers, or find out why they cannot be served.
 
     Args:
         vllm_config: vLLM's configuration.
-        kv_cache_config: what it made of the model's layers.
+        kv_cache_config: its KV-cache configuration for the model's layers.
         reports_requests: whether this version lets a failed load be reported by request.
     """
     obstacles = _parallel_obstacles(vllm_config.parallel_config) + _latent_obstacles(vllm_config, kv_cache_config)
     if not vllm_config.kv_transfer_config.is_kv_consumer:
-        # It would give blocks away that a step in flight still writes, and a load may be given them.
+        # vLLM would free blocks that a step in flight still writes, and might give them to a load.
         obstacles.append(
             f"in kv_role={vllm_config.kv_transfer_config.kv_role} vLLM does not protect loads; use kv_both"
         )
@@ -75,7 +75,8 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
             "recurrent state is kept at block boundaries only with prefix caching: --enable-prefix-caching"
         )
     if not reports_requests and any(group.kind is not AttentionKind.FULL or group.index > 0 for group in groups):
-        # It would go on from the first block that failed; of a window, what that block needs to see was not loaded either.
+        # vLLM would go on from the first block that failed. With a window, the tokens before it, which its queries see, may not
+        # have been loaded either.
         obstacles.append(
             "with windows, recurrent state or several KV-cache groups this vLLM cannot be told that a load failed; "
             "0.30 and later can"
@@ -98,7 +99,7 @@ def make_layout(
 
 
 def block_bytes(kv_cache_config: Any) -> int:
-    """Bytes that one block takes on one worker, padding included: what its row in a tier has at most."""
+    """Bytes that one block takes on one worker, padding included: the most that its row in a tier may take."""
     tensors = kv_cache_config.kv_cache_tensors
     num_blocks = int(kv_cache_config.num_blocks)
     # All tensors lie in one allocation of their common size (since 0.29, and before where layers were packed), or else each
@@ -109,15 +110,15 @@ def block_bytes(kv_cache_config: Any) -> int:
 
 
 def smallest_block_tokens(groups: Sequence[KVCacheGroup]) -> int:
-    """A number of tokens that divides the blocks of all groups."""
+    """The largest number of tokens that divides the block size of every group."""
     return math.gcd(*(group.block_tokens for group in groups))
 
 
 def dropped_tokens(vllm_config: Any, groups: Sequence[KVCacheGroup]) -> int:
-    """Tokens at the end of what vLLM finds on the device that it computes again; 0 if none.
+    """Tokens at the end of a prefix found on the device that vLLM computes again all the same; 0 if there are none.
 
-    A draft model that reads the target's hidden states wants those of the last tokens, and writes into its KV of a block's
-    last token what comes behind the block.
+    A draft model that reads the target model's hidden states needs those of the last tokens, and its KV of a block's last
+    token depends on the token behind the block.
     """
     speculation = getattr(vllm_config, "speculative_config", None)
     if speculation is None:
@@ -127,16 +128,16 @@ def dropped_tokens(vllm_config: Any, groups: Sequence[KVCacheGroup]) -> int:
 
 
 def bears_full_hits(group: KVCacheGroup) -> bool:
-    """Whether a request of which everything was loaded may compute its last token again, as vLLM then does.
+    """Whether a request whose tokens were all loaded may compute its last token again, as vLLM then does.
 
-    vLLM gives blocks to a load of ``n`` tokens as the query behind them sees the past, at position ``n``. The query that it
-    then makes is at ``n - 1``, and may see a block more::
+    For a load of ``n`` tokens, vLLM allocates the blocks that a query at position ``n`` sees. But the query that it computes
+    next is at ``n - 1``, and may see one block more::
 
         window of 5, blocks of 4      |........|........|        n = 8
                                            <------->             what position 7 sees: token 3, of the first block
                                                <------->         what position 8 sees: the first block is not needed
 
-    A recurrent state would take the last token in twice.
+    A recurrent state would take in the last token twice.
     """
     match group.kind:
         case AttentionKind.FULL:
@@ -160,9 +161,10 @@ def _parallel_obstacles(parallel_config: Any) -> list[str]:
 
 
 def _latent_obstacles(vllm_config: Any, kv_cache_config: Any) -> list[str]:
-    """On most CPUs vLLM reads prompts of latent attention with one kernel and what follows with another, of other results.
+    """Why latent attention cannot be served on a CPU, as sentences; empty if it can, or if the model has none.
 
-    It does not reuse prefixes then, and says so by turning its own prefix cache off.
+    On most CPUs, vLLM computes prompts of latent attention with one kernel and what follows them with another, whose results
+    differ. There it reuses no prefixes, which shows in its prefix cache being turned off.
     """
     is_cpu = getattr(getattr(vllm_config, "device_config", None), "device_type", None) == "cpu"
     if not is_cpu or vllm_config.cache_config.enable_prefix_caching:
@@ -174,7 +176,7 @@ def _latent_obstacles(vllm_config: Any, kv_cache_config: Any) -> list[str]:
 
 
 def _group(index: int, spec: Any) -> KVCacheGroup | str:
-    """One group, or why it cannot be served."""
+    """Translate one of vLLM's groups; a sentence without its subject if it cannot be served."""
     if getattr(spec, "host_resident", False) or not getattr(spec, "enable_kv_transfer", True):
         return "lives outside the block pool"
     layers = _layer_specs(spec.kv_cache_spec)
@@ -190,7 +192,7 @@ def _group(index: int, spec: Any) -> KVCacheGroup | str:
     if kind is AttentionKind.RECURRENT and getattr(layers[0], "mamba_cache_mode", "none") == "none":
         return "keeps one recurrent state per request and none at block boundaries; vLLM's --mamba-cache-mode says when"
     if kind is AttentionKind.FULL:
-        window = None  # blocks behind a window are kept, with the hybrid cache manager off
+        window = None  # with its hybrid cache manager off, vLLM keeps blocks behind a window
     return KVCacheGroup(index, kind, block_tokens, tuple(spec.layer_names), window)
 
 

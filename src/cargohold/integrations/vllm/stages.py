@@ -1,7 +1,7 @@
 """The parts of a model that workers hold, which with pipeline parallelism differ from each other.
 
-Each worker has the layers of its stage, so a block takes other bytes on each, while vLLM tells the scheduler of the first
-worker alone. So at start every worker says what it has, on the way that vLLM keeps for handshakes::
+Each worker has the layers of its stage, so the size of a block differs between workers, but vLLM tells the scheduler only about
+the first worker. So at start every worker reports what it has, through the hooks that vLLM has for handshakes::
 
     rank 0   layers 0 to 15     48 KiB a block     host_bytes / 2 for its rows
     rank 1   layers 16 to 25    30 KiB a block     host_bytes / 2 for its rows, more of them
@@ -24,9 +24,9 @@ class WorkerPart(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # 
     """What one worker holds.
 
     Attributes:
-        block_bytes: of one block on this worker; 0 if it keeps nothing.
-        num_layers: per KV-cache group.
-        obstacles: why it keeps nothing.
+        block_bytes: bytes of one block on this worker; 0 if it keeps nothing.
+        num_layers: layers per KV-cache group.
+        obstacles: reasons why it keeps nothing, as sentences.
     """
 
     block_bytes: int = 0
@@ -39,9 +39,9 @@ class Parts:
     """What all workers hold together.
 
     Attributes:
-        largest_block_bytes: of one block, on the worker where it takes the most.
-        all_block_bytes: of one block, over all workers.
-        num_layers: per KV-cache group, over all stages.
+        largest_block_bytes: bytes of one block on the worker where it takes the most.
+        all_block_bytes: bytes of one block on all workers together.
+        num_layers: layers per KV-cache group, over all stages.
     """
 
     largest_block_bytes: int
@@ -54,13 +54,13 @@ class Parts:
 
 
 def equal_parts(layout: KVCacheLayout) -> Parts:
-    """Where all workers hold shards of the same layers."""
+    """The parts where all workers hold shards of the same layers."""
     num_layers = tuple(len(group.layer_names) for group in layout.groups)
     return Parts(layout.block_bytes, layout.block_bytes * layout.world_size, num_layers)
 
 
 def united(parts: Mapping[tuple[int, int], WorkerPart], num_groups: int) -> Parts:
-    """Where stages differ. ``parts`` are by stage and by rank within it."""
+    """The parts of all workers together, where stages differ. ``parts`` are by stage and by rank within it."""
     first_of_stages = [part for (_, rank), part in parts.items() if rank == 0]
     return Parts(
         largest_block_bytes=max(part.block_bytes for part in parts.values()),
@@ -75,11 +75,11 @@ def has_stages(vllm_config: Any) -> bool:
 
 
 def check_stages(vllm_config: Any) -> None:
-    """Refuse what vLLM would end at, offloading or not.
+    """Refuse to start where vLLM would die with any connector, even with one that offloads nothing.
 
     Raises:
-        ConfigError: an executor that has a connector wants an answer of every stage to a pooled request, and one comes from
-            the last alone, but for vLLM's newer model runner.
+        ConfigError: a pooling model has pipeline stages. With a connector, vLLM's executor wants an answer of every stage to a
+            pooled request, but only the last stage gives one, except with vLLM's newer model runner.
     """
     model = vllm_config.model_config
     is_pooling = getattr(model, "runner_type", None) == "pooling"
@@ -89,7 +89,7 @@ def check_stages(vllm_config: Any) -> None:
 
 
 def stage_obstacles(vllm_config: Any) -> list[str]:
-    """Why a model that is cut into stages cannot be served, as sentences; nothing if it is not, or can."""
+    """Why a model that is cut into stages cannot be served, as sentences; empty if it can, or is not cut."""
     if not has_stages(vllm_config):
         return []
     obstacles = []
@@ -102,7 +102,7 @@ def stage_obstacles(vllm_config: Any) -> list[str]:
         return [*obstacles, "vLLM does not say how it runs stages"]
     executor = compat.Executor.get_class(vllm_config)
     if not issubclass(executor, compat.MultiprocExecutor):
-        # Of the others only the last stage answers: nobody would learn that a copy has ended on those before.
+        # With other executors only the last stage answers: nobody would learn that a copy has ended on earlier stages.
         obstacles.append(
             f"with pipeline parallelism {executor.__name__} passes on the last stage's reports only; use mp"
         )

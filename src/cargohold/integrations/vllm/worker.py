@@ -1,4 +1,4 @@
-"""Worker side: the contract's calls in the contract's order, whatever vLLM's order is."""
+"""Worker side: makes the contract's calls in the contract's order, whatever the order of vLLM's calls is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ended:
 
 
 class WorkerSide:
-    """One rank's part of the connector, contained.
+    """The adapter's worker side: runs one rank's part of the connector, contained in a guard.
 
     Args:
         factory: makes the connector.
@@ -60,7 +60,7 @@ class WorkerSide:
         self._message: StepMessage | None = None
         self._has_saved = False
         self._report = RankReport()
-        # What has not ended on this rank: loads with the blocks they fill, and requests whose blocks are kept.
+        # Transfers that have not ended on this rank: loads with the blocks they fill, and requests whose blocks are kept.
         self._loading: dict[str, tuple[int, ...]] = {}
         self._sending: set[str] = set()
         self._failed: set[str] = set()
@@ -77,7 +77,7 @@ class WorkerSide:
             self._guard = WorkerConnectorGuard(self._factory.make_worker_side(environment))
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
-        except Exception as error:  # whatever it is, vLLM can serve without
+        except Exception as error:  # whatever it is, vLLM can serve without offloading
             logger.exception("rank %d cannot take part in offloading", self._rank)
             self._registration_error = f"rank {self._rank} could not register the KV cache: {error!r}"
             return
@@ -89,7 +89,7 @@ class WorkerSide:
         if self._message is message:
             return
         if self._message is not None:
-            self.end()  # with speculation vLLM 0.32 leaves it out on all stages of a pipeline but the last
+            self.end()  # with speculation, vLLM 0.32 leaves this call out on all pipeline stages but the last
         self._message = message
         self._has_saved = False
         self._loading |= message.new_loads
@@ -109,7 +109,7 @@ class WorkerSide:
         self._guard.wait_for_save()
 
     def collect(self, finished_req_ids: AbstractSet[str]) -> Ended:
-        """What ended since the last call."""
+        """The transfers that ended since the last call. Also prepares this step's report for ``build_meta``."""
         output = self._guard.collect(finished_req_ids)
         error = self._guard.take_error() or self._registration_error
         self._registration_error = None
@@ -117,7 +117,7 @@ class WorkerSide:
         for request_id, block_ids in self._loading.items():
             if not output.invalid_block_ids.isdisjoint(block_ids):
                 self._failed.add(request_id)
-        # vLLM takes its own life if it hears of a request that it does not know.
+        # vLLM ends itself if it hears of a request that it does not know.
         received = frozenset(self._loading if stopped else output.finished.finished_recving & self._loading.keys())
         sent = frozenset(self._sending if stopped else output.finished.finished_sending & self._sending)
         failed = received if stopped else received & (output.finished.failed_recving | self._failed)
@@ -130,20 +130,20 @@ class WorkerSide:
         return Ended(sent, received, failed, invalid)
 
     def build_meta(self) -> WorkerMessage | None:
-        """This rank's report; nothing if it has nothing to say."""
+        """This rank's report; ``None`` if there is nothing to report."""
         report, self._report = self._report, RankReport()
         is_silent = report.output.is_empty() and not (report.failed_loads or report.error or report.stopped)
         return None if is_silent else WorkerMessage({self._rank: report})
 
     def end(self) -> None:
-        """The step is over, whatever happened in it."""
+        """End the step, whatever happened in it."""
         if self._message is not None and not self._has_saved:
-            self._guard.wait_for_save()  # vLLM 0.28 leaves it out in steps without tokens
+            self._guard.wait_for_save()  # vLLM 0.28 leaves this call out in steps without tokens
         self._message = None
         self._guard.clear_connector_metadata()
 
     def shutdown(self) -> None:
-        """Let what is in flight end."""
+        """Let transfers in flight end."""
         self._guard.stop()
 
     def _checked(self, block_bytes: int) -> int:
