@@ -6,9 +6,9 @@
     segment-00000.headers   header 0 | header 1 | ...      256 bytes each; zeros where nothing is stored
     segment-00000.uses      use 0 | use 1 | ...            8 bytes each: when the slot was last used
 
-Headers lie together so that a start reads them at the speed of the disk. A chunk is written in three steps: its old header is
-wiped, the payload is written, the header is written. Whatever interrupts that leaves no header, or, after a loss of power, one
-whose checksum does not fit.
+Headers lie together so that a start reads them at the speed of the disk. A chunk is written in three steps: the slot's old
+header is wiped, the payload is written, the header is written. An interruption leaves no header or, after a power failure, one
+whose checksum does not match.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _NO_HEADER: Final = bytes(HEADER_BYTES)
 USE_BYTES: Final = 8
 _PRIVATE: Final = 0o600
 _NO_FILES: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR})
-"""What opening says of links, of sockets, and of directories."""
+"""Errors of opening a link, a socket, or a directory."""
 
 
 class Descriptor:
-    """An open file, closed when nobody refers to it any more: then no thread can still be using its number.
+    """An open file, which is closed when no object refers to it any more: then no thread can still use its number.
 
-    Who else may write to the directory could have put something else in its place: a link, through which we would write to what
-    is ours elsewhere, or a pipe, at which we would wait for ever.
+    Only a regular file is opened. Another user who may write to the directory could have put something else in its place: a
+    link, through which we would overwrite a file of ours elsewhere, or a pipe, at which we would wait for ever.
 
     Args:
-        path: of the file.
+        path: path of the file.
         flags: as for ``os.open``.
 
     Raises:
@@ -55,7 +55,7 @@ class Descriptor:
             raise _irregular(path)
 
     def close(self) -> None:
-        """Close it now: for who knows that no other thread uses it."""
+        """Close the file now. The caller must know that no other thread uses it."""
         number = self.number
         del self.number
         os.close(number)
@@ -67,11 +67,11 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of files.
+    """Sizes of a shard's files.
 
     Attributes:
-        slot_bytes: of a slot; whole pages.
-        slots_per_segment: slots in each pair of files.
+        slot_bytes: bytes of a slot; whole pages.
+        slots_per_segment: number of slots in a segment.
     """
 
     slot_bytes: int
@@ -79,32 +79,32 @@ class Geometry:
 
     @property
     def data_bytes(self) -> int:
-        """Of a segment's payloads."""
+        """Bytes of a segment's payloads."""
         return self.slot_bytes * self.slots_per_segment
 
     @property
     def header_bytes(self) -> int:
-        """Of a segment's headers."""
+        """Bytes of a segment's headers."""
         return padded(HEADER_BYTES * self.slots_per_segment)
 
     @property
     def use_bytes(self) -> int:
-        """Of what a segment says of uses."""
+        """Bytes of a segment's table of last uses."""
         return padded(USE_BYTES * self.slots_per_segment)
 
     @property
     def segment_bytes(self) -> int:
-        """Of a segment's files."""
+        """Bytes of a segment's files together."""
         return self.data_bytes + self.header_bytes + self.use_bytes
 
 
 class Segment:
-    """The files of one segment. Raises ``OSError``.
+    """The files of one segment. All methods raise ``OSError``.
 
     Args:
-        path: of the files, without what tells them apart.
+        path: path of the files without their suffix.
         geometry: their sizes.
-        direct_io: go around the page cache, if the file system allows.
+        direct_io: whether to bypass the page cache, if the file system allows it.
     """
 
     def __init__(self, path: Path, geometry: Geometry, *, direct_io: bool) -> None:
@@ -117,7 +117,7 @@ class Segment:
 
     @property
     def slot_bytes(self) -> int:
-        """Of the largest payload."""
+        """Bytes of a slot, so of the largest payload."""
         return self._geometry.slot_bytes
 
     def is_whole(self) -> bool:
@@ -126,41 +126,41 @@ class Segment:
         return sizes == (self._geometry.header_bytes, self._geometry.data_bytes)
 
     def allocate(self) -> None:
-        """Take all the space on the disk that the files will ever need."""
+        """Allocate all the space on the disk that the files will ever need."""
         os.posix_fallocate(self._headers.number, 0, self._geometry.header_bytes)
         os.posix_fallocate(self._uses.number, 0, self._geometry.use_bytes)
         os.posix_fallocate(self._data.number, 0, self._geometry.data_bytes)
 
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted the files; they can still be used, but nobody will find them again."""
+        """Whether one of the files was deleted. They can still be used, but no later process will find them."""
         return not os.fstat(self._data.number).st_nlink or not os.fstat(self._headers.number).st_nlink
 
     def read_headers(self) -> bytes:
-        """The headers of all slots."""
+        """Return the headers of all slots."""
         size = HEADER_BYTES * self._geometry.slots_per_segment
         data = os.pread(self._headers.number, size, 0)
         _require(len(data) == size)
         return data
 
     def read_header(self, slot: int) -> bytes:
-        """A slot's header."""
+        """Return a slot's header."""
         return os.pread(self._headers.number, HEADER_BYTES, slot * HEADER_BYTES)
 
     def write_header(self, slot: int, header: bytes = _NO_HEADER) -> None:
-        """Write or wipe a slot's header."""
+        """Write a slot's header, or wipe it with zeros, the default."""
         _require(os.pwrite(self._headers.number, header, slot * HEADER_BYTES) == HEADER_BYTES)
 
     def read_uses(self) -> bytes:
-        """When each slot was last used: what was written, as far as it is there."""
+        """Return the table of last uses, as far as it was written."""
         return os.pread(self._uses.number, USE_BYTES * self._geometry.slots_per_segment, 0)
 
     def write_uses(self, uses: bytes) -> None:
-        """Write when each slot was last used."""
+        """Write the table of last uses."""
         assert len(uses) <= self._geometry.use_bytes
         _require(os.pwrite(self._uses.number, uses, 0) == len(uses))
 
     def read_payload(self, slot: int, into: memoryview, skipped: int = 0) -> None:
-        """Read the start of a slot, or what is behind the first ``skipped`` bytes, which are whole pages."""
+        """Fill ``into`` from the start of a slot, or from behind its first ``skipped`` bytes, which must be whole pages."""
         at = self._offset(slot) + skipped
         if not self._is_direct:
             _require(os.preadv(self._data.number, [into], at) == len(into))
@@ -171,7 +171,7 @@ class Segment:
         copy_bytes(into[main:], rest[: len(into) - main])
 
     def write_payload(self, slot: int, payload: memoryview) -> None:
-        """Write the start of a slot."""
+        """Write a payload at the start of a slot."""
         if not self._is_direct:
             _require(os.pwritev(self._data.number, [payload], self._offset(slot)) == len(payload))
             return
@@ -189,12 +189,12 @@ class Segment:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return False  # this file system cannot
+            return False  # this file system has no direct I/O
         return True
 
 
 def read_small(path: Path, max_bytes: int) -> bytes:
-    """A whole file that should be small. Raises ``OSError``, also if it is larger."""
+    """Read a whole small file. Raises ``OSError``, also if it is larger than ``max_bytes``."""
     file = Descriptor(path, os.O_RDONLY)
     data = os.pread(file.number, max_bytes + 1, 0)
     if len(data) > max_bytes:
@@ -203,7 +203,7 @@ def read_small(path: Path, max_bytes: int) -> bytes:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file for its owner only, all or nothing. Raises ``OSError``."""
+    """Write a file that only its owner may access, wholly or not at all. Raises ``OSError``."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.unlink(missing_ok=True)
     file = Descriptor(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -212,17 +212,17 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def segment_files(path: Path) -> tuple[Path, Path]:
-    """Payloads and headers of a segment."""
+    """Return the paths of a segment's payloads and headers."""
     return path.with_suffix(".data"), path.with_suffix(".headers")
 
 
 def uses_file(path: Path) -> Path:
-    """When a segment's slots were last used. Nothing is lost if it is not there, or says nonsense."""
+    """Return the path of a segment's last uses. Nothing is lost if that file is missing or damaged."""
     return path.with_suffix(".uses")
 
 
 def _aligned_part(view: memoryview) -> int:
-    """How many of the leading bytes can be read or written in place: whole pages, or none."""
+    """Return how many leading bytes direct I/O can read or write in place: whole pages, or none."""
     return 0 if address_of(view) % PAGE_BYTES else len(view) // PAGE_BYTES * PAGE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Locks on directories: held by a process, and gone with it, however it ends."""
+"""Locks on directories, held by a process and released with it, however it ends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from typing import Final
 from cargohold.offload.tier.disk.files import Descriptor
 
 MOST_BRIEF_S: Final = 60.0
-"""It takes a while to delete what other models left; but whoever was stopped in the middle must not stop everybody."""
+"""Maximum seconds to wait for a brief lock. Deleting chunks of other models takes a while, but a process that was stopped in
+the middle of it must not stop all others."""
 _POLL_S: Final = 0.05
 _held: Final[weakref.WeakSet[Descriptor]] = weakref.WeakSet()
 """The files of this process that may be locked."""
 
 
 def _let_go_as_child() -> None:
-    """A forked child has its parent's files open, too: what it kept would stay locked after a parent that was killed."""
+    """Close the lock files in a forked child, which inherits them: else they would stay locked after its parent is killed."""
     for file in list(_held):
         file.close()
     _held.clear()
@@ -32,13 +33,13 @@ os.register_at_fork(after_in_child=_let_go_as_child)
 
 
 class DirectoryLock:
-    """Says that a process uses a directory.
+    """The lock of the process that uses a directory; held from creation to ``release``.
 
     Args:
-        directory: which.
+        directory: the directory.
 
     Raises:
-        BlockingIOError: another process does, or another part of this one.
+        BlockingIOError: another process uses it, or another part of this process.
         OSError: the directory is not there or not writable.
     """
 
@@ -52,7 +53,10 @@ class DirectoryLock:
         self.note_use()
 
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted the directory, or moved it away, or this is a child's. Raises ``OSError``."""
+        """Whether the directory was deleted or moved away. Raises ``OSError``.
+
+        Also true after ``release``, and in a forked child, which does not hold the lock.
+        """
         file = self._own_file
         if file is None:
             return True
@@ -61,39 +65,39 @@ class DirectoryLock:
         except (FileNotFoundError, NotADirectoryError):
             return True
         except PermissionError:
-            return False  # nobody can see it, but it may well be there
+            return False  # we may not look, but the directory may well be there
 
     def note_use(self) -> None:
-        """Say that the directory is used now. A hint: that it cannot be written down harms nobody."""
+        """Write down that the directory is used now. Only a hint, so a failure is ignored."""
         file = self._own_file
         if file is not None:
             with suppress(OSError):
                 os.utime(file.number)
 
     def set_last_used(self, seconds: float) -> None:
-        """Say that the directory was last used then, in seconds since 1970."""
+        """Write down when the directory was last used, in seconds since 1970. Raises ``OSError``."""
         file = self._own_file
         if file is not None:
             os.utime(file.number, (seconds, seconds))
 
     def release(self) -> None:
-        """Let others use the directory."""
+        """Let other processes use the directory."""
         file, self._file = self._own_file, None
         if file is not None:
             _unlock(file)
 
     @property
     def _own_file(self) -> Descriptor | None:
-        """The file, unless it was released, perhaps by another thread meanwhile; what a forked child has is not its own."""
+        """The lock file; ``None`` after ``release``, and in a forked child, whose copy of the lock is not its own."""
         return self._file if os.getpid() == self._owner else None
 
 
 @contextmanager
 def brief_lock(directory: Path) -> Iterator[None]:
-    """Hold what only one process may have at a time, for short work on ``directory``. Waits, a minute at most.
+    """Hold a lock that only one process has at a time, for short work on ``directory``. Waits at most ``MOST_BRIEF_S``.
 
     Raises:
-        OSError: the directory is not there or not writable, or another process does not let go of it.
+        OSError: the directory is not there or not writable, or another process does not release the lock.
     """
     path = directory / ".lock"
     owner = os.getpid()
@@ -111,13 +115,13 @@ def brief_lock(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.getpid() == owner:  # a forked child's is closed
+        if os.getpid() == owner:  # a forked child has closed its copy
             _unlock(file)
-        del file  # also where an error's traceback would keep it
+        del file  # closes it even if the traceback of an error keeps this frame
 
 
 def is_in_use(directory: Path) -> bool:
-    """Whether a process uses a directory. To be asked under ``brief_lock``, for it takes the lock itself for a moment."""
+    """Whether a process uses a directory. Call it under ``brief_lock``, because it takes the directory's lock for a moment."""
     try:
         file = _open(directory / DirectoryLock.FILE, os.O_RDONLY)
     except FileNotFoundError:
@@ -137,9 +141,10 @@ def _open(path: Path, flags: int) -> Descriptor:
 
 
 def _unlock(file: Descriptor) -> None:
-    """Let go of a lock, also where a child that was forked meanwhile has the file open too.
+    """Release a lock, even if a child that was forked meanwhile has the file open, too.
 
-    What was done under it is done: if this fails, as it can on a file system that is elsewhere, closing the file is left.
+    A failure, which is possible on a network file system, is ignored: the work under the lock is done, and closing the file
+    releases the lock as well.
     """
     with suppress(OSError):
         fcntl.flock(file.number, fcntl.LOCK_UN)

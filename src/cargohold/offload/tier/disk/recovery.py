@@ -1,4 +1,4 @@
-"""Finds the chunks again that earlier processes stored, from the headers of all slots, and what is known of their uses."""
+"""Restores the index of chunks that earlier processes stored, from the headers of all slots and the slots' last uses."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _MOST_USES: Final = 1024
 def restore_index(index: SlotIndex, tables: Iterable[bytes], uses: Uses, codec: ChunkCodec) -> list[int]:
     """Fill an index of free slots with the chunks whose headers are good.
 
-    The policy hears of what happened in the order in which it did, as far as that is known: when each chunk was stored, those
-    that were stored one after the other along a prefix together, and when it was last used.
+    The index's policy learns of stores and last uses in the order in which they happened, as far as that is known. Chunks that
+    were stored one after the other along a prefix are told to it together.
 
     Args:
         index: has as many slots as there are headers, all free; mutated.
         tables: headers of consecutive slots.
-        uses: when each slot was last used. A time that cannot be is passed over.
-        codec: tells which are of this namespace, and what time it is.
+        uses: time at which each slot was last used. Times before the chunk was stored or in the future are ignored.
+        codec: tells which headers are of this namespace, and what time it is.
 
     Returns:
-        Slots whose header must be wiped: damaged, of another namespace, or of a chunk that is stored twice.
+        Slots whose header must be wiped: damaged, of another namespace, of a chunk that is stored twice, or with a key of
+        unusual length.
     """
     good, bad = _sort_out(tables, codec)
     index.forget_free(slot for _, slot in good)
@@ -46,10 +47,11 @@ def restore_index(index: SlotIndex, tables: Iterable[bytes], uses: Uses, codec: 
 
 
 def _used_later(found: Sequence[tuple[Header, int]], uses: Uses, now_ns: int) -> Iterator[tuple[int, list[bytes]]]:
-    """When chunks were used after they were stored, the oldest first; those used last come first in each list.
+    """Yield times of use with the chunks that were last used then, after they were stored; the oldest time first.
 
-    Chunks used at the same time are in the order in which they were stored. Where there were very many uses, neighbours are
-    told of as one: each costs the policy about as much, however few its chunks.
+    Chunks used at the same time are in the order in which they were stored. If there are more than ``_MOST_USES`` times,
+    neighbouring ones are merged, with the chunks used last first: a touch costs the policy about as much for few chunks as
+    for many.
     """
     used = [
         (when, header.key)
@@ -65,7 +67,7 @@ def _used_later(found: Sequence[tuple[Header, int]], uses: Uses, now_ns: int) ->
 
 
 def _sort_out(tables: Iterable[bytes], codec: ChunkCodec) -> tuple[list[tuple[Header, int]], list[int]]:
-    """Good headers with their slots, the oldest first; and slots with bad ones."""
+    """Return the good headers with their slots, the oldest first, and the slots with bad headers."""
     newest: dict[bytes, tuple[Header, int]] = {}
     bad = []
     for slot, data in _used_slots(tables):
@@ -85,7 +87,10 @@ def _sort_out(tables: Iterable[bytes], codec: ChunkCodec) -> tuple[list[tuple[He
 
 
 def _strange(keys: Collection[bytes]) -> list[bytes]:
-    """Keys that are not as long as most: an engine's are all of one length, which policies rely on, so others wrote those."""
+    """Return the keys whose length differs from that of most keys.
+
+    All keys of an engine have one length, on which policies rely; others have other writers.
+    """
     lengths = Counter(map(len, keys))
     if len(lengths) <= 1:
         return []
@@ -94,7 +99,7 @@ def _strange(keys: Collection[bytes]) -> list[bytes]:
 
 
 def _used_slots(tables: Iterable[bytes]) -> Iterator[tuple[int, memoryview]]:
-    """Slots whose header is not all zeros."""
+    """Yield the slots whose header is not empty, with their headers."""
     empty = bytes(len(MAGIC))
     headers = chain.from_iterable(
         (memoryview(table)[at : at + HEADER_BYTES] for at in range(0, len(table), HEADER_BYTES)) for table in tables
@@ -103,7 +108,7 @@ def _used_slots(tables: Iterable[bytes]) -> Iterator[tuple[int, memoryview]]:
 
 
 def _runs(found: Iterable[tuple[Header, int]]) -> Iterator[list[tuple[Header, int]]]:
-    """Cut into runs in which each chunk is the parent of the next."""
+    """Cut headers into runs in which each chunk is the parent of the next."""
     run: list[tuple[Header, int]] = []
     for header, slot in found:
         if run and header.parent != run[-1][0].key:

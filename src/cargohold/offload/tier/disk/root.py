@@ -1,4 +1,4 @@
-"""The directory that a user names: the shards in it, what they take together, and which of them can go.
+"""The directory that a user names: the shards in it, their total size, and which of them can be deleted.
 
 ::
 
@@ -8,7 +8,7 @@
     DIRECTORY/<namespace id>/segment-*     its files
     DIRECTORY/replica-<n>/             the same for another replica of the engine, with a budget of its own
 
-Everything is for its owner only.
+Only the owner may access any of it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PRIVATE: Final = 0o700
 
 @dataclass(frozen=True, slots=True)
 class ShardDescription:
-    """What is written about a shard.
+    """The contents of a shard's description file.
 
     Attributes:
-        namespace: as ``Namespace.describe`` gives it; empty if it cannot be read.
-        geometry: sizes of its files, or ``None`` if they cannot be read.
+        namespace: the namespace, as ``Namespace.describe`` gives it; empty if it cannot be read.
+        geometry: sizes of the shard's files; ``None`` if they cannot be read.
     """
 
     namespace: dict[str, str]
@@ -47,9 +47,9 @@ class ShardDescription:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only its owner may use, and those above it. Raises ``OSError``."""
+    """Create a directory that only its owner may use, and missing directories above it. Raises ``OSError``."""
     if _REPLICA_NAME.fullmatch(directory.name):
-        make_private(directory.parent)  # the first replica's, which may come later
+        make_private(directory.parent)  # the directory of the first replica, which may start later
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         directory.mkdir(mode=_PRIVATE)
@@ -59,18 +59,21 @@ def make_private(directory: Path) -> None:
 
 
 def shards_in(root: Path) -> Iterator[Path]:
-    """The shards in a directory, the one used longest ago first. Raises ``OSError``."""
+    """Return the shards in a directory, the one used longest ago first. Raises ``OSError``."""
     found = [(last_used(path), path) for path in root.iterdir() if _SHARD_NAME.fullmatch(path.name) and path.is_dir()]
     return (path for _, path in sorted(found))
 
 
 def replicas_in(root: Path) -> list[Path]:
-    """The directories of further engine replicas. Raises ``OSError``."""
+    """Return the subdirectories of further engine replicas. Raises ``OSError``."""
     return sorted(path for path in root.iterdir() if _REPLICA_NAME.fullmatch(path.name) and path.is_dir())
 
 
 def last_used(shard: Path) -> float:
-    """When a process used a shard, in seconds since 1970; 0 if that is not known. Of one in use, when it said so last."""
+    """Return when a shard was last used, in seconds since 1970; 0 if that is not known.
+
+    For a shard in use, this is when its process last noted the use.
+    """
     try:
         return (shard / DirectoryLock.FILE).stat().st_mtime
     except OSError:
@@ -78,10 +81,11 @@ def last_used(shard: Path) -> float:
 
 
 def bytes_in(directory: Path) -> int:
-    """Bytes of all files below a directory, or on the disk if that is more; those of further engine replicas excepted.
+    """Return the bytes of all files below a directory, except those of further engine replicas.
 
-    Files that go meanwhile do not count, nor what is in directories that others do not let us see. Raises ``OSError``: what
-    could not be counted must not pass for room.
+    A file counts with its size, or its space on the disk if that is more. Files that are deleted meanwhile do not count, nor
+    files in directories that we may not read. Raises ``OSError`` for other failures: files that could not be counted must not
+    pass for free room.
     """
     total = 0
     top = os.fspath(directory)
@@ -98,27 +102,27 @@ def bytes_in(directory: Path) -> int:
 
 
 def _require_uncountable(error: OSError) -> None:
-    """Raise it unless a directory is gone, or is not for us."""
+    """Raise ``error`` unless it says that a directory is gone, or that we may not read it."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
         raise error
 
 
 def make_room(root: Path, keep: Path, num_bytes: int, max_bytes: int) -> bool:
-    """Delete unused shards, the one used longest ago first, until ``num_bytes`` more fit; whether they do.
+    """Delete unused shards, the one used longest ago first, until ``num_bytes`` more fit; return whether they do.
 
-    To be called under ``brief_lock``. Raises ``OSError``.
+    Call it under ``brief_lock``. Raises ``OSError``.
 
     Args:
         root: the directory.
-        keep: the shard that needs the room.
-        num_bytes: that are wanted; below 0 if so many will go by themselves.
-        max_bytes: that everything in ``root`` may take.
+        keep: the shard that needs the room; it is not deleted.
+        num_bytes: bytes that are wanted; negative if that many bytes will be freed without it.
+        max_bytes: maximum size of everything in ``root``.
     """
     excess = bytes_in(root) + num_bytes - max_bytes
     for shard in shards_in(root):
         if excess <= 0:
             break
-        # What a link leads to takes no room here, and is not ours to delete.
+        # A shard behind a link takes no room here, and is not ours to delete.
         if shard != keep and not shard.is_symlink() and not is_in_use(shard):
             excess -= bytes_in(shard)
             shutil.rmtree(shard)
@@ -126,13 +130,13 @@ def make_room(root: Path, keep: Path, num_bytes: int, max_bytes: int) -> bool:
 
 
 def write_description(shard: Path, namespace: dict[str, str], geometry: Geometry) -> None:
-    """Say what a shard holds; all or nothing. Raises ``OSError``."""
+    """Write a shard's description file, wholly or not at all. Raises ``OSError``."""
     sizes = {"slot_bytes": geometry.slot_bytes, "slots_per_segment": geometry.slots_per_segment}
     write_whole(shard / DESCRIPTION_FILE, json.dumps({"namespace": namespace, **sizes}, indent=2).encode() + b"\n")
 
 
 def read_description(shard: Path) -> ShardDescription:
-    """What a shard says it holds, as far as that can be read."""
+    """Read a shard's description file; what cannot be read is empty or ``None``."""
     try:
         data = parse_description(read_small(shard / DESCRIPTION_FILE, MAX_DESCRIPTION_BYTES))
     except OSError:

@@ -1,4 +1,4 @@
-"""One worker's part of a directory: opened, scanned, made larger while budget and disk allow."""
+"""One worker's shard of a disk tier's directory: opens and scans it, and makes it larger while budget and disk allow."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ logger = logging.getLogger(__name__)
 _SEGMENT_BYTES: Final = 256 * 1024**2
 _LEAST_SEGMENTS: Final = 16
 _MOST_SEGMENTS: Final = 128
-"""Each has three open files, and a process may mostly have 1024, of which others need some."""
+"""Maximum number of segments: each has three open files, and a process may usually have 1024, some for other purposes."""
 _OTHER_BYTES: Final = 32 * 1024
-"""For descriptions, locks and directories."""
+"""Part of a shard's budget that is kept for descriptions, locks and directories."""
 _LOCK_POLL_S: Final = 0.05
 _RANK: Final = re.compile(r"^rank \d+ ")
-"""Which worker it is, in what a namespace says of how the model is divided; what is written otherwise is no other worker's."""
+"""The worker's rank at the start of a namespace's ``split``. A namespace without it is not that of another worker of ours."""
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a shard may take.
+    """The bytes that a shard may take.
 
     Attributes:
-        root_bytes: what everything in the directory may, together.
-        shard_bytes: what this shard may.
+        root_bytes: maximum size of everything in the directory together.
+        shard_bytes: maximum size of this shard.
         reserve_bytes: free space of the file system that is never taken.
     """
 
@@ -60,25 +60,26 @@ class Budget:
 
     @classmethod
     def of(cls, config: DiskTierConfig, num_shards: int) -> Budget:
-        """The share of one of so many workers."""
+        """Return the budget of one of ``num_shards`` workers."""
         total = config.num_max_bytes
         return cls(total, total // num_shards, config.num_reserve_bytes)
 
 
 class Shard:
-    """Files, locked. Where it says so it raises ``OSError``; everything but ``grow`` and ``close`` may be
-    called by any thread.
+    """One worker's files in the directory, locked against other processes.
+
+    Any thread may call any method but ``grow`` and ``close``. Methods raise ``OSError`` where they say so.
 
     Attributes:
-        path: its directory.
+        path: its subdirectory.
         geometry: sizes of its files.
-        capacity: slots that there may ever be.
+        capacity: maximum number of slots within the budget.
 
     Args:
-        config: where, and how.
-        namespace: whose chunks.
-        chunk_bytes: of the largest chunk.
-        budget: what it may take.
+        config: the tier's options.
+        namespace: namespace of the chunks.
+        chunk_bytes: bytes of the largest chunk.
+        budget: the bytes that it may take.
 
     Raises:
         ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
@@ -113,19 +114,19 @@ class Shard:
 
     @property
     def num_slots(self) -> int:
-        """Slots that there are."""
+        """Number of slots in the segments that there are."""
         return len(self._segments) * self.geometry.slots_per_segment
 
     def segment_of(self, slot: int) -> tuple[Segment, int]:
-        """Where a slot is: its segment, and which of its slots it is."""
+        """Return a slot's segment, and the slot's number in it."""
         at, within = divmod(slot, self.geometry.slots_per_segment)
         return self._segments[at], within
 
     def header_tables(self) -> Iterator[bytes]:
-        """The headers of each segment's slots.
+        """Yield, per segment, the headers of its slots.
 
-        Where they cannot be read, nothing is there: one bad place on the disk must not keep an engine from starting. Who
-        writes to such a slot wipes its header first.
+        Headers that cannot be read count as empty slots: one bad place on the disk must not keep an engine from starting. A
+        later write to such a slot wipes its header first.
         """
         for number, segment in enumerate(self._segments):
             try:
@@ -141,15 +142,15 @@ class Shard:
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """The segments that there are."""
+        """The open segments, in the order of their slots."""
         return self._segments
 
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted the directory or moved it away, or deleted files in it. Raises ``OSError``."""
+        """Whether the directory was deleted or moved away, or the last segment's files deleted. Raises ``OSError``."""
         return self._lock.is_deleted() or any(segment.is_deleted() for segment in self._segments[-1:])
 
     def grow(self) -> bool:
-        """Add a segment; whether budget and disk allowed it. One thread at a time. Raises ``OSError``."""
+        """Add a segment; return whether budget and disk allowed it. Call from one thread at a time. Raises ``OSError``."""
         if self.num_slots >= self.capacity:
             return False
         need = self.geometry.segment_bytes
@@ -161,21 +162,21 @@ class Shard:
             return self._add_segment()
 
     def wipe_header(self, slot: int) -> None:
-        """Nothing is in a slot. Raises ``OSError``."""
+        """Mark a slot as empty on the disk. Raises ``OSError``."""
         segment, at = self.segment_of(slot)
         segment.write_header(at)
 
     def note_use(self) -> None:
-        """It was used until now."""
+        """Note on the disk that the shard is used now."""
         self._lock.note_use()
 
     def release(self) -> None:
-        """Let others use it. Threads may still be reading; files are closed when nobody refers to this any more."""
+        """Let other processes use the shard. Threads may still read; files close when no object refers to them any more."""
         self.note_use()
         self._lock.release()
 
     def close(self) -> None:
-        """Let others use it, and close the files."""
+        """Let other processes use the shard, and close its files."""
         self._segments = []
         self.release()
 
@@ -184,7 +185,7 @@ class Shard:
         make_private(self._root)
         while True:
             try:
-                with brief_lock(self._root):  # nobody deletes what is just being opened
+                with brief_lock(self._root):  # so that nobody deletes the shard while it is being opened
                     make_private(self.path)
                     return DirectoryLock(self.path)
             except BlockingIOError:
@@ -193,7 +194,7 @@ class Shard:
             time.sleep(_LOCK_POLL_S)
 
     def _find_geometry(self, config: DiskTierConfig, namespace: Namespace, slot_bytes: int) -> Geometry:
-        """That of the files which are there, or a new one if there are none or they are of no use.
+        """Return the geometry of the existing files; if there are none, or they do not fit, delete them and choose a new one.
 
         Raises:
             ConfigError: the budget is below one slot.
@@ -218,7 +219,10 @@ class Shard:
         return self.path / f"segment-{number:05d}"
 
     def _open_segments(self, namespace: Namespace) -> None:
-        """Open those that are whole and within the budget, and delete the others, then what others left if need be."""
+        """Open the segments that are whole and within the budget, and delete the others.
+
+        Then delete unused shards in the directory, if it is above its budget.
+        """
         while len(self._segments) < self._most_segments():
             path = self._segment_path(len(self._segments))
             if not all(file.exists() for file in segment_files(path)):
@@ -232,9 +236,10 @@ class Shard:
             make_room(self._root, self.path, -self._others_excess(namespace), self._budget.root_bytes)
 
     def _others_excess(self, namespace: Namespace) -> int:
-        """Bytes above their share that this engine's other workers have, and give back when they open their shards.
+        """Return the bytes by which shards of this engine's other workers exceed their share of the budget.
 
-        Without all shards no chunk is of use, so none is deleted for that.
+        These workers delete the excess when they open their shards. It is not made up for by deleting whole shards, because a
+        chunk is of use only if all workers have their shard of it.
         """
         own = _without_rank(namespace.describe())
         others = (
@@ -266,13 +271,13 @@ class Shard:
 
 
 def free_bytes(directory: Path) -> int:
-    """Free space of a file system, for those who are not its superuser. Raises ``OSError``."""
+    """Return the free space of a file system in bytes, for users other than the superuser. Raises ``OSError``."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
 def check_place(config: DiskTierConfig, chunk_bytes: int, num_shards: int) -> None:
-    """Refuse what no shard could be opened with, as far as that can be told without a namespace. Makes the directory.
+    """Check options, as far as that is possible without a namespace. Creates the directory.
 
     Raises:
         ConfigError: the directory cannot be used, or the budget is impossible.
@@ -303,7 +308,7 @@ def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
 
 
 def _without_rank(facts: dict[str, str]) -> dict[str, str]:
-    """What all workers of an engine have in common, of what their namespaces say: also among how many it is divided."""
+    """Return the facts of a namespace that all workers of an engine have in common; the number of workers is one of them."""
     common = {name: fact for name, fact in facts.items() if name not in ("label", "digest")}
     return common | {"split": _RANK.sub("", common.get("split", ""))}
 
@@ -318,7 +323,7 @@ def _unusable(config: DiskTierConfig, error: OSError) -> ConfigError:
 
 
 def _require_room(config: DiskTierConfig, budget: Budget, slot_bytes: int) -> None:
-    """Raise ``ConfigError`` if there is none for a single slot."""
+    """Raise ``ConfigError`` if the budget has no room for a single slot."""
     need = Geometry(slot_bytes, 1).segment_bytes
     if budget.shard_bytes - _OTHER_BYTES < need:
         need_all = format_bytes(need + _OTHER_BYTES)

@@ -1,8 +1,8 @@
-"""Which chunk is in which slot of the files, in memory. No I/O in here.
+"""The index of a shard's slots, in memory: which chunk is in which slot, and in what state. No I/O in here.
 
 ::
 
-    free --reserve--> writing --commit--> ready --discard, eviction--> free   (when the last reader has let go)
+    free --reserve--> writing --commit--> ready --discard, eviction--> free   (when the last reader has unpinned it)
       ^                  |
       +---- forfeit -----+
 """
@@ -22,8 +22,8 @@ class SlotIndex:
     """Slots of one shard. Not thread-safe: its owner holds a lock.
 
     Args:
-        capacity: slots that there can ever be; at the start there are none.
-        policy: what is evicted; made for the same capacity.
+        capacity: maximum number of slots; at first there are none.
+        policy: decides what is evicted; made for the same capacity.
     """
 
     def __init__(self, capacity: int, policy: ReplacementPolicy) -> None:
@@ -39,12 +39,12 @@ class SlotIndex:
 
     @property
     def num_slots(self) -> int:
-        """Slots that there are."""
+        """Number of slots that there are."""
         return len(self._key_at)
 
     @property
     def num_ready(self) -> int:
-        """Chunks that can be loaded."""
+        """Number of chunks that can be loaded."""
         return len(self._slot_of) - len(self._writing)
 
     @property
@@ -53,7 +53,7 @@ class SlotIndex:
         return bool(self._free)
 
     def add_slots(self, count: int) -> None:
-        """There are more slots now. Low ones are used first."""
+        """Add ``count`` free slots. Low ones are used first."""
         first = self.num_slots
         assert first + count <= self.capacity
         self._key_at += [b""] * count
@@ -70,7 +70,10 @@ class SlotIndex:
         return key in self._slot_of
 
     def reserve(self, key: OffloadKey, parent: OffloadKey | None) -> int | None:
-        """A slot to write a chunk to, if need be that of another; ``None`` if all others are busy or worth more."""
+        """Reserve a slot to write a chunk to, by evicting another chunk if need be.
+
+        Returns ``None`` if all other chunks are busy or worth more.
+        """
         assert key not in self._slot_of
         offer = self._offer([key], parent)
         if not self._free:
@@ -85,30 +88,30 @@ class SlotIndex:
         return slot
 
     def restore(self, keys: Sequence[OffloadKey], slots: Sequence[int], parent: OffloadKey) -> None:
-        """Ready chunks, each the parent of the next, that were found in slots which are free. See ``forget_free``."""
+        """Add ready chunks, each the parent of the next, that were found in ``slots``; call ``forget_free`` for them first."""
         self._policy.add([self._offer(keys, parent)], [np.array(slots, dtype=np.intp)])
         for key, slot in zip(keys, slots, strict=True):
             self._place(key, parent, slot)
             parent = key
 
     def forget_free(self, used: Iterable[int]) -> None:
-        """These slots are used after all."""
+        """Take slots off the list of free slots, because chunks were found in them."""
         gone = set(used)
         self._free = [slot for slot in self._free if slot not in gone]
 
     def commit(self, slot: int) -> None:
-        """A chunk was written; it can be loaded."""
+        """Make a chunk that was written ready: it can be loaded from now on."""
         self._writing.remove(slot)
         self._let_go(slot)
 
     def forfeit(self, slot: int) -> None:
-        """A chunk was not written."""
+        """Give back the slot of a chunk that was not written."""
         self._writing.remove(slot)
         self._withdraw(slot)
         self._let_go(slot)
 
     def pin(self, key: OffloadKey) -> int | None:
-        """The slot of a chunk to read, which stays as it is until ``unpin``."""
+        """Pin a chunk for reading; return its slot, which keeps its contents until ``unpin``, or ``None`` if not ready."""
         if not self.contains(key):
             return None
         slot = self._slot_of[key]
@@ -116,11 +119,11 @@ class SlotIndex:
         return slot
 
     def unpin(self, slot: int) -> None:
-        """A chunk was read."""
+        """Give back one pin on a slot."""
         self._let_go(slot)
 
     def discard(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Forget chunks that can be loaded; their slots, which are free when nobody reads them any more."""
+        """Remove chunks that are ready; return their slots, which are free once nobody reads them any more."""
         slots = [self._slot_of[key] for key in dict.fromkeys(keys) if self.contains(key)]
         for slot in slots:
             self._withdraw(slot)
@@ -130,11 +133,11 @@ class SlotIndex:
         return slots
 
     def is_current(self, key: OffloadKey, slot: int) -> bool:
-        """Whether a pinned slot still stands for its chunk."""
+        """Whether a pinned slot is still the one of its chunk: the chunk was not removed since."""
         return self._slot_of.get(key) == slot
 
     def touch(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """A request uses these chunks, in prefix order; the slots of those that are there."""
+        """Tell the policy that a request uses these chunks, in prefix order; return the slots of those that are ready."""
         slots = [self._slot_of[key] for key in keys if self.contains(key)]
         if slots:
             self._policy.touch(np.array(slots, dtype=np.intp), is_whole=False)

@@ -1,4 +1,4 @@
-"""The disk tier: slots in preallocated files, an index in memory, one of our policies, and a lock around both."""
+"""The disk tier: slots in preallocated files; an index of chunks in memory and an eviction policy, under one lock."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GROWTH_WAIT_S: Final = 1.0
-"""How long a store waits for another that makes the files larger, or opens them again: that may itself wait for a process that
-deletes what other models left. If all threads did, nothing could be loaded meanwhile."""
+"""Seconds that a store waits for another one that makes the files larger or opens them again. That one may itself wait for a
+process that deletes chunks of other models. If all threads waited for it, nothing could be loaded meanwhile."""
 _GROWTH_PAUSE: Final = 64
-"""Stores until a directory that could not be made larger is asked again: that costs a look at all its files."""
+"""After a failed attempt to make the files larger, so many stores make none: an attempt looks at all files of the directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What is replaced as a whole when the directory was deleted. Threads that still use the old one do no harm."""
+    """The state that is replaced as a whole after the directory was deleted. Threads that still use the old one do no harm."""
 
     shard: Shard
     index: SlotIndex
@@ -42,16 +42,16 @@ class _State:
 
 
 class DiskTier(Tier):
-    """Chunks of one worker in files of a directory, found again by the next process.
+    """A tier that keeps one worker's chunks in files of a directory, where the next process finds them again.
 
-    Nothing is ever synchronised to the disk on purpose: what a loss of power takes is a miss, and what it damages is found by
-    its checksum.
+    Nothing is ever synchronised to the disk on purpose: a chunk lost in a power failure is a miss, and a damaged one is found
+    by its checksum.
 
     Args:
-        config: where, and how.
+        config: the tier's options.
         codec: makes and checks headers.
-        chunk_bytes: of the largest chunk.
-        num_shards: workers that share the budget.
+        chunk_bytes: bytes of the largest chunk.
+        num_shards: number of workers that share the budget.
 
     Raises:
         ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
@@ -72,13 +72,13 @@ class DiskTier(Tier):
         self._state = self._open()
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Whether each chunk is in the index."""
+        """Return whether each chunk is in the index and written."""
         with self._lock:
             index = self._state.index
             return [index.contains(key) for key in keys]
 
     def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
-        """Write a chunk to a free slot, or to that of one which is worth less."""
+        """Write a chunk to a free slot, or to the slot of a chunk that the policy evicts for it."""
         with self._errors():
             state = self._living_state()
             if state is None:
@@ -116,7 +116,7 @@ class DiskTier(Tier):
         return LoadOutcome.LOADED if is_good else LoadOutcome.CORRUPT
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Tell the policy, and remember it for the next start."""
+        """Tell the policy of the use of chunks, and remember it for the next start."""
         with self._lock:
             state = self._state
             slots = state.index.touch(keys)
@@ -124,19 +124,19 @@ class DiskTier(Tier):
             self._save(state)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget chunks here and on the disk."""
+        """Remove chunks from the index, and wipe their headers on the disk."""
         with self._errors():
             self._discard(self._state, keys)
 
     def usage(self) -> TierUsage:
-        """Slots in use, with their headers; the capacity is what the budget allows."""
+        """Return the number of chunks, the bytes of their slots with headers, and the bytes of all slots in the budget."""
         with self._lock:
             shard, index = self._state.shard, self._state.index
             slot_bytes = shard.geometry.segment_bytes // shard.geometry.slots_per_segment
             return TierUsage(index.num_ready, index.num_ready * slot_bytes, shard.capacity * slot_bytes)
 
     def close(self) -> None:
-        """Let others use the directory."""
+        """Save the last uses, let other processes use the directory, and close the files."""
         self._save(self._state)
         self._state.shard.close()
 
@@ -153,13 +153,13 @@ class DiskTier(Tier):
         index.add_slots(shard.num_slots)
         uses = LastUses(shard)
         for slot in restore_index(index, shard.header_tables(), uses.snapshot(), self._codec):
-            with suppress(OSError):  # it counts as free all the same, and who writes there wipes it first
+            with suppress(OSError):  # the slot counts as free anyway, and the next write to it wipes the header first
                 shard.wipe_header(slot)
         logger.info("disk tier in %s: %d chunks are there", shard.path, index.num_ready)
         return _State(shard, index, uses)
 
     def _save(self, state: _State) -> None:
-        """Write down what was used last. That it fails harms nobody."""
+        """Write the last uses of slots to the disk. A failure does no harm and is only logged."""
         try:
             state.uses.save()
             state.shard.note_use()
@@ -169,7 +169,10 @@ class DiskTier(Tier):
             )
 
     def _living_state(self) -> _State | None:
-        """The state, or an empty new one if somebody has deleted the directory or moved it away; ``None`` while it is made."""
+        """Return the state, or an empty new one if the directory was deleted or moved away.
+
+        Returns ``None`` while another thread makes the new state.
+        """
         state = self._state
         if state.shard.is_deleted():
             with self._alone() as is_alone:
@@ -190,7 +193,7 @@ class DiskTier(Tier):
     # --- slots --------------------------------------------------------------------------------------------------------
 
     def _reserve(self, state: _State, key: OffloadKey, parent: OffloadKey | None) -> int | StoreOutcome:
-        """A slot for a chunk, or why there is none."""
+        """Reserve a slot for a chunk; return the slot, or the outcome of the store if there is none."""
         with self._lock:
             if state.index.contains(key):
                 return StoreOutcome.PRESENT
@@ -206,14 +209,14 @@ class DiskTier(Tier):
         return StoreOutcome.REFUSED if slot is None else slot
 
     def _grow(self, state: _State) -> bool:
-        """Make the files larger if that is allowed; false while another thread is about it."""
+        """Add a segment if budget and disk allow it. Returns ``False`` if another thread is doing that, else ``True``."""
         with self._alone() as is_alone:
             if not is_alone:
                 return False
             if state.index.has_free or state.shard.num_slots >= state.shard.capacity:
                 return True
             if state is not self._state:
-                return True  # its directory is gone; the files that would be made are another one's by now
+                return True  # the state's directory is gone; new files would belong to the new state's shard
             if self._growth_pause:
                 self._growth_pause -= 1
                 return True
@@ -226,7 +229,7 @@ class DiskTier(Tier):
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Be the only one who makes files larger or opens them, if that can be had soon; whether it could."""
+        """Hold the lock for making files larger or opening them again; yield whether it was obtained in time."""
         is_alone = self._growing.acquire(timeout=_GROWTH_WAIT_S)
         try:
             yield is_alone
@@ -236,7 +239,7 @@ class DiskTier(Tier):
 
     def _write(self, state: _State, slot: int, key: OffloadKey, payload: memoryview, parent: OffloadKey | None) -> None:
         segment, at = state.shard.segment_of(slot)
-        segment.write_header(at)  # from now on nothing is there
+        segment.write_header(at)  # from now on the slot is empty
         header, body = self._codec.encode(key, payload, parent)
         segment.write_payload(at, body)
         segment.write_header(at, header)
@@ -250,8 +253,8 @@ class DiskTier(Tier):
             body = self._codec.body_for(into)
             segment.read_payload(at, body.view)
         except OSError:
-            # One bad place on the disk must not fail every request that wants this chunk. What is written to the slot next
-            # may well succeed: disks replace bad places then.
+            # One bad place on the disk must not fail every request that wants this chunk. The next write to the slot may well
+            # succeed, because disks replace bad places when they are written to.
             with self._lock:
                 if state.index.is_current(key, slot):
                     state.index.discard([key])
@@ -259,11 +262,11 @@ class DiskTier(Tier):
         return self._codec.decode(header, key, body, into)
 
     def _quarantine(self, state: _State, slot: int, key: OffloadKey) -> None:
-        """A pinned chunk is bad: nobody may find it again, here or after a restart."""
+        """Remove a pinned chunk that is damaged, so that nobody finds it again, here or after a restart."""
         self._damage.found(f"{key.hex()} in slot {slot}")
         with self._lock:
             is_current = state.index.is_current(key, slot)
-        if is_current:  # another reader may have found the same
+        if is_current:  # another reader may have found the damage first
             self._discard(state, [key])
 
     def _discard(self, state: _State, keys: Sequence[OffloadKey]) -> None:
@@ -271,7 +274,7 @@ class DiskTier(Tier):
             pinned = [slot for key in keys if (slot := state.index.pin(key)) is not None]
             state.index.discard(keys)
         try:
-            # While they are pinned, nobody writes to them.
+            # While slots are pinned, nobody writes to them.
             for slot in pinned:
                 state.shard.wipe_header(slot)
         finally:

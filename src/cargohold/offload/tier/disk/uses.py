@@ -1,7 +1,7 @@
-"""When each slot was last used, kept on the disk so that a restart does not forget what is worth keeping.
+"""The time at which each slot was last used, kept on the disk so that a restart does not forget what is worth keeping.
 
-The table is written as a whole, now and then and at the end: a process that is killed loses the uses of some seconds. What is
-read back is taken for a hint: a time before the chunk was stored, or in the future, counts for nothing.
+A segment's table is written as a whole, now and then and at the end: a process that is killed loses the uses of some seconds.
+Times that are read back are only hints: a time before the chunk was stored, or in the future, is ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cargohold.offload.tier.disk.files import USE_BYTES
 from cargohold.offload.tier.disk.shard import Shard
 
 Uses: TypeAlias = npt.NDArray[np.int64]
-"""Per slot, when it was last used, in nanoseconds since 1970; 0 if that is not known."""
+"""Per slot, the time at which it was last used, in nanoseconds since 1970; 0 if that is not known."""
 
 SAVE_EVERY_NS: Final = 10 * 10**9
 _ON_DISK: Final = np.dtype("<i8")
@@ -27,7 +27,7 @@ class LastUses:
     """The last uses of a shard's slots. Thread-safe.
 
     Args:
-        shard: whose slots; what it says of them is read.
+        shard: the shard; its tables are read.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -41,17 +41,17 @@ class LastUses:
             try:
                 found = segment.read_uses()
             except OSError:
-                continue  # a bad place on the disk: nothing is known of these
+                continue  # a bad place on the disk: the uses of this segment are not known
             count = len(found) // USE_BYTES
             self._of(at)[:count] = np.frombuffer(found, _ON_DISK, count)
 
     def snapshot(self) -> Uses:
-        """The last use of every slot that there may ever be."""
+        """Return a copy of the last uses of all slots up to the shard's capacity."""
         with self._lock:
             return self._uses.copy()
 
     def note(self, slots: Sequence[int], now_ns: int) -> bool:
-        """These are used now; whether it is time to save that."""
+        """Note that slots are used now; return whether it is time to call ``save``."""
         with self._lock:
             self._uses[slots] = now_ns
             self._changed.update(slot // self._per_segment for slot in slots)
@@ -61,7 +61,7 @@ class LastUses:
             return is_due
 
     def save(self) -> None:
-        """Write what has changed. Raises ``OSError``."""
+        """Write the tables of segments with new uses. Raises ``OSError``."""
         with self._lock:
             changed, self._changed = self._changed, set()
             tables = [(at, self._of(at).astype(_ON_DISK).tobytes()) for at in changed]
