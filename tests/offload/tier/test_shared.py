@@ -394,7 +394,7 @@ def test_a_directory_that_is_not_for_everybody_does_not_stand_in_the_way() -> No
         Path(place, "lost+found").mkdir(mode=0o700)
         script = f"""
 import os
-import cargohold.offload.tier.object_tier  # while all modules can be read
+import cargohold.offload.tier.object_tier, numpy.random  # while all modules can be read
 from tests.offload.tier.test_shared import CHUNK, shared, store
 os.setgid(65534)
 os.setuid(65534)
