@@ -1,8 +1,10 @@
-"""What runs in a rank's own process."""
+"""The main function of a rank's own process."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 
 from cargohold.engine.executor.channel import Channel, ChannelClosedError
 from cargohold.engine.executor.rank import RankPlace, RankSpec
@@ -16,6 +18,8 @@ def run_rank(spec: RankSpec, place: RankPlace, channel: Channel) -> None:
     """Serve steps until told to stop, or until the engine's process is gone."""
     # Ctrl-C reaches every process of the terminal; the engine decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.stderr is not None:
+        os.dup2(2, 1)  # what the program prints is the engine's process's to say; torch 2.8 announces its peers there
     rank = FramedRank()
     try:
         channel.send(rank.start(spec, place))
