@@ -271,11 +271,12 @@ def test_as_one_of_several_connectors(
 
 
 def test_on_two_workers_each_with_its_shard(
-    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, make_llm: Callable[..., LLM]
 ) -> None:
+    model = save_model("llama", tmp_path_factory.mktemp("models"), vocab_size=200)  # which two workers divide
     small = {"num_device_blocks": 40, "max_model_len": 120, "tensor_parallel_size": 2}
     config = offload(disk(tmp_path), host_bytes="100KiB", restore_timeout_s=60.0)
-    llm = make_llm(tiny_model("llama"), offload=config, **(OPTIONS | small))
+    llm = make_llm(model, offload=config, **(OPTIONS | small))
     expected = tokens(ask(llm, prompts()))
     again = ask(llm, prompts())
     assert tokens(again) == expected

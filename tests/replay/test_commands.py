@@ -141,7 +141,7 @@ class TestReplay:
             (["SMALL", "--disk", "1B", "--bytes-per-token", "8"], "--disk='1B'"),
             (["SMALL", "--disk-policy", "fifo"], "--disk-policy='fifo' is not possible: there is no disk"),
             (["SMALL", "--kv-dtype-bytes", "1"], "--kv-dtype-bytes=1 is not possible"),
-            (["SMALL", "--jobs", "two"], "--jobs='two'"),
+            (["SMALL", "--jobs", "two"], "'two'"),
             (["SMALL", "--session", "nobody"], "--session='nobody' is not possible: there is nothing to replay"),
             (["SMALL", "--session", "s1", "--until", "0.5"], "no request is of it in that time"),
             (["SMALL", "--from", "5", "--until", "3"], "window"),
