@@ -6,8 +6,8 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run the command line; the exit status."""
-    # What takes time to import is imported here, where Ctrl-C can be answered like at any later moment.
+    """Run the command line; returns the exit status."""
+    # Modules that take time to import are imported here, where Ctrl-C is answered as at any later moment.
     try:
         from cargohold.cli.entry import main as run_command_line  # noqa: PLC0415
     except KeyboardInterrupt:

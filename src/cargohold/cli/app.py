@@ -1,4 +1,4 @@
-"""The app that subcommands add themselves to: how they end, what they log."""
+"""The app that subcommands add themselves to. Determines how they end and what they log."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EXIT_INTERRUPTED = 130
 
 
 _OPTIONS_OF_TIERS = {"directory": "disk_dir", "max_bytes": "disk_bytes", "url": "shared_url"}
-"""What the command line calls options of tiers."""
+"""Names on the command line of options of tiers."""
 
 
 class _Commands(TyperGroup):
     """Ends every subcommand the way a shell expects: errors that we raise on purpose are one line, without a traceback."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
-        """Read the command line up to the subcommand. Of Ctrl-C meanwhile Typer would say nothing."""
+        """Read the command line up to the subcommand, and handle Ctrl-C meanwhile, about which Typer would say nothing."""
         try:
             return super().make_context(*args, **options)
         except KeyboardInterrupt as interrupt:
@@ -54,7 +54,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(EXIT_FAILED) from error
 
     def _describe(self, ctx: Any, error: CargoholdError) -> str:
-        """The error, with an option named as it is on the command line."""
+        """The error's message, with an option named as it is on the command line."""
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
         if not isinstance(error, ConfigError) or command is None:
             return str(error)
@@ -80,7 +80,7 @@ app = typer.Typer(
 
 
 def interrupted() -> int:
-    """Say that Ctrl-C was understood; the exit status that goes with it."""
+    """Tell the user that the command was interrupted; returns the exit status for that."""
     typer.echo("interrupted", err=True)
     return EXIT_INTERRUPTED
 
@@ -104,7 +104,7 @@ def configure(
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("cargohold")
-    logger.handlers = [handler]  # of an earlier call in the same process nothing is left
+    logger.handlers = [handler]  # replaces the handler of an earlier call in the same process
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -1,4 +1,4 @@
-"""``cargohold cache``: what is stored on a disk or in a shared store; verify it, make room, delete it."""
+"""``cargohold cache``: list what is stored on a disk or in a shared store, verify it, make room, delete it."""
 
 from __future__ import annotations
 
@@ -139,7 +139,11 @@ def _listed(inventory: Inventory) -> list[Holding]:
 
 
 def _chosen(holdings: list[Holding], ids: Sequence[str] | None) -> list[Holding]:
-    """The namespaces that start like ``ids``, each exactly one. Raises ``ConfigError``."""
+    """The namespaces whose ids start with ``ids``; all if there are none.
+
+    Raises:
+        ConfigError: one of ``ids`` is not the start of exactly one namespace's id.
+    """
     if not ids:
         return holdings
     chosen = {}
@@ -153,7 +157,7 @@ def _chosen(holdings: list[Holding], ids: Sequence[str] | None) -> list[Holding]
 
 
 def _remove(inventory: Inventory, holdings: Iterable[Holding]) -> int:
-    """Delete namespaces; how many bytes they took."""
+    """Delete namespaces; returns how many bytes they took."""
     gone = 0
     for holding in holdings:
         inventory.remove(holding.id)
@@ -162,7 +166,7 @@ def _remove(inventory: Inventory, holdings: Iterable[Holding]) -> int:
 
 
 def _trim(inventory: Inventory, holdings: Sequence[Holding], limit: int) -> int:
-    """Delete until at most ``limit`` bytes are left, where that is possible; how many bytes went."""
+    """Delete chunks until at most ``limit`` bytes are left, if possible; returns how many bytes were deleted."""
     gone = 0
     excess = sum(holding.num_bytes for holding in holdings) - limit
     for holding in holdings:
@@ -203,7 +207,10 @@ def _table(holdings: Sequence[Holding]) -> Table:
 
 
 def _shown(fact: str) -> Text:
-    """What a store says, for a terminal: whoever can write there must not command it. Brackets are no markup."""
+    """Text from a store, made safe for a terminal: people who can write to the store must not control the terminal.
+
+    Brackets are not markup.
+    """
     return Text("".join(char if char.isprintable() else "?" for char in fact))
 
 

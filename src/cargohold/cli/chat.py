@@ -34,7 +34,7 @@ def chat(
     params = sampling.params()
     keep_what_is_not_utf8()
     with loaded(model, **engine.llm_options()) as llm:
-        llm.chat_prompt([{"role": "user", "content": "Hello"}])  # whoever cannot chat says so before the first question
+        llm.chat_prompt([{"role": "user", "content": "Hello"}])  # fails at once if the model cannot chat
         remark(HELP)
         Conversation(llm, params).run()
 
@@ -77,7 +77,7 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": answer})
 
     def _stream_answer(self) -> str:
-        """Print the answer as it comes; what there is of it if it is interrupted."""
+        """Print the answer as it comes; returns its text, or what there is of it if it is interrupted."""
         text = ""
         with contextlib.closing(self.llm.stream(self.llm.chat_prompt(self.messages), self.sampling)) as outputs:
             try:
@@ -101,7 +101,7 @@ class Conversation:
 
 def _ask() -> str | None:
     """The next line of input; ``None`` when there is no more."""
-    if sys.stdin is None:  # whoever started us has closed it
+    if sys.stdin is None:  # the program that started this process has closed it
         return None
     if sys.stdout is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return sys.stdin.readline() or None

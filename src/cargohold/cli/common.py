@@ -1,4 +1,4 @@
-"""What subcommands share: standard error, loading with a spinner, and numbers for people."""
+"""Functions that subcommands share: remarks on standard error, loading with a spinner, and numbers for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cargohold.llm import LLM
 
 
 def remark(text: str, style: str = "dim") -> None:
-    """Tell the user something that is no part of the answer. Printed as it is: brackets are no markup, lines are not broken."""
+    """Print text that is not part of the answer to standard error. Brackets are not markup, and lines are not broken."""
     errors.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -41,7 +41,7 @@ def quiet_transformers() -> None:
 
 
 def keep_what_is_not_utf8() -> None:
-    """Read standard input as Python reads the command line: bytes that are no UTF-8 stay, for the tokenizer to refuse."""
+    """Read standard input as Python reads the command line: keep bytes that are not UTF-8, which the tokenizer refuses."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
 
@@ -52,7 +52,7 @@ def describe_reuse(metrics: RequestMetrics) -> str:
     parts = [f"{metrics.device_tokens} on the device"]
     parts += [f"{count} from {tier}" for tier, count in metrics.restored_tokens.items()]
     if metrics.preemptions:
-        # What was restored then may be of the answer, and the same tokens several times.
+        # After a preemption, restored tokens may be of the answer, and the same tokens may be restored several times.
         parts[-1] += f" in {metrics.preemptions + 1} goes"
     else:
         parts.append(f"{max(0, metrics.prompt_tokens - metrics.device_tokens - restored)} computed")

@@ -1,4 +1,4 @@
-"""Where the command writes: answers to standard output, progress and remarks to standard error."""
+"""Consoles of the command: answers go to standard output, progress and remarks to standard error."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ANY_WIDTH: Final = 1000
 
 
 class Answers(Console):
-    """Standard output. A reader that has seen enough ends the command as quietly as any other that pipes."""
+    """Standard output. When its reader closes the pipe, the command ends quietly, as other commands do."""
 
     def print_table(self, table: Table) -> None:
         """Print a table as wide as the terminal, but not so narrow that something would be cut off.
 
-        A number without its last digits is another number: rather let the terminal break lines.
+        A number without its last digits is another number, so it is better to let the terminal break lines.
         """
         least = _LEAST_WIDTH
         if all(column.no_wrap for column in table.columns):
@@ -31,5 +31,5 @@ class Answers(Console):
         self.width = before
 
     def on_broken_pipe(self) -> None:
-        """Let the error pass, for the app to handle."""
+        """Raise the error again, for the app to handle."""
         raise  # noqa: PLE0704  # called by rich while it handles the error

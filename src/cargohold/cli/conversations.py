@@ -9,7 +9,7 @@ from importlib.resources import files
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a user says, turn by turn.
+    """A user's questions, turn by turn.
 
     Attributes:
         topic: name of the document.
@@ -21,7 +21,7 @@ class Conversation:
 
 
 def load_conversations(turns: int) -> list[Conversation]:
-    """The conversations that come with the package, cut to so many turns."""
+    """The conversations that come with the package, cut to ``turns`` turns."""
     texts = files("cargohold.cli") / "texts"
     questions: dict[str, list[str]] = json.loads((texts / "questions.json").read_text(encoding="utf-8"))
     return [

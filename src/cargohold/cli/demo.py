@@ -55,7 +55,7 @@ def demo(
 ) -> None:
     """Show what offloading does for conversations that come back: same answers, first token much sooner."""
     tiers = () if disk_dir is None else (DiskTierConfig(directory=disk_dir, max_bytes=_DISK_BYTES),)
-    offload = OffloadConfig(host_bytes=host_bytes, tiers=tiers)  # what it refuses is refused before minutes are spent
+    offload = OffloadConfig(host_bytes=host_bytes, tiers=tiers)  # refuses bad options before minutes are spent
     if disk_dir is not None:
         _check_directory(disk_dir)
     conversations = load_conversations(turns)
@@ -80,7 +80,7 @@ def demo(
 
 @contextmanager
 def _splittable(model: str, num_shards: int, out: Console) -> Iterator[str]:
-    """The model; or, if it is the built-in one and its heads do not split, the same with silent heads added."""
+    """Yield the model; if it is the built-in one and its heads do not split, a copy of it with silent heads added."""
     if model != SMOLLM2 or num_shards == 1:
         yield model
         return
@@ -106,9 +106,9 @@ def _splittable(model: str, num_shards: int, out: Console) -> Iterator[str]:
 
 
 def _possible_shards(geometry: KVGeometry) -> list[int]:
-    """Over how many workers the built-in model can be split, with silent heads where it takes them.
+    """Numbers of workers that the built-in model can be split over, with silent heads if necessary.
 
-    Its kind of model wants a width that is a multiple of the heads, although with silent ones nothing depends on it.
+    Models of its kind must have a width that is a multiple of the heads, although with silent heads nothing depends on that.
     """
     width = geometry.num_query_heads * geometry.head_dim
     heads_per_kv_head = geometry.num_query_heads // geometry.num_kv_heads
@@ -128,7 +128,7 @@ def _visit_all(
     options: dict[str, Any],
     later: OffloadConfig | None = None,
 ) -> list[Visit]:
-    """The visits, on a fresh engine. What the engine after it is to keep is checked against this one's model."""
+    """Make the visits on a new engine. ``later``, options of the engine after it, is checked against this engine's model."""
     sampling = SamplingParams(max_tokens=answer_tokens)
     with loaded(model, **options) as llm:
         _check_fits(llm, conversations, answer_tokens)
@@ -145,7 +145,7 @@ def _visit_all(
 
 
 def _check_directory(directory: str) -> None:
-    """Raise ``ConfigError`` unless files can be written there: it is used only when half of the demo is over."""
+    """Raise ``ConfigError`` unless files can be written to the directory, which is used only in the demo's second half."""
     path = Path(directory).expanduser().absolute()
     try:
         make_private(path)
@@ -157,7 +157,7 @@ def _check_directory(directory: str) -> None:
 
 
 def _warm_up(llm: LLM) -> None:
-    """The first pass through a model pays for things that no later one does."""
+    """Run the model once: the first pass takes time for things that later ones do not."""
     llm.generate("warm up", SamplingParams(max_tokens=2))
 
 
@@ -175,6 +175,6 @@ def _check_fits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: 
 
 
 def _num_tokens(llm: LLM, talk: Conversation, answer_tokens: int) -> int:
-    """How long a conversation becomes."""
+    """About how many tokens a conversation has at its end."""
     turns = [({"role": "user", "content": text}, {"role": "assistant", "content": ""}) for text in talk.questions]
     return len(llm.chat_prompt([message for turn in turns for message in turn])) + answer_tokens * len(turns)

@@ -1,4 +1,4 @@
-"""``cargohold demo-vllm``: the same demo on a real server: ``vllm serve``, asked through the ``openai`` package."""
+"""``cargohold demo-vllm``: the same demo on a real server, ``vllm serve``, through the ``openai`` package."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def demo_vllm(
         if find_spec(package) is None:
             raise typer.BadParameter(f"the package {package} is not installed here; make demo-vllm installs it")
     extra = {"host_bytes": host_bytes}
-    Settings.parse(extra)  # what it refuses is refused before minutes are spent
+    Settings.parse(extra)  # refuses bad options before minutes are spent
     conversations = load_conversations(turns)
     out = Answers()
     out.print(
@@ -79,7 +79,7 @@ def _transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
 def _visit_all(
     url: str, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
 ) -> list[Visit]:
-    """The visits, on a server."""
+    """Make the visits on a server."""
     from openai import OpenAI  # noqa: PLC0415  # there only beside vLLM
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -88,7 +88,7 @@ def _visit_all(
 
 
 def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Answer:
-    """One answer, streamed, so that the first token's time is that which a user sees."""
+    """Ask for one answer. It is streamed, so that the time to the first token is the one that a user sees."""
     started = time.perf_counter()
     stream = client.chat.completions.create(
         model=SERVED_NAME,

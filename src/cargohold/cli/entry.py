@@ -8,12 +8,12 @@ import typer
 
 from cargohold.cli.app import EXIT_USAGE, app, interrupted
 
-# Typer keeps the parent of this class, which is raised for all that is wrong with a command line, to itself.
+# Everything that is wrong with a command line is raised as this class, the parent of ``BadParameter``. Typer keeps it private.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> int:
-    """Run the command line; the exit status: 0, 1 if something failed, 2 if what was asked is impossible, 130 after Ctrl-C."""
+    """Run the command line. Returns the exit status: 0, 1 if something failed, 2 for impossible requests, 130 after Ctrl-C."""
     try:
         from cargohold.cli import cache, chat, demo, demo_vllm, plan, replay, run, simulate  # noqa: F401, PLC0415  # they join
 
@@ -34,7 +34,7 @@ def _describe(error: Any) -> str:
 
 
 def _describe_value(error: Any) -> str | None:
-    """What is wrong with a value, which Typer leaves out where pydantic has parsed it; ``None`` if it is something else."""
+    """What is wrong with a value that pydantic has parsed, which Typer leaves out; ``None`` for other errors."""
     parsed = getattr(error.__cause__, "errors", None)
     if parsed is None or getattr(error, "param", None) is None:
         return None

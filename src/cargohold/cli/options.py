@@ -34,7 +34,7 @@ class SamplingOptions:
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
 
     def params(self) -> SamplingParams:
-        """Checked. Raises ``ConfigError``."""
+        """The options as sampling parameters. Raises ``ConfigError`` for impossible ones."""
         return SamplingParams(**dataclasses.asdict(self))
 
 
@@ -69,7 +69,7 @@ class EngineOptions:
     ] = None
 
     def llm_options(self) -> dict[str, Any]:
-        """Keyword arguments for ``LLM``. Raises ``ConfigError``."""
+        """Keyword arguments for ``LLM``. Raises ``ConfigError`` for impossible options."""
         own = ("host_bytes", "disk_dir", "disk_bytes", "shared_url")
         options = {key: value for key, value in dataclasses.asdict(self).items() if key not in own}
         return {**options, "offload": self._offload()}
@@ -95,8 +95,8 @@ class EngineOptions:
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Let a subcommand take groups of options.
 
-    A parameter whose type is a dataclass and whose default is one is replaced by the dataclass's fields, with the values in
-    the default as theirs.
+    A parameter whose type and default are a dataclass is replaced by one parameter per field, whose defaults are the values in
+    the parameter's default.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {

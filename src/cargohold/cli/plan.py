@@ -43,7 +43,7 @@ _LEAST_WIDTH = 20
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What is planned for."""
+    """Trace, model and budget that are planned for."""
 
     trace: Annotated[
         list[str], typer.Option("--trace", "-t", help="A file of the trace; - for standard input. May be repeated.")
@@ -56,7 +56,7 @@ class PlanOptions:
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
 
     def budget(self) -> Budget:
-        """Checked. Raises ``ConfigError``."""
+        """The budget. Raises ``ConfigError`` for an impossible policy or size."""
         look_here_for([self.policy])
         find_policy(self.policy)
         if self.disk_bytes is not None and self.host_bytes is None:
@@ -68,7 +68,7 @@ class PlanOptions:
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        """Around what is told sizes as numbers: where it refuses one, the error shows what the user has written."""
+        """Within the ``with`` block, errors about a size show it as the user wrote it, not as a number."""
         try:
             yield
         except ConfigError as error:
@@ -78,7 +78,7 @@ class PlanOptions:
             raise ConfigError(error.key, written, error.expected) from error
 
     def machine(self) -> Machine:
-        """This one. Raises ``ConfigError`` if ``disk_dir`` is not there."""
+        """The limits of this machine. Raises ``ConfigError`` if ``disk_dir`` does not exist."""
         if self.disk_dir is None:
             return Machine(memory_bytes=memory_limit_bytes())
         try:
@@ -138,7 +138,7 @@ def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions, disk_policy
 def _show(planner: Planner, found: Plan, words: list[str]) -> None:
     console = Answers()
     for sentence in words:
-        # Whatever reads a pipe can wrap lines itself.
+        # Programs that read a pipe can wrap lines themselves.
         lines = wrap(sentence, max(_LEAST_WIDTH, console.width - 2)) if console.is_terminal else [sentence]
         console.print("* " + "\n  ".join(lines), highlight=False, markup=False, soft_wrap=True)
     has_time = found.knee.saved_s is not None
@@ -172,7 +172,7 @@ def _amount(planner: Planner, total: float) -> str:
 
 
 def _facts(found: Plan, machine: Machine, words: list[str]) -> dict[str, Any]:
-    """What a plan says beyond the results that it rests on."""
+    """The plan as values for JSON, without the results that it is based on."""
     return {
         "policy": found.policy,
         "memory_limit_bytes": machine.memory_bytes,

@@ -41,7 +41,7 @@ _DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
 
 @dataclass(frozen=True, slots=True)
 class GridOptions:
-    """What is replayed."""
+    """Policies and sizes to replay."""
 
     policy: Annotated[
         list[str] | None,
@@ -55,14 +55,14 @@ class GridOptions:
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
 
     def policies(self) -> list[str]:
-        """Their names. Raises ``ConfigError``."""
+        """Names of the policies. Raises ``ConfigError`` for one that does not exist."""
         names = [name.strip() for text in self.policy or _DEFAULT_POLICIES for name in text.split(",")]
         look_here_for(names)
         check_policies(names)
         return names
 
     def sizes(self) -> tuple[list[Size], list[Size]]:
-        """Of host memory, and of the disk if there is one. Raises ``ConfigError``."""
+        """Sizes of host memory, and the size of the disk if there is one. Raises ``ConfigError`` for what is not a size."""
         return parse_sizes("size", self.size), [] if self.disk is None else [parse_size("disk", self.disk)]
 
 
@@ -118,7 +118,7 @@ def _capacities(workload: Workload, sizes: Sequence[Size], disk: Sequence[Size],
 
 
 def show_report(report: Report) -> None:
-    """Tables on standard output."""
+    """Print the report as tables to standard output."""
     console = Answers()
     console.print(describe_trace(report), highlight=False, soft_wrap=True)
     for title, table in (("prefix-hit ratio, per cent", _ratios(report)), ("what moved", _details(report))):
@@ -163,5 +163,5 @@ def _traffic(report: Report, result: ReplayResult) -> list[str]:
 
 
 def _stacked(sum_of_tiers: str) -> str:
-    """A line per tier: side by side they would not fit a terminal."""
+    """Put each tier on a line of its own: side by side, tiers would not fit into a terminal."""
     return sum_of_tiers.replace(" + ", "\n+ ")

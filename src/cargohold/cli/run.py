@@ -49,7 +49,7 @@ def run(
 
 def _from_stdin() -> str:
     keep_what_is_not_utf8()
-    # Whoever starts us may have closed it, and then Python has none.
+    # The program that started this process may have closed standard input; then Python has none.
     text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
     if not text:
         raise typer.BadParameter("there is no prompt; give it with --prompt or pipe one in")

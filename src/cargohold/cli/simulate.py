@@ -36,7 +36,7 @@ VLLM = "vllm"
 
 @dataclass(frozen=True, slots=True)
 class RecipeOptions:
-    """What to play; see ``Recipe``."""
+    """Which scenarios to play; see ``Recipe``."""
 
     workload: Annotated[str, typer.Option(help=f"{ANY}, or one of: {', '.join(WORKLOADS)}.")] = ANY
     connector: Annotated[
@@ -48,11 +48,11 @@ class RecipeOptions:
     engine: Annotated[str, typer.Option(help=f"Whose scheduler to drive: {OWN}, or {VLLM} with our adapter.")] = OWN
 
     def recipe(self) -> Recipe:
-        """Checked. Raises ``ConfigError``."""
+        """The options as a recipe. Raises ``ConfigError`` for impossible ones."""
         return _recipe_class(self.engine)(self.workload, self.connector, parse_faults(self.faults))
 
     def __str__(self) -> str:
-        """As on a command line, without what is as by default."""
+        """The options as on a command line, without those at their defaults."""
         fields = dataclasses.fields(self)
         return "".join(
             f" --{field.name} {shlex.quote(getattr(self, field.name))}"
@@ -63,7 +63,7 @@ class RecipeOptions:
 
 @dataclass(frozen=True, slots=True)
 class AmountOptions:
-    """How much to play."""
+    """How many seeds to play."""
 
     seeds: Annotated[
         int | None,
@@ -75,11 +75,11 @@ class AmountOptions:
 
     @property
     def num_seeds(self) -> int | None:
-        """``None`` if only time limits them."""
+        """Number of seeds to play; ``None`` if only time limits them."""
         return DEFAULT_SEEDS if self.seeds is None and self.minutes is None else self.seeds
 
     def reports(self, recipe: Recipe) -> Generator[SeedReport]:
-        """Play."""
+        """Play the seeds; yields a report for each."""
         max_seconds = None if self.minutes is None else 60 * self.minutes
         return play_seeds(recipe, self.first_seed, self.num_seeds, self.jobs or os.cpu_count() or 1, max_seconds)
 
@@ -128,7 +128,7 @@ def simulate(
 
 
 def _first_failure(reports: Iterable[SeedReport], totals: Totals, num_seeds: int | None) -> SeedReport | None:
-    """Follow the reports up to the first failure, or to the end."""
+    """Add up the reports, until the first failure or the end. Returns the report of the failure, if there is one."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("simulating", total=num_seeds)
@@ -143,7 +143,7 @@ def _first_failure(reports: Iterable[SeedReport], totals: Totals, num_seeds: int
 
 
 def _recipe_class(engine: str) -> type[Recipe]:
-    """What makes scenarios for an engine. Raises ``ConfigError`` if there is no such engine here."""
+    """The class of recipes for an engine. Raises ``ConfigError`` if there is no such engine here."""
     if engine == OWN:
         return Recipe
     if engine != VLLM:
@@ -162,7 +162,7 @@ def _recipe_class(engine: str) -> type[Recipe]:
 
 
 def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions) -> bool:
-    """Play a scenario with a timeline; whether it ended well."""
+    """Play a scenario and show its timeline, of a failure shortened. Returns whether the run ended well."""
     timeline = RecentTimeline(show.lines)
     result = recipe.run(scenario, timeline).play()
     if result.error is None:

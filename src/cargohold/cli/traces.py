@@ -1,4 +1,4 @@
-"""What ``replay`` and ``plan`` share: which trace, what a token weighs and costs, and reading with a progress bar."""
+"""What ``replay`` and ``plan`` share: options for traces and costs, and reading and replaying with a progress bar."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TracesArgument = Annotated[
 
 
 def look_here_for(policies: Sequence[str]) -> None:
-    """Let policies of the user's own, ``MODULE:CLASS``, be found in the current directory, too."""
+    """If a policy is the user's own, ``MODULE:CLASS``, let modules be found in the current directory, too."""
     if any(":" in policy for policy in policies):
         search_current_directory()
 
@@ -54,7 +54,7 @@ class DiskOptions:
     disk_policy: Annotated[str, typer.Option(help=f"Policy of the disk: {POLICY_NAMES}.")] = DEFAULT_DISK_POLICY
 
     def checked_policy(self, *, has_disk: bool) -> str:
-        """Its name. Raises ``ConfigError``, also where there is no disk for another policy than the default."""
+        """The policy's name. Raises ``ConfigError`` if there is no such policy, or if one was chosen without a disk."""
         look_here_for([self.disk_policy])
         find_policy(self.disk_policy, "disk_policy")
         if self.disk_policy != DEFAULT_DISK_POLICY and not has_disk:
@@ -87,7 +87,7 @@ class TraceOptions:
     on_bad_line: Annotated[str, typer.Option(help="stop or skip.")] = "stop"
 
     def selection(self) -> Selection:
-        """Checked. Raises ``ConfigError``."""
+        """The options as a selection. Raises ``ConfigError`` for impossible ones."""
         if self.on_bad_line not in ("stop", "skip"):
             raise ConfigError("on_bad_line", self.on_bad_line, "it must be stop or skip")
         return Selection(
@@ -101,7 +101,7 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
-    """What a token's KV weighs, and what it takes to compute and to load it; see ``CostModel``."""
+    """Bytes of a token's KV, and how fast it is computed and loaded; see ``CostModel``."""
 
     bytes_per_token: Annotated[int | None, typer.Option(help="KV bytes per token.")] = None
     kv_dtype_bytes: Annotated[
@@ -114,7 +114,11 @@ class CostOptions:
     disk_bandwidth: Annotated[str, typer.Option(help="Bytes per second from disk.")] = "3GB"
 
     def costs(self, model: str | None) -> CostModel:
-        """Checked; bytes per token by the model's configuration, if one is given. Raises ``ConfigError``."""
+        """The cost model, with bytes per token from the model's configuration if a model is given.
+
+        Raises:
+            ConfigError: an option is impossible.
+        """
         per_token = self.bytes_per_token
         if model is not None:
             if per_token is not None:
@@ -136,12 +140,12 @@ class CostOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTrace:
-    """A trace, and what is to be said of it.
+    """A trace that was read, with remarks about it.
 
     Attributes:
         workload: its requests.
         is_trie: whether ids stand for whole prefixes.
-        remarks: what the user was told.
+        remarks: sentences that the user was told.
     """
 
     workload: Workload
@@ -149,13 +153,13 @@ class LoadedTrace:
     remarks: tuple[str, ...]
 
     def replayable(self, policies: Sequence[str]) -> list[str]:
-        """Those that mean something: without a trie there is no optimum."""
+        """The policies that can be replayed: all but the optimum, which needs ids that form a trie."""
         return [policy for policy in policies if self.is_trie or policy != OPTIMUM]
 
 
 @dataclass(slots=True)
 class _Skipped:
-    """Broken lines. Only what the first error says is kept: each holds on to its line, and there may be millions."""
+    """Counts broken lines. Keeps only the first error's text: errors hold on to their lines, and there may be millions."""
 
     count: int = 0
     first: str = ""
@@ -169,7 +173,7 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
     """Read a trace behind a progress bar.
 
     Raises:
-        ConfigError: an option cannot be, or nothing is to be replayed.
+        ConfigError: an option is impossible, or there is nothing to replay.
         TraceError: a file cannot be read, or a line is broken.
     """
     selection = options.selection()
@@ -209,7 +213,7 @@ def replay_all(
     disk_policy: str,
     jobs: int | None,
 ) -> list[ReplayResult]:
-    """Every policy at every size, behind a progress bar; on all cores if ``jobs`` does not say otherwise."""
+    """Replay every policy at every size behind a progress bar; by default on all cores, or here if that is quicker."""
     tasks = plan_tasks(policies, sizes, disk_policy)
     num_processes = _num_processes(workload, len(tasks), jobs)
     results: list[ReplayResult] = []
@@ -238,7 +242,7 @@ def _num_processes(workload: Workload, num_tasks: int, jobs: int | None) -> int:
 
 
 def _counted(requests: Iterator[TraceRequest], files: Sequence[str], skipped: _Skipped) -> Iterator[TraceRequest]:
-    """The same requests. Raises ``TraceError`` if there is none at all."""
+    """Pass requests on. Raises ``TraceError`` if there are none."""
     request = next(requests, None)
     if request is None and skipped.count:
         raise TraceError(" ".join(files), None, f"all {skipped.count} line(s) are broken; the first: {skipped.first}")

@@ -1,4 +1,4 @@
-"""What the demos show: visits to conversations, without and with offloading, side by side."""
+"""Visits to conversations for the demos, and a comparison of visits without and with offloading."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a conversation's latest question was answered with.
+    """The answer to a conversation's latest question.
 
     Attributes:
-        text: goes into the conversation.
-        compared: what must be the same without and with offloading: tokens or text.
-        metrics: of the request.
+        text: the answer's text, which becomes part of the conversation.
+        compared: tokens or text, which must be the same without and with offloading.
+        metrics: the request's metrics.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Answer:
 def visit_all(
     conversations: Sequence[Conversation], ask: Callable[[list[dict[str, str]]], Answer], tick: Callable[[], None]
 ) -> list[Visit]:
-    """Ask every conversation's first question, then every second one, and so on; ``tick`` after each."""
+    """Ask every conversation's first question, then every conversation's second one, and so on; call ``tick`` after each."""
     visits = []
     messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
     for turn in range(len(conversations[0].questions)):
@@ -72,7 +72,7 @@ def visit_all(
 
 
 def show(out: Console, without: Sequence[Visit], with_offload: Sequence[Visit]) -> None:
-    """Table, sentence and JSON. Raises ``typer.Exit`` if the answers differ."""
+    """Print table, sentence and JSON. Raises ``typer.Exit`` if the answers differ."""
     out.print(table(without, with_offload))
     summary = summarize(without, with_offload)
     out.print(sentence(summary))
@@ -82,7 +82,7 @@ def show(out: Console, without: Sequence[Visit], with_offload: Sequence[Visit]) 
 
 
 def summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[str, Any]:
-    """What the visits show, as JSON says it."""
+    """A summary of the visits, as values for JSON."""
     pairs = list(zip(without, with_offload, strict=True))
     long = [
         (a.metrics.ttft_s or 0.0, b.metrics.ttft_s or 0.0)
@@ -102,7 +102,7 @@ def summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[s
 
 
 def sentence(summary: dict[str, Any]) -> str:
-    """What the visits show, for people."""
+    """The summary as a sentence for people."""
     same = "All answers are identical" if summary["identical"] else "[red]ANSWERS DIFFER[/red]"
     if summary["speedup"] is None:
         return f"\n{same}; no visit had a context of {LONG_CONTEXT_TOKENS} tokens or more.\n"
@@ -114,7 +114,7 @@ def sentence(summary: dict[str, Any]) -> str:
 
 
 def table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
-    """The visits, one a line."""
+    """The visits as a table, one per line."""
     rows = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)  # 80 columns wide
     for column in ("about", "visit"):
         rows.add_column(column)
@@ -137,7 +137,7 @@ def table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
 
 
 def _restored(metrics: RequestMetrics) -> str:
-    """How many tokens, and from where if not all are from the tier that is always there."""
+    """Number of restored tokens, with the names of tiers below host memory that some of them come from."""
     below = [tier for tier in ("disk", "shared") if metrics.restored_tokens.get(tier)]
     return " ".join([f"{sum(metrics.restored_tokens.values()):,}", *below])
 
@@ -156,6 +156,6 @@ def progress() -> Progress:
 
 
 def ticker(bar: Progress, description: str, total: int) -> Callable[[], None]:
-    """A task of the bar; calling it is one step."""
+    """Add a task to the progress bar. Returns a function that advances it by one step."""
     task = bar.add_task(description, total=total)
     return lambda: bar.advance(task)
