@@ -29,7 +29,7 @@ def save_chat_model(directory: Path) -> str:
 
 
 def _train_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-pair encoding of the demo's texts, so that its answers are made of words."""
+    """Train byte-pair encoding on the demo's texts, so that answers are made of words."""
     texts = sorted((files("cargohold.cli") / "texts").iterdir(), key=lambda file: file.name)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,5 +68,5 @@ def _make_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         for token_id in range(len(tokenizer)):
             text = tokenizer.decode([token_id])
             if token_id == tokenizer.eos_token_id or not (text.isascii() and text.isprintable()):
-                scores[token_id] = 0  # never the likeliest, so that answers are long, and can be read
+                scores[token_id] = 0  # never the likeliest token, so that answers are long and readable
     return model

@@ -1,4 +1,4 @@
-"""The command, called as a user calls it, in this process; fixtures that ``tests.conftest`` offers to all."""
+"""Fixtures of all tests (see ``tests.conftest``) that call the command in this process, as a user calls it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cargohold.cli import main
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a call of the command left: its exit status, standard output and standard error."""
+    """The result of a call of the command: exit status, standard output and standard error."""
 
     status: int
     out: str

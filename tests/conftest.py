@@ -16,12 +16,12 @@ from tests.servers import Server, s3_server
 
 __all__ = ["cargohold", "chat_model"]
 
-# How fast a machine makes examples depends on what else it does.
+# No deadlines: how long an example takes depends on what else the machine does.
 settings.register_profile("cargohold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("cargohold")
 
 
-# Shells start background jobs with Ctrl-C ignored. Tests of Ctrl-C need it, here and in the processes that they start.
+# Shells start background jobs with SIGINT ignored. Tests of Ctrl-C need it handled, here and in the processes that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -43,7 +43,7 @@ _LONGEST_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: a file is run by one process, and with one of them at the end the others would wait for it."""
+    """Run the longest files first: each file is run by one process, and at the end the others would wait for a long one."""
     here = Path(__file__).parent
     turns = {here / name: turn for turn, name in enumerate(_LONGEST_FILES)}
     items.sort(key=lambda item: turns.get(item.path, len(turns)))
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny models are saved, once per session."""
+    """Directory in which tiny models are saved, once per session."""
     return tmp_path_factory.mktemp("models")
 
 
@@ -68,7 +68,7 @@ def tiny_model(models_dir: Path) -> Callable[[str], str]:
 
 @pytest.fixture
 def make_llm() -> Iterator[Callable[..., LLM]]:
-    """Makes LLMs that must have nothing left behind when the test ends: no block, no slot, no pin, no job."""
+    """Makes LLMs, and asserts at the end of the test that they leave nothing behind: no block, slot, pin or job."""
     made: list[LLM] = []
 
     def make(model: str, **options: Any) -> LLM:

@@ -1,4 +1,4 @@
-"""Where models run in tests: on a CPU always, on a CUDA device where there is one."""
+"""Devices that models run on in tests: always a CPU, and a CUDA device if there is one."""
 
 from __future__ import annotations
 

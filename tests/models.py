@@ -51,7 +51,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
 
 
 def make_model(kind: str, **changes: int) -> PreTrainedModel:
-    """A random model whose next token depends on tokens far back: weights of ordinary size would hardly look at them."""
+    """A random model whose next token depends on tokens far back; with weights of ordinary size, it hardly would."""
     torch.manual_seed(sum(kind.encode()))
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**changes), dtype=torch.float32)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def save_model(kind: str, directory: Path, **changes: int) -> str:
 
 
 def greedy_reference(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> tuple[int, ...]:
-    """What transformers itself generates."""
+    """The tokens that transformers itself generates."""
     ids = torch.tensor([prompt])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
     return tuple(output[0, len(prompt) :].tolist())

@@ -22,7 +22,7 @@ import pytest
 
 START_S = 30.0
 BUCKET = "kvchunks"
-"""Without anything that could be percent-encoded: Google's client does that, and moto does not undo it in names of buckets."""
+"""No character of it is percent-encoded: Google's client encodes names of buckets, and moto does not decode them."""
 AZURE_ACCOUNT = "cargohold"
 AZURE_KEY = base64.b64encode(bytes(range(64))).decode()
 
@@ -76,7 +76,7 @@ class Server:
 
 @contextmanager
 def s3_server() -> Iterator[Server]:
-    """moto's S3, with a bucket."""
+    """Start moto's S3 server, with a bucket in it."""
     pytest.importorskip("moto", reason="moto is not installed")
     server = Server(
         lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], _answers_http
@@ -107,7 +107,7 @@ def make_bucket(port: int) -> None:
 
 @contextmanager
 def azure_server() -> Iterator[Server]:
-    """Azurite's blobs, with a container."""
+    """Start Azurite's server of blobs, with a container in it."""
     program = shutil.which("azurite-blob")
     if program is None:
         pytest.skip("azurite is not installed: npm install --global azurite")
@@ -126,7 +126,7 @@ def azure_server() -> Iterator[Server]:
 
 
 def make_container(port: int) -> None:
-    """One request, signed as Azure's documentation of shared keys asks for."""
+    """Make the container with a request that is signed as Azure's documentation of shared keys describes."""
     path = f"/{AZURE_ACCOUNT}/{BUCKET}"
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
     no_other_headers = 12 * "\n"
@@ -140,7 +140,7 @@ def make_container(port: int) -> None:
 
 @contextmanager
 def key_value_server(kind: str, *options: str) -> Iterator[Server]:
-    """A real redis or valkey server that writes nothing to the disk."""
+    """Start a real redis or valkey server that writes nothing to the disk."""
     program = _redis() if kind == "redis" else _valkey()
     settings = ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1", *options]
     server = Server(lambda port: [program, "--port", str(port), *settings], _answers_redis)

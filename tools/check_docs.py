@@ -1,6 +1,6 @@
-"""Check the documentation: links lead somewhere, files keep to their length, and named things exist.
+"""Check the documentation: links lead somewhere, files keep to their length, and named files exist.
 
-Run from the repository's root; prints what is wrong, a line each, and exits with 1 if anything is.
+Run from the repository's root. Prints one line per problem, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_LINES = {"README.md": 150}
 
 
 def main() -> int:
-    """Check every Markdown file; the number of problems decides the exit status."""
+    """Check every Markdown file; returns the exit status."""
     problems = [problem for file in sorted(markdown_files()) for problem in problems_of(file)]
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
@@ -33,7 +33,7 @@ def markdown_files() -> Iterator[Path]:
 
 
 def problems_of(file: Path) -> Iterator[str]:
-    """What is wrong with one file."""
+    """Problems in one file, as sentences."""
     text = file.read_text(encoding="utf-8")
     name = file.relative_to(ROOT)
     num_lines = text.count("\n")

@@ -1,4 +1,4 @@
-"""Prompts, references and endings that connector tests share."""
+"""Prompts, reference answers, and ways to end a test that connector tests share."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _alone(tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
 
 
 def alone(tokens: list[int], max_tokens: int) -> list[int]:
-    """What a request gets that has the engine to itself, without any reuse."""
+    """The tokens that a request gets when it has the engine to itself, without any reuse."""
     return list(_alone(tuple(tokens), max_tokens))
 
 
 def evict_everything(engine: SimulatedEngine) -> None:
-    """Take every free block of the device pool once, and spoil what it held."""
+    """Take every free block of the device pool once, so that it is evicted, and overwrite its KV."""
     pool = engine.scheduler.kv.pool
     blocks = pool.allocate(pool.num_free_blocks)
     engine.runner.memory[1:] = 0
@@ -36,7 +36,7 @@ def evict_everything(engine: SimulatedEngine) -> None:
 
 
 def finish(engine: SimulatedEngine, *tiers: SimulatedOffloading) -> None:
-    """Run until all is done, and verify that nothing is left behind."""
+    """Run until all work is done, and verify that engine and tiers have nothing left behind."""
     engine.run()
     engine.scheduler.check_settled()
     for tier in tiers:
@@ -45,7 +45,7 @@ def finish(engine: SimulatedEngine, *tiers: SimulatedOffloading) -> None:
 
 
 def serve_and_lose(engine: SimulatedEngine, tier: SimulatedOffloading, tokens: list[int], max_tokens: int) -> None:
-    """Serve a request named ``first`` to its end, and make the device forget it: what the tier has is there alone."""
+    """Serve a request named ``first`` to its end, and evict it from the device, so that only the tier has its KV."""
     engine.add("first", tokens, max_tokens)
     finish(engine, tier)
     evict_everything(engine)

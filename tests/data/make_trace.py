@@ -18,7 +18,7 @@ NUM_REQUESTS = 1_400
 
 
 class Traffic:
-    """Prompts as paths of block ids: an id stands for a block and all before it."""
+    """Makes prompts as lists of block ids. An id stands for a block and all blocks before it."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A connector that does what a test says: it locks, loads, keeps blocks and hesitates on command."""
+"""A connector that does what a test says: locks, loads, keeps blocks, or defers its answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cargohold.simulation import SimulatedEngine
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens ``[start, end)`` of a request that belong into its blocks."""
+    """A load of tokens ``[start, end)`` of a request into its blocks."""
 
     request_id: str
     blocks: tuple[tuple[int, ...], ...]
@@ -49,7 +49,7 @@ def fill(engine: SimulatedEngine, load: Load) -> None:
 
 
 class Script:
-    """What the connector is to do, and what it has been told.
+    """What the connector has to do, and what the engine has told it.
 
     Args:
         fill: puts the right KV into the blocks of a load.
@@ -166,5 +166,5 @@ def scripted_connector(script: Script) -> ClassFactory:
 
 
 def counted(*block_ids: int) -> Counter[int]:
-    """References on blocks."""
+    """The given references on blocks, counted."""
     return Counter(block_ids)

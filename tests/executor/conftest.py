@@ -32,7 +32,7 @@ def ray_cluster() -> Iterator[None]:
 
 @contextmanager
 def not_tidied_up() -> Iterator[None]:
-    """Ray 2.40 leaves its log files and processes to the garbage collector."""
+    """Ignore resource warnings: Ray 2.40 leaves its log files and processes to the garbage collector."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         yield

@@ -41,10 +41,10 @@ class Trouble:
     """What goes wrong, where and when.
 
     Attributes:
-        what: ``kill``, ``hang``, ``raise``, ``refuse`` or nothing.
+        what: ``kill``, ``hang``, ``raise``, ``refuse``, or empty for nothing.
         where: ``start``, ``begin`` or ``forward``.
-        rank: in which rank.
-        step: in which step, from 0.
+        rank: the rank in which it goes wrong.
+        step: the step in which it goes wrong, from 0.
     """
 
     what: str = ""
@@ -53,7 +53,7 @@ class Trouble:
     step: int = -1
 
     def strike(self, where: str, rank: int, step: int) -> None:
-        """Do it, if this is the place and time."""
+        """Let it go wrong, if this is the place and time."""
         if (where, rank, step) != (self.where, self.rank, self.step):
             return
         match self.what:
@@ -105,7 +105,7 @@ class StubRunner:
 
 @dataclass(frozen=True)
 class Calls:
-    """What a probing connector's worker sides were called, rank by rank."""
+    """The calls of a probing connector's worker sides, rank by rank."""
 
     by_rank: tuple[tuple[str, ...], ...]
 
@@ -121,7 +121,7 @@ class ProbeMetadata:
 
 
 class ProbingWorker(KVConnectorWorker):
-    """Remembers every call, and sends them back with the next report. Rank ``n`` reports a step's job ``n`` steps late."""
+    """Records every call, and sends the calls with its next report. Rank ``n`` reports a step's job ``n`` steps late."""
 
     name = "probe"
     metadata_type = ProbeMetadata
@@ -207,35 +207,35 @@ class Probing:
 
 
 class Opaque:
-    """Nothing that can be made bytes of."""
+    """A message that cannot be encoded as bytes."""
 
     def aggregate(self, other: Opaque) -> Opaque:
         return self
 
 
 class OpaqueWorker(ProbingWorker):
-    """Says what cannot be carried."""
+    """Sends a message that cannot be carried to another process."""
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         return Opaque()
 
 
 class UndeclaredWorker(ProbingWorker):
-    """Says what is not of the type that its scheduler side declares."""
+    """Sends a message of another type than its scheduler side declares."""
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         return Undeclared()
 
 
 class CountlessWorker(ProbingWorker):
-    """Has given a job a number that no message has room for."""
+    """Reports a job whose number is too large for any message."""
 
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
         return FinishedTransfers(jobs={2**70: TransferOutcome.DONE})
 
 
 class NumpyWorker(ProbingWorker):
-    """Counts with numpy."""
+    """Reports counters as numbers of numpy."""
 
     def get_stats(self) -> Stats:
         return {"ranks": np.float64(1)}
@@ -270,7 +270,7 @@ class LoadsFailOnRank:
 
 
 class FailingLoads(TransferWorker):
-    """Stores as it should, and fails every load."""
+    """Carries out stores, and lets every load fail."""
 
     def __init__(self, inner: TransferWorker) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""A small tree of prefixes, and names for its chunks."""
+"""A small tree of prefixes, and keys for its chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEPTH = 6
 
 @lru_cache(maxsize=4096)
 def key(path: tuple[int, ...], group: int = 0) -> bytes:
-    """Key of the chunk at the end of a path: like a real one, a digest and a group."""
+    """Key of the chunk at the end of a path: a digest and a group, like a real key."""
     return sha256(bytes(path)).digest() + group.to_bytes(4, "little")
 
 
@@ -34,7 +34,7 @@ EVERY_KEY = [key(path) for path in EVERY_PATH]
 
 
 def hits_of(policy: str, requests: Iterable[Sequence[bytes]], capacity: int) -> int:
-    """Prefix hits of requests that come one after the other, and are stored as a whole."""
+    """Number of prefix hits of requests that come one after the other, each of which is stored as a whole."""
     manager = make_manager(policy, capacity)
     hits = 0
     for keys in requests:

@@ -1,6 +1,6 @@
-"""Deliberately broken connectors, managers, pools, workers and schedulers: what the simulator is held against.
+"""Deliberately broken connectors, managers, pools, workers and schedulers, which the simulator must find.
 
-Each mutant breaks one thing, as a plausible mistake would, and names the traffic in which somebody should notice.
+Each mutant breaks one thing, as a plausible mistake would, and names the traffic in which an oracle should find it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Deliberately broken code, and where somebody should notice."""
+"""Mutants: deliberately broken code, with the scenarios in which an oracle should find it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Breaks = Callable[[Patch], None]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One thing broken.
+    """One piece of broken code.
 
     Attributes:
         what: what is broken, for people.
         apply: breaks it.
-        recipe: where somebody should notice.
+        recipe: the scenarios in which an oracle should find it.
     """
 
     what: str
@@ -30,7 +30,7 @@ class Mutant:
 
 
 def registrar(mutants: list[Mutant], recipe_class: type[Recipe]) -> Callable[..., Callable[[Breaks], Breaks]]:
-    """A decorator for functions that break something: each becomes one of ``mutants``, whose recipe is of that class."""
+    """A decorator for functions that break something: each is added to ``mutants``, with a recipe of ``recipe_class``."""
 
     def mutant(
         connector: str = "eager", workload: str = "shared-prefix", faults: str = "none"

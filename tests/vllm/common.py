@@ -1,4 +1,4 @@
-"""What several tests ask."""
+"""Options, prompts and questions that several tests share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HOST = "64MiB"
 EAGER: dict[str, Any] = {"host_bytes": HOST}
 LAZY: dict[str, Any] = {"mode": "lazy", "host_bytes": HOST}
 RESTARTED: dict[str, Any] = {**EAGER, "restore": "always", "restore_timeout_s": 60.0, "shutdown_timeout_s": 20.0}
-"""For engines that come after each other: those of a server are over before a busy machine has read, or written, its disk."""
+"""For engines that are started one after the other. A server's shorter timeouts would end before a busy machine's disk."""
 EVENTS: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
 COMPOSED: dict[str, Any] = {"mode": "multi", "connectors": [EAGER, LAZY]}
 
 CAN_DRAFT = probe.vllm_version() != (0, 30)
-"""Of vLLM 0.30 the build for CPUs ends at the first draft, with a connector or without: it has no kernel that judges it."""
+"""The CPU build of vLLM 0.30 dies at the first draft, with or without a connector: it has no kernel that judges drafts."""
 
 
 def make_prompts(count: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
@@ -31,7 +31,7 @@ def make_prompts(count: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
 
 
 def ask_twice(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[Answer]:
-    """Ask each prompt, let the device forget them all, then ask each again: the second answers."""
+    """Ask each prompt, let the device forget them all, then ask each again. Returns the second answers."""
     for prompt in prompts:
         engine.ask([prompt], max_tokens)
     forget(engine)
@@ -39,15 +39,15 @@ def ask_twice(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int 
 
 
 def forget(engine: Engine) -> None:
-    """Ask so much else that nothing of before is left on the device."""
+    """Ask so many other prompts that everything cached on the device before is evicted."""
     engine.settle()
     manager = engine.scheduler.kv_cache_manager
     pool, num_groups = manager.block_pool, len(manager.kv_cache_config.kv_cache_groups)
     cached = {block.block_hash for block in pool.blocks} - {None}
-    # Each prompt leaves two blocks per group behind, or more; of a window, no more than that.
+    # Each prompt leaves at least two blocks per group behind; in a group with a window, no more than two.
     count = 2 + len(pool.blocks) // (2 * num_groups)
     num_tokens = min(3 * pool.hash_block_size, pool.hash_block_size + 60)
-    # A block that a store held meanwhile is among the youngest when it comes back, and outlives what is asked first.
+    # A block that a store held meanwhile is among the youngest when it becomes free, and outlives the prompts asked first.
     for seed in range(99, 104):
         engine.ask(make_prompts(count, num_tokens, seed), 1)
         engine.settle()
@@ -57,7 +57,7 @@ def forget(engine: Engine) -> None:
 
 
 def follow_events(engine: Engine, ask: Callable[[], object]) -> dict[str, dict[Any, Any]]:
-    """What events say of blocks that are stored meanwhile, on the device and in host memory, by group and hash."""
+    """Run ``ask``. Returns what events tell of blocks stored meanwhile, per medium by group and hash."""
     told: dict[str, dict[Any, Any]] = {"GPU": {}, "CPU": {}}
 
     def follow(batch: Any) -> None:
@@ -76,12 +76,12 @@ def follow_events(engine: Engine, ask: Callable[[], object]) -> dict[str, dict[A
     engine.scheduler.kv_event_publisher.publish = follow
     ask()
     engine.settle()
-    engine.ask(make_prompts(1, 20), 1)  # a step in which the last stores are told of
+    engine.ask(make_prompts(1, 20), 1)  # makes a step that publishes the events of the last stores
     return told
 
 
 def tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
-    """What was generated."""
+    """The generated tokens of each answer."""
     return [answer.tokens for answer in answers]
 
 

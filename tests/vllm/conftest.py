@@ -27,7 +27,7 @@ os.environ |= {
 }
 
 
-# Drawn here, before there are several processes for tests, which must all have the same.
+# The seed is drawn here, before pytest starts several processes, which must all have the same.
 os.environ.setdefault("CARGOHOLD_VLLM_SEED", str(random.SystemRandom().randrange(10**9)))
 
 
@@ -82,7 +82,7 @@ def start() -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """What goes wrong in the transfers of engines started after this."""
+    """Faults in the transfers of engines that are started after this."""
     faults = Faults()
     monkeypatch.setattr(cargohold.offload.transfer.factory, "make_transfer_worker", faults.make_transfers)
     return faults

@@ -20,16 +20,16 @@ SETTLE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a request.
+    """vLLM's answer to a request.
 
     Attributes:
-        tokens: what was generated.
-        restored: prompt tokens that came from host memory.
+        tokens: the generated tokens.
+        restored: prompt tokens that came from tiers.
         device: prompt tokens that vLLM found in its own cache, or that were restored.
-        notes: why it hit or missed.
-        finish_reason: vLLM's.
-        others: what was generated besides, for a request that asked for several answers.
-        prompt_logprobs: of the prompt's tokens but the first; none if they were not asked for.
+        notes: why the request hit or missed the cache.
+        finish_reason: vLLM's finish reason.
+        others: tokens of further answers, for a request that asked for several.
+        prompt_logprobs: of the prompt's tokens except the first; empty if they were not asked for.
     """
 
     tokens: tuple[int, ...]
@@ -45,11 +45,11 @@ class Engine:
     """vLLM with a tiny model.
 
     Args:
-        model: path.
+        model: the model's path.
         extra: ``kv_connector_extra_config``; ``None`` for no connector.
-        num_blocks: the device pool.
+        num_blocks: blocks of the device pool.
         transfer: further fields of vLLM's KVTransferConfig.
-        options: for vLLM; and ``caches_latents``, for what it does with latent attention on GPUs alone.
+        options: options for vLLM, and ``caches_latents``, which caches prefixes of latent attention as vLLM does only on GPUs.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Engine:
     ) -> None:
         from vllm import LLM  # noqa: PLC0415  # after the environment has been set
 
-        # vLLM collects garbage many times while it starts and stops; what was imported will never be any.
+        # vLLM collects garbage many times while it starts and stops; imported objects never become garbage.
         gc.freeze()
         if extra is not None:
             options["kv_transfer_config"] = {
@@ -131,7 +131,7 @@ class Engine:
         wishes: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> list[Answer]:
-        """The same for whatever vLLM takes for a prompt; ``sampling`` are further fields of vLLM's SamplingParams."""
+        """Serve prompts in any form that vLLM takes; ``sampling`` are further fields of vLLM's SamplingParams."""
         params = _sampling(max_tokens, {EXPLAIN: True, **(wishes or {})}, **sampling)
         outputs = self.llm.generate([dict(one) for one in inputs], params, use_tqdm=False, lora_request=adapter)
         return [_answer(output) for output in outputs]
@@ -148,11 +148,11 @@ class Engine:
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params, priority=priority)
 
     def abort(self, request_id: str) -> None:
-        """Its client has gone."""
+        """Abort a request, as if its client had gone."""
         self.llm.llm_engine.abort_request([request_id])
 
     def step(self) -> dict[str, Answer]:
-        """One step; the requests that ended in it."""
+        """Make one step. Returns the answers to requests that ended in it."""
         return {output.request_id: _answer(output) for output in self.llm.llm_engine.step() if output.finished}
 
     @property
@@ -168,7 +168,7 @@ class Engine:
             self.llm.llm_engine.step()
 
     def check_settled(self) -> None:
-        """No request, no job, and every block free."""
+        """Assert that no request and no job is left, and that every block is free."""
         self.settle()
         pool = self.scheduler.kv_cache_manager.block_pool
         held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
@@ -197,7 +197,7 @@ class Engine:
 
 @contextmanager
 def _as_on_gpus(schedules_ahead: bool, caches_latents: bool) -> Iterator[None]:
-    """What vLLM turns off on CPUs, behind the back of its platform: there it is not wanted, but it works."""
+    """Within the ``with`` block, set options that vLLM turns off on CPUs, although they work there."""
     from vllm.platforms import current_platform  # noqa: PLC0415  # after the environment has been set
 
     platform = type(current_platform)
@@ -214,7 +214,7 @@ def _as_on_gpus(schedules_ahead: bool, caches_latents: bool) -> Iterator[None]:
 
 
 def _kept_frozen() -> AbstractContextManager[object]:
-    """Keep vLLM from thawing what was imported: looking through it all, several times, takes longer than an engine's start."""
+    """Keep vLLM from unfreezing imported objects: collecting garbage among them takes longer than an engine's start."""
     return patch.object(gc, "unfreeze")
 
 

@@ -1,4 +1,4 @@
-"""A transfer worker that does what it is told to do wrong."""
+"""A transfer worker with faults that a test chooses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Faults:
     """What goes wrong, and how often something did.
 
     Attributes:
-        outcome: decides how a job ends that has been carried out.
-        scramble_loads: whether loads deliver other bytes than were stored, and say that all is well.
-        spared_regions: leading regions that are delivered as they were stored all the same.
-        hold_polls: polls for which ended jobs are kept back.
+        outcome: decides the outcome of a job that has been carried out.
+        scramble_loads: whether loads deliver other bytes than were stored, and report success.
+        spared_regions: number of leading regions whose bytes are delivered as they were stored all the same.
+        hold_polls: number of polls for which ended jobs are held back.
         counts: jobs that ended, by direction and outcome.
     """
 
@@ -33,12 +33,12 @@ class Faults:
     counts: dict[tuple[Direction, TransferOutcome], int] = field(default_factory=dict)
 
     def make_transfers(self, regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock) -> TransferWorker:
-        """Takes the place of ``make_transfer_worker``."""
+        """Make a faulty transfer worker; takes the place of ``make_transfer_worker``."""
         return FaultyTransfers(make_transfer_worker(regions, memory, clock), regions, self)
 
 
 class FaultyTransfers(TransferWorker):
-    """Copies, and then lies, spoils or dawdles."""
+    """Carries out copies, and then changes their outcome, spoils loaded bytes, or reports late."""
 
     def __init__(self, inner: TransferWorker, regions: Sequence[torch.Tensor], faults: Faults) -> None:
         self._inner = inner
@@ -67,7 +67,7 @@ class FaultyTransfers(TransferWorker):
         outcome = max(result.outcome, self._faults.outcome(job))
         if job.direction is Direction.LOAD and (self._faults.scramble_loads or outcome is not TransferOutcome.DONE):
             for region in self._regions[self._faults.spared_regions :]:
-                # Mantissa bits of every number: still numbers, but others.
+                # Changes mantissa bits of every number, so that these stay valid numbers.
                 region[list(job.block_ids)] ^= 0x15
         key = (job.direction, outcome)
         self._faults.counts[key] = self._faults.counts.get(key, 0) + 1

@@ -1,6 +1,6 @@
-"""Tiny random models as vLLM's CPU build takes them: head sizes of its kernels, and weights that make prompts matter.
+"""Tiny random models for vLLM's CPU build, with head sizes that its kernels have and weights that make prompts matter.
 
-What vLLM itself makes of ``load_format="dummy"`` is so small that outputs do not depend on the KV cache at all.
+The weights that vLLM itself makes with ``load_format="dummy"`` are so small that outputs do not depend on the KV cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import (
 
 VOCAB_SIZE = 512
 END = 2
-"""The token that ends what a grammar allows."""
+"""The token that ends a text that follows a grammar."""
 WINDOW = 64
 PICTURE_TOKENS = 200
 PICTURE_SIZE = 28
@@ -82,15 +82,15 @@ _MTP: Mapping[str, tuple[str, str, Sequence[str], str]] = {
         "mtp.fc.weight",
     ),
 }
-"""By type of model: the layer that the guessing one is like, what it is called, its norms, and what reads two tokens as one."""
+"""By type of model: prefix of the layer that the drafting layer is like, its own prefix, its norms, and its projection."""
 
 PLAIN = ("llama", "llama-retrained", "ernie", "blip2")
-"""One KV-cache group of full attention: what every version of vLLM lets us offload."""
+"""Models with one KV-cache group of full attention, which can be offloaded in every version of vLLM."""
 
 CONFIGS: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
     "llama-retrained": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
-    # No layer has experts: of its kind, with a layer behind the others that guesses, it is the simplest.
+    # The simplest type of model with a drafting layer behind the others; none of its layers has experts here.
     "ernie": lambda: Ernie4_5_MoeConfig(
         **_COMMON, num_hidden_layers=3, moe_layer_start_index=3, moe_layer_end_index=3, moe_num_shared_experts=0
     ),
@@ -126,11 +126,11 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         block_ffn_dim_multiplier=1.0,
     ),
     "qwen3-next": lambda: Qwen3NextConfig(**_COMMON, **_QWEN3_NEXT),
-    # Its keys and values are as large as its states already after 96 tokens, so its blocks have no more.
+    # Keys and values of 96 tokens are as large as a state, so its blocks have no more tokens than that.
     "qwen3-next-many-heads": lambda: Qwen3NextConfig(
         **(_COMMON | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}), **_QWEN3_NEXT
     ),
-    # It sees pictures, for which most others need torchvision, which the environment of these tests lacks.
+    # It sees pictures. Most other such models need torchvision, which the environment of these tests lacks.
     "blip2": lambda: Blip2Config(
         text_config={
             "model_type": "opt",
@@ -174,16 +174,16 @@ def save_model(kind: str, directory: Path) -> str:
 
 
 def save_tokenizer(path: str) -> None:
-    """Write a tokenizer of letters and made-up words to a model's directory, for what vLLM does not do without one."""
+    """Write a tokenizer of letters and made-up words to a model's directory, for features of vLLM that need one."""
     names = [f"w{at}" for at in range(VOCAB_SIZE)] + ["<image>"]
-    names[3:98] = map(chr, range(32, 127))  # what grammars are made of
+    names[3:98] = map(chr, range(32, 127))  # letters, for grammars
     words = WordLevel({name: at for at, name in enumerate(names)}, unk_token="w0")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0", eos_token=names[END])
     tokenizer.save_pretrained(path)
 
 
 def save_mtp(model: str) -> str:
-    """Write ``model`` with one random layer more that guesses the token after the next one; returns its path."""
+    """Write ``model`` with a further random layer that drafts the token after the next one; returns its path."""
     path = Path(f"{model}-mtp")
     if path.is_dir():
         return str(path)
@@ -203,7 +203,7 @@ def save_mtp(model: str) -> str:
 
 
 def save_guesser(model: str, noise: float) -> str:
-    """Write a draft model that often guesses what ``model`` will say, the less often the more ``noise``; returns its path."""
+    """Write a draft model that often guesses the tokens of ``model``, less often with more ``noise``; returns its path."""
     path = Path(f"{model}-guesser-{noise}")
     if not path.is_dir():
         torch.manual_seed(1)
@@ -231,7 +231,7 @@ def save_eagle3(model: str) -> str:
         for name, weights in load_file(Path(model) / "model.safetensors").items()
         if name.startswith(first)
     }
-    # Its attention reads a token's embedding beside the hidden states.
+    # The head's attention reads a token's embedding beside the hidden states.
     shapes |= {name: (shape[0], 2 * size) for name, shape in shapes.items() if name[10:] in _QKV}
     shapes = {f"midlayer.{name}": shape for name, shape in shapes.items()}
     shapes |= {"midlayer.hidden_norm.weight": (size,), "norm.weight": (size,)}
@@ -263,7 +263,7 @@ def save_adapter(model: str, name: str) -> str:
 
 
 def _random(shape: Sequence[int]) -> torch.Tensor:
-    """Weights of a layer that passes on what it reads; of a norm that does nothing."""
+    """Random weights of a layer that keep the size of what it reads; ones for a norm, which then changes nothing."""
     return torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 1.2 / shape[1] ** 0.5
 
 

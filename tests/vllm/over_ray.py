@@ -1,7 +1,8 @@
-"""A program: vLLM with two workers that are Ray actors, asked twice; prints as JSON what came of it.
+"""A program that asks vLLM with two workers, which are Ray actors, the same prompts twice, and prints the results as JSON.
 
-vLLM's CPU platform refuses Ray, for it does not say which of Ray's resources a worker takes. The platform here says so; vLLM
-finds it as a plugin, for which ``write_plugin`` makes a package. It holds for a whole process, hence a program of its own.
+vLLM's CPU platform refuses Ray, because it does not say which of Ray's resources a worker takes. The platform here says it;
+vLLM finds it as a plugin, for which ``write_plugin`` makes a package. A platform holds for a whole process, so this is a
+program of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ STAGED_WORKER = "tests.vllm.staged_worker.StagedWorker"
 
 
 class RayCpuPlatform(CpuPlatform):  # type: ignore[misc]  # vLLM ships no types
-    """A worker takes one of what Ray is told are GPUs; that there is none disturbs nobody."""
+    """A CPU platform whose workers take a GPU of Ray's each; there are none, but Ray is told that there are."""
 
     ray_device_key = "GPU"
 
@@ -36,8 +37,8 @@ def write_plugin(directory: Path) -> None:
 
 
 def main(model: str, split: str) -> None:
-    """Serve, forget, serve again. ``split`` is vLLM's option for how two workers share a model."""
-    # Every process of vLLM reads this file for the platform alone.
+    """Serve prompts, forget them, serve them again. ``split`` is vLLM's option for how two workers share a model."""
+    # Imported here, because every process of vLLM imports this module, but only for the platform.
     import ray  # noqa: PLC0415
 
     from tests.vllm.common import EAGER, forget, make_prompts  # noqa: PLC0415

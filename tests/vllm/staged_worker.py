@@ -1,4 +1,4 @@
-"""What tests do inside the processes of vLLM's workers, which share nothing with them: vLLM mixes this class into its own."""
+"""Code of tests that runs inside the processes of vLLM's workers: vLLM mixes ``StagedWorker`` into its own class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.vllm.faults import Faults
 
 
 class _Place(Faults):
-    """Faults of this process, and what its transfers were given."""
+    """Faults of this process, and the size of the host memory that its transfers were given."""
 
     host_bytes = 0
 
@@ -27,20 +27,20 @@ class _Place(Faults):
 
 
 _here = _Place()
-# Imported by workers alone, before they make their connectors; the original is bound in the module of faults.
+# Only workers import this module, before they make their connectors. The module of faults has kept the original function.
 cargohold.offload.transfer.factory.make_transfer_worker = _here.make_transfers
 
 
 class StagedWorker:
-    """Reached with ``collective_rpc``."""
+    """Methods for tests, which are called with ``collective_rpc``."""
 
     rank: int
     model_runner: Any
 
     def get_ready(self) -> None:
-        """Make what stages hand on to each other.
+        """Allocate the tensors that stages pass on to each other.
 
-        Otherwise vLLM does so when it measures the model, which on CPUs it leaves out where nothing is compiled.
+        Normally vLLM does so when it measures the model, but on CPUs it does not measure if nothing is compiled.
         """
         runner = self.model_runner
         if get_pp_group().is_first_rank:
@@ -56,7 +56,7 @@ class StagedWorker:
     def go_wrong(
         self, rank: int, failing: str | None = None, *, scramble_loads: bool = False, hold_polls: int = 0
     ) -> None:
-        """From now on, on the worker of that rank alone."""
+        """Set the faults of the worker of ``rank`` from now on; other workers have none."""
         is_here = self.rank == rank
         direction = None if failing is None or not is_here else Direction(failing)
         _here.outcome = lambda job: _outcome(job, direction)
@@ -64,7 +64,7 @@ class StagedWorker:
         _here.hold_polls = hold_polls if is_here else 0
 
     def num_failed(self) -> int:
-        """Transfers that failed here."""
+        """Number of transfers that failed on this worker."""
         return sum(count for (_, outcome), count in _here.counts.items() if outcome is TransferOutcome.FAILED)
 
 

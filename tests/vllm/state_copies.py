@@ -1,4 +1,4 @@
-"""How vLLM copies recurrent state around drafts, which of vLLM 0.32 GPUs alone have kernels for."""
+"""Copies of recurrent state around drafts, in Python: vLLM 0.32 has kernels for them only on GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def _copy_before(
     self: Any, num_reqs: int, state_idx_gpu: Any, src_col_gpu: Any, token_bias_gpu: Any, idx_mapping: None
 ) -> None:
-    """Like ``precopy_mamba_align_fused_kernel``: a request goes on in another block."""
+    """Like ``precopy_mamba_align_fused_kernel``: copies the state of a request that goes on in another block."""
     for request in _requests(self, num_reqs):
         source, to = int(src_col_gpu[request]), int(state_idx_gpu[request])
         if 0 <= source != to:
@@ -27,7 +27,7 @@ def _copy_before(
 
 
 def _copy_behind(self: Any, num_reqs: int, num_accepted_tokens_gpu: Any, mamba_state_idx_gpu: Any, **of: Any) -> None:
-    """Like ``postprocess_mamba_fused_kernel``: what was accepted has gone over the end of a block."""
+    """Like ``postprocess_mamba_fused_kernel``: copies the state at the end of a block that accepted tokens have passed."""
     self.num_accepted_tokens_out[:num_reqs].copy_(num_accepted_tokens_gpu[:num_reqs])
     begun = of["num_computed_tokens_gpu"] + of["num_scheduled_tokens_gpu"] - of["num_draft_tokens_gpu"]
     for request in _requests(self, num_reqs):
@@ -59,6 +59,6 @@ def _copy(context: Any, request: int, source: int, to: int, bias: int) -> None:
         width, item_bytes = of("conv_widths"), of("inner_sizes") * of("elem_sizes")
         if not width:  # there is a state behind each draft, in a block of its own
             memmove(address(to), address(source + bias), item_bytes)
-        for row in range((of("dim_row_count") or 1) if width else 0):  # here are the last inputs, one after the other
+        for row in range((of("dim_row_count") or 1) if width else 0):  # a convolution's last inputs
             offset = row * of("dim_row_stride")
             memmove(address(to) + offset, address(source) + offset + bias * item_bytes, (width - bias) * item_bytes)

@@ -1,4 +1,4 @@
-"""What a tier is, in dicts and sets: every answer of a manager is compared with it."""
+"""A model of a tier in dicts and sets, with which every answer of a manager is compared."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.offload.common import EVERY_KEY
 
 
 class NaiveTier:
-    """Keeps book of a manager, and checks what it hands out.
+    """Follows the operations of a manager, and checks its answers.
 
-    It does not predict what is evicted, which is the policy's choice: it looks at what has gone, and judges it.
+    It does not predict evictions, which are the policy's choice: it looks at what was evicted, and checks that it may be.
 
     Args:
         manager: the manager under test.
-        knows_prefixes: whether it spares all that is in front of an offer, or the chunk right before it alone; and places
-            nothing behind a chunk of the same call that finds no slot.
+        knows_prefixes: whether the manager spares all chunks in front of an offer, and places no chunk behind one of the same
+            call that finds no slot. If not, it spares only the chunk right before the offer.
     """
 
     def __init__(self, manager: OffloadManager, *, knows_prefixes: bool = True) -> None:
@@ -27,8 +27,8 @@ class NaiveTier:
         self.ready: dict[bytes, int] = {}  # slot by key
         self.stores: list[StoreHandle] = []
         self.loads: list[LoadHandle] = []
-        self.leaving: set[int] = set()  # slots of removed chunks that somebody reads
-        # By key: the chunk in front, for those whose chunk in front was there when they were stored, and has been since.
+        self.leaving: set[int] = set()  # slots of removed chunks that are still being read
+        # Key of a chunk to key of the chunk in front of it, if that was there at the store and has been there since.
         self.behind: dict[bytes, bytes] = {}
 
     @property
@@ -80,7 +80,7 @@ class NaiveTier:
         assert not store.deferred or num_waiting + len(store.keys), "deferred although nobody is using anything"
         num_offers = Counter(key for keys, _ in offers for key in keys)
         for keys, _ in offers:
-            # In another offer the same chunk may lead.
+            # A chunk of several offers may be a leading one in another offer.
             placed = [key in store.keys for key in keys if key in absent and num_offers[key] == 1]
             assert placed == sorted(placed, reverse=True), "slots go to the leading chunks"
         behind_holes = [key for key in store.keys if offered[key] in absent and offered[key] not in store.keys]
@@ -156,7 +156,7 @@ class NaiveTier:
                 self.behind[key] = in_front
 
     def _in_front(self, parent: bytes | None) -> set[bytes]:
-        """The chunks in front of an offer, as far as they are known to be."""
+        """The chunks that are known to be in front of an offer."""
         found: set[bytes] = set()
         while parent is not None and parent in {*self.ready, *self.writing}:
             found.add(parent)

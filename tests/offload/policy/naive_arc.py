@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PaperARC:
-    """Megiddo and Modha, FAST 2003. Lists have their least recently used key first."""
+    """ARC of Megiddo and Modha, FAST 2003. Each list has its least recently used key first."""
 
     def __init__(self, capacity: int) -> None:
         self.c = capacity
@@ -15,7 +15,7 @@ class PaperARC:
         self.b2: list[bytes] = []
 
     def request(self, x: bytes) -> bool:
-        """Whether the key was in the cache; it is afterwards."""
+        """Put a key into the cache. Returns whether it was there before."""
         if x in self.t1 or x in self.t2:
             (self.t1 if x in self.t1 else self.t2).remove(x)
             self.t2.append(x)

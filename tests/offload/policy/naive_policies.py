@@ -1,4 +1,4 @@
-"""LRU and FIFO in plain dicts, to compare the real ones with."""
+"""LRU and FIFO in plain dicts, to compare the real policies with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, OneByOnePolicy, Room, Slots
 
 PATIENCE = 8
-"""A prefix that grows is used again when others filled this part of the tier since."""
+"""A growing prefix counts as used again once one part in so many of the tier was used since its last use."""
 
 
 class NaiveOrder(OneByOnePolicy):
@@ -33,7 +33,7 @@ class NaiveOrder(OneByOnePolicy):
 
     @abstractmethod
     def may_go(self, offer: Offer) -> set[int]:
-        """What may be evicted for an offer, if it is not busy."""
+        """The slots that may be evicted for an offer unless they are busy."""
 
     def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
         may_go = self.may_go(offer)
@@ -55,7 +55,7 @@ class NaiveOrder(OneByOnePolicy):
 
 
 class NaiveLRU(NaiveOrder):
-    """By last use. What is stored behind a chunk was used with it, and just before it."""
+    """LRU. A chunk that is stored behind another one counts as used with it, just before it."""
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
         self.use_now(slots)
@@ -79,7 +79,7 @@ class NaiveLRU(NaiveOrder):
 
 
 class NaiveFIFO(NaiveOrder):
-    """By the moment of being stored."""
+    """FIFO: evicts by the time of the store."""
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
         pass

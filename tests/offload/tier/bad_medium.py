@@ -1,4 +1,4 @@
-"""A file system that goes bad at any operation: it fails, tears writes, ends the process, or lets somebody else in."""
+"""A file system that goes bad at any operation: it fails, tears writes, ends the process, or lets others intervene."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Kind(Enum):
     FAILS = "fails"
     """One operation fails."""
     BREAKS = "breaks"
-    """It fails, and so do all after it."""
+    """An operation fails, and so do all after it."""
     TEARS = "tears"
-    """It carries out a part and then fails; what is no write fails."""
+    """An operation fails; if it is a write, a part of it is carried out before."""
     DIES = "dies"
-    """It carries out a part if it is a write, and then the process is gone."""
+    """The process ends at an operation; if it is a write, a part of it is carried out before."""
     MEANWHILE = "meanwhile"
-    """Somebody else does something before it."""
+    """Another process or thread does something just before an operation."""
     NO_FILES = "no files"
     """No more files can be opened from the start of the call on."""
 
@@ -60,10 +60,10 @@ class Trouble:
     """What goes wrong during a call.
 
     Attributes:
-        kind: what.
-        at: at which operation on files, from 0.
-        number: of the error.
-        part: of a write that is carried out.
+        kind: what goes wrong.
+        at: number of the operation on files at which it does, from 0; for ``NO_FILES``, how many more files can be opened.
+        number: the ``errno`` of the error.
+        part: the part of a write that is carried out, from 0 to 1.
     """
 
     kind: Kind
@@ -76,7 +76,7 @@ class BadMedium:
     """Stands between tiers and the files below a directory.
 
     Args:
-        root: the directory. Operations elsewhere are none of its business.
+        root: the directory. Operations elsewhere are left alone.
     """
 
     def __init__(self, root: Path) -> None:
@@ -90,7 +90,7 @@ class BadMedium:
         for module, names in _OPERATIONS.items():
             for name in names:
                 self._patch.setattr(module, name, self._wrapped(name, getattr(module, name)))
-        # Who waits for another does so in vain: all that goes on is told at operations.
+        # Without waiting: others act only at operations, so nothing changes while somebody waits.
         self._patch.setattr("cargohold.offload.tier.disk.locks.MOST_BRIEF_S", 0.0)
         self._patch.setattr("cargohold.offload.tier.disk.tier._GROWTH_WAIT_S", 0.0)
 
@@ -100,7 +100,12 @@ class BadMedium:
 
     @contextmanager
     def during(self, trouble: Trouble | None, meanwhile: Callable[[], None]) -> Iterator[None]:
-        """What happens at the operations of a call. ``has_struck`` tells afterwards whether any of it did."""
+        """Let trouble happen at operations within the ``with`` block; ``has_struck`` tells afterwards whether it has.
+
+        Args:
+            trouble: what goes wrong, if anything.
+            meanwhile: what others do, for ``Kind.MEANWHILE``.
+        """
         self._meanwhile, self._num_seen, self.has_struck = meanwhile, 0, False
         with self._without_files(trouble):
             self._trouble = trouble
@@ -110,7 +115,7 @@ class BadMedium:
                 self._trouble = None
 
     def intrude(self, act: Callable[[], None]) -> None:
-        """Do something in a thread of its own, whose operations all go well; wait for it."""
+        """Run ``act`` in a thread of its own, all of whose operations succeed, and wait for it."""
 
         def run() -> None:
             self._local.is_intruder = True
@@ -187,7 +192,7 @@ class BadMedium:
                 really(number, data[: int(trouble.part * len(data))], at)
             case "pwritev":
                 number, parts, at = arguments
-                # Around the page cache only whole pages can be written.
+                # With direct I/O, only whole pages can be written.
                 left = int(trouble.part * sum(map(len, parts))) // PAGE_BYTES * PAGE_BYTES
                 for whole in parts:
                     really(number, [whole[:left]], at)
@@ -213,7 +218,7 @@ async def _fail_later(error: Exception) -> None:
 
 @contextmanager
 def ordinary_user(directory: Path) -> Iterator[None]:
-    """Be somebody whom permissions hold for, and who owns a directory."""
+    """Within the ``with`` block, be a user to whom permissions apply, and who owns ``directory``."""
     if os.geteuid():
         yield
         return
@@ -226,13 +231,13 @@ def ordinary_user(directory: Path) -> Iterator[None]:
 
 
 def is_superuser() -> bool:
-    """Whether this process can be, when it is not just now."""
+    """Whether this process can become the superuser, even if it is another user at the moment."""
     return os.getresuid()[2] == 0
 
 
 @contextmanager
 def superuser() -> Iterator[None]:
-    """Be who may see everything for a moment, if this process was before."""
+    """Within the ``with`` block, be the superuser, if this process can."""
     before = os.geteuid()
     if is_superuser():
         os.seteuid(0)
@@ -243,11 +248,11 @@ def superuser() -> Iterator[None]:
 
 
 def open_files_in(directory: Path) -> list[str]:
-    """What this process has open below a directory, also if it was deleted."""
+    """Files below a directory that this process has open, deleted ones included."""
     found = []
     for number in Path("/proc/self/fd").iterdir():
         try:
             found.append(str(number.readlink()))
         except FileNotFoundError:
-            continue  # what the listing itself had open
+            continue  # the descriptor of the listing itself
     return sorted(path for path in found if path.startswith(os.fspath(directory)))

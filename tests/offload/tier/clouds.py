@@ -1,7 +1,7 @@
-"""The clouds whose object stores can be tried here, each with a server that speaks its language.
+"""The clouds whose object stores can be tested here, each with a server that speaks its protocol.
 
-Google's is spoken by no server that can be had as a package. But the XML API that its client uses is Amazon's, for all that
-we ask of a store; so Google's own client, with a service account that it signs tokens for, is given Amazon's server.
+No server for Google's protocol can be had as a package. But for everything that we ask of a store, the XML API that Google's
+client uses equals Amazon's. So Google's own client, with a service account that it signs tokens for, is given Amazon's server.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Cloud:
     """One kind of object store.
 
     Attributes:
-        scheme: of its URLs.
+        scheme: scheme of its URLs.
         fixture: name of the fixture that is a server, with a bucket, for the whole session.
         serve: starts such a server.
-        make_place: makes the bucket, on a port.
+        make_place: makes the bucket in the server on a port.
         sign_in: sets the environment's credentials for a server on a port; may keep files in a directory.
     """
 

@@ -1,4 +1,4 @@
-"""What tests of tiers share."""
+"""Helpers that tests of tiers share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cargohold.offload.tier.encryption import EncryptionKey
 from cargohold.offload.tier.namespace import Namespace
 
 NAMESPACE = Namespace(label="tiny", weights="w", config="c", dtype="float32", layout="16 tokens", split="rank 0 of 1")
-CHUNK = 10_000  # no whole number of pages, so that padding is tested
+CHUNK = 10_000  # not a multiple of the page size, so that padding is tested
 
 
 def key(number: int) -> bytes:
@@ -32,12 +32,15 @@ def payload(number: int, size: int = CHUNK) -> bytes:
 
 
 def ticking() -> Callable[[], int]:
-    """A time of day that never stands still."""
+    """A clock in nanoseconds that advances at every call."""
     return itertools.count(1_700_000_000_000_000_000).__next__
 
 
 def in_thread(action: Callable[[], object], wait_s: float, if_it_hangs: str) -> None:
-    """Do something in a thread of its own, and wait for it; whatever it raises is raised here."""
+    """Run ``action`` in a thread of its own, and wait for it; what it raises is raised here.
+
+    Raises ``AssertionError`` with ``if_it_hangs`` if it takes longer than ``wait_s``.
+    """
     failures: list[BaseException] = []
 
     def run() -> None:

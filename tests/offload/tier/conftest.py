@@ -11,6 +11,6 @@ from tests.servers import Server, azure_server
 
 @pytest.fixture(scope="session")
 def azure() -> Iterator[Server]:
-    """Azurite; it takes seconds to start."""
+    """A server of Azurite; it takes seconds to start."""
     with azure_server() as server:
         yield server

@@ -1,7 +1,7 @@
 """Makes processes that store, load and remove until they are killed. Run by ``test_crash.py``.
 
-Reads lines ``DIRECTORY MODE SEED``; for each starts a process and prints its id, and how it ended when it has. The process
-prints each chunk that it loads with wrong contents. An interpreter for each would take longer to start than to test.
+Reads lines ``DIRECTORY MODE SEED``. For each, it forks a process that prints its id and each chunk that it loads with wrong
+contents; when the process has ended, prints its exit status. To start an interpreter for each would take longer than the test.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A CUDA device made of CPU memory: streams whose work is done when the test says so, and host copies as CUDA makes them.
+"""A fake CUDA device in CPU memory: its streams do their work when the test says so, and host copies behave as CUDA's.
 
-Tensors on it are CPU tensors that it was told of. What changes tensors is put at the end of the current stream, and takes place
-when the test runs that stream; everything else (views, new tensors) takes place at once. A copy between device and host that
-CUDA could not make in the background, because the host's pages are not locked or its side is not one piece, waits for its
-stream first and is counted: whoever asked for it was held up.
+Tensors on it are CPU tensors that were announced with ``put``. Operations that change tensors are put at the end of the current
+stream, and take place when the test runs that stream; all others (views, new tensors) take place at once. A copy between device
+and host that CUDA could not make in the background, because the host's pages are not locked or its side is not one piece, waits
+for its stream and is counted: it holds up its caller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEFERRED = (_aten.copy_.default, _aten.index_copy_.default, _aten.index_select.
 
 
 class Stream:
-    """Work in order. An entry tells whether it could be done."""
+    """A queue of work, done in order. An entry is a function that returns whether its work could be done."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -43,7 +43,7 @@ class Stream:
         self.work.append(event.is_done)
 
     def advance(self) -> bool:
-        """Do the next thing, if it waits for nothing; whether something was done."""
+        """Do the next piece of work, unless it has to wait. Returns whether something was done."""
         with _disable_current_modes():
             is_done = bool(self.work) and self.work[0]()
         if is_done:
@@ -84,9 +84,9 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     Attributes:
         streams: all, in the order in which they were made; the first is the model's.
         num_waits: how often a copy held its caller up.
-        refuses_locks: whether no pages can be locked.
-        fails_in: so many more changes of tensors are accepted before one cannot be enqueued.
-        is_broken: whether every question to the device fails.
+        refuses_locks: whether locking of pages fails.
+        fails_in: number of further changes of tensors that are accepted before one cannot be enqueued; ``None`` for no limit.
+        is_broken: whether every query of the device fails.
     """
 
     def __init__(self) -> None:
@@ -113,11 +113,11 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             monkeypatch.setattr(torch.cuda, name, value)
 
     def put(self, *tensors: torch.Tensor) -> None:
-        """These are on the device."""
+        """Announce tensors that are on the device."""
         self._on_device += [_addresses(tensor) for tensor in tensors]
 
     def run(self, choices: Sequence[int]) -> None:
-        """Let streams go on, one thing at a time."""
+        """Let the chosen streams go on in this order, each by one piece of work."""
         for choice in choices:
             self.streams[choice % len(self.streams)].advance()
 
@@ -175,7 +175,7 @@ def _nothing(_device: object) -> Iterator[None]:
 
 
 def _addresses(tensor: torch.Tensor) -> range:
-    """From the first byte to behind the last, gaps included."""
+    """Addresses of a tensor, from its first byte to behind its last, gaps included."""
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return range(start, start + (last + 1) * tensor.element_size())
