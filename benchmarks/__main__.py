@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def run_one(name: str, *, quick: bool) -> dict[str, Any]:
-    """Run a benchmark; its result with the machine, versions and workload it was measured with."""
+    """Run a benchmark. Returns its result, with the machine, versions and workload that it was measured with."""
     module = importlib.import_module(f"benchmarks.{name}")
     started = time.perf_counter()
     result = module.run(quick=quick)

@@ -22,7 +22,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class _Request:
-    """As a connector sees it."""
+    """A request as a connector sees it; see ``RequestView``."""
 
     request_id: str
     block_hashes: Sequence[bytes]
@@ -50,12 +50,12 @@ class _EmptyStep:
 
 
 def measure_admission(num_tokens: int, num_other_chunks: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of the calling thread for a prompt all of whose chunks are in the tier.
+    """Measure the calling thread's milliseconds for a prompt all of whose chunks are in the tier.
 
     Args:
-        num_tokens: of the prompt, and one more that is left to compute.
-        num_other_chunks: what else the tier holds.
-        repeats: how often; the median is reported, and the longest.
+        num_tokens: tokens of the prompt, which has one more that is left to compute.
+        num_other_chunks: further chunks in the tier.
+        repeats: number of measurements; the median is reported, and the longest.
     """
     num_blocks = num_tokens // BLOCK_TOKENS
     capacity = num_other_chunks + (repeats + 1) * num_blocks
@@ -66,13 +66,13 @@ def measure_admission(num_tokens: int, num_other_chunks: int, repeats: int) -> d
         OffloadConfig(host_bytes=1), SchedulerEnvironment(layout, time.monotonic, max_step_tokens=num_tokens), manager
     )
     pool: Any = BlockPool(num_blocks + 2)
-    side.bind_scheduler_context(pool)  # of a context, loads use what a pool has
+    side.bind_scheduler_context(pool)  # loads use only those methods of a context that a pool has, too
     blocks = (tuple(block.block_id for block in pool.allocate(num_blocks + 1)),)
     _fill(manager, "other", num_other_chunks, num_blocks)
     times: dict[str, list[float]] = {name: [] for name in ("first_look_up", "asked_again", "load_planned", "whole")}
     for at in range(repeats + 1):
         hashes = _fill(manager, f"prompt {at}", num_blocks, num_blocks)
-        # Other objects with the same bytes: the request that stored them has gone.
+        # New objects with the same bytes, as the request that stored the chunks has gone.
         request = _Request(f"r{at}", [bytes(bytearray(name)) for name in hashes], range(num_tokens + 1))
         side.on_new_request(request)
         marks = [time.thread_time()]
@@ -99,7 +99,7 @@ def measure_admission(num_tokens: int, num_other_chunks: int, repeats: int) -> d
 
 
 def _fill(manager: Any, what: str, num_chunks: int, per_prefix: int) -> list[bytes]:
-    """Store prefixes; the hashes of the last one."""
+    """Store prefixes. Returns the block hashes of the last one."""
     hashes: list[bytes] = []
     for first in range(0, num_chunks, per_prefix):
         hashes = [sha256(f"{what} {number}".encode()).digest() for number in range(first, first + per_prefix)]

@@ -18,7 +18,7 @@ Batch = list[bytes]
 STORE_ONE = "store of one chunk with eviction"
 STORE_EACH = "store of a chunk of each of 16 prefixes with eviction"
 NUM_KEYS = {STORE_ONE: 1, STORE_EACH: 16}
-"""Of operations whose batches have a size of their own."""
+"""Keys per batch of operations whose batches have a size of their own."""
 OPERATIONS = ("look-up hit", "look-up miss", "touch", "load", "store", "store with eviction", STORE_ONE, STORE_EACH)
 SIZES = (10_000, 100_000, 1_000_000)
 BATCHES = (64, 1_000)
@@ -46,7 +46,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _measure(makers: dict[str, MakeContender], size: int, batch: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Every operation of every contender, turn about."""
+    """Measure every operation of every contender; contenders take turns."""
     names = list(makers)
     tiers = {name: makers[name](size) for name in names}
     times: dict[str, dict[str, list[float]]] = {name: {operation: [] for operation in OPERATIONS} for name in names}
@@ -54,10 +54,11 @@ def _measure(makers: dict[str, MakeContender], size: int, batch: int, rounds: in
     for prefix in prefixes:
         for name in names:
             times[name]["store"].append(_time(tiers[name].store, _copy(prefix)))
-    # Which prefixes may be asked for: each policy keeps others.
+    # Prefixes that may still be there, per contender: each policy keeps others.
     present = {name: list(prefixes) for name in names}
     generator = random.Random(size)
-    # A collection walks through everybody's objects, which takes a second at a million chunks of vLLM's, and strikes anybody.
+    # A garbage collection walks through all contenders' objects, which takes a second at a million chunks of vLLM's, and would
+    # be counted for whichever contender has its turn.
     gc.collect()
     gc.freeze()
     for number in range(rounds):
@@ -65,7 +66,7 @@ def _measure(makers: dict[str, MakeContender], size: int, batch: int, rounds: in
         absent = _new_prefix(2_000_000 + number, batch)
         for name in names:
             tier, mine = tiers[name], times[name]
-            # The last answer may be remembered, so no prefix is asked for again right after it was chosen.
+            # Managers may remember the last answer, so no prefix is asked for right after the look-up that chose it.
             found, used, loaded = (_choose(tier, present[name], generator) for _ in range(3))
             mine["look-up hit"].append(_time(tier.lookup, _copy(found)))
             mine["touch"].append(_time(tier.touch, _copy(used)))
@@ -89,7 +90,7 @@ def _measure(makers: dict[str, MakeContender], size: int, batch: int, rounds: in
 
 
 def _choose(tier: Contender, present: list[Batch], generator: random.Random) -> Batch:
-    """A prefix that is still there as a whole; those met that are not are struck off."""
+    """A random prefix that is still there as a whole. Prefixes met that are not are removed from ``present``."""
     while True:
         at = generator.randrange(len(present))
         present[at], present[-1] = present[-1], present[at]
@@ -109,12 +110,12 @@ def _new_prefix(number: int, length: int) -> Batch:
 
 
 def _copy(keys: Batch) -> Batch:
-    """Other objects with the same bytes: their hashes are not known yet."""
+    """New objects with the same bytes, whose hashes Python has not computed yet."""
     return [bytes(bytearray(key)) for key in keys]
 
 
 def _bytes_per_chunk(makers: dict[str, MakeContender], size: int) -> dict[str, Any]:
-    """Memory of a full tier after a quarter of it was replaced; the keys themselves are counted by nobody."""
+    """Bytes per chunk of each contender, in a full tier of which a quarter was replaced. Keys are not counted."""
     batch = 500
     prefixes = [_new_prefix(number, batch) for number in range(size // batch * 5 // 4)]
     row: dict[str, Any] = {"chunks": size}
@@ -131,7 +132,7 @@ def _bytes_per_chunk(makers: dict[str, MakeContender], size: int) -> dict[str, A
 
 
 def _summary(rows: list[dict[str, Any]], memory: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that the aims are about."""
+    """The figures for which there are aims."""
     ns = {(row["manager"], row["chunks"], row["batch"], row["operation"]): row["ns_per_key"] for row in rows}
     sizes = sorted({row["chunks"] for row in rows})
     ours = [name for name in {row["manager"]: None for row in rows} if name.startswith("cargohold")]

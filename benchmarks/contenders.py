@@ -22,19 +22,19 @@ class Contender(Protocol):
         ...
 
     def touch(self, keys: Keys) -> None:
-        """Use them."""
+        """Note that a request uses these chunks."""
         ...
 
     def load(self, keys: Keys) -> None:
-        """Pin them, and let go of them: a load from beginning to end."""
+        """Pin chunks and release them: a load from beginning to end."""
         ...
 
     def store(self, keys: Keys) -> None:
-        """Reserve slots for them, and make them ready: a store from beginning to end."""
+        """Reserve slots for chunks and make them ready: a store from beginning to end."""
         ...
 
     def store_each(self, keys: Keys) -> None:
-        """The same for keys that are each of another prefix, as many requests complete them in one step."""
+        """Store chunks of different prefixes, which as many requests complete in one step."""
         ...
 
 
@@ -42,7 +42,7 @@ class Cargohold:
     """Our manager.
 
     Args:
-        policy: of ``cargohold.offload.policy.POLICIES``.
+        policy: a name in ``cargohold.offload.policy.POLICIES``.
         capacity: slots.
     """
 
@@ -78,7 +78,7 @@ class VLLM:
     """
 
     def __init__(self, policy: str, capacity: int) -> None:
-        # By name: vLLM is only in an environment of its own.
+        # Imported by name, because vLLM is only installed in an environment of its own.
         manager: Any = importlib.import_module("vllm.v1.kv_offload.cpu.manager")
         base: Any = importlib.import_module("vllm.v1.kv_offload.base")
         self._manager = manager.CPUOffloadingManager(capacity, cache_policy=policy)
@@ -112,7 +112,7 @@ MakeContender = Callable[[int], Contender]
 
 
 def contenders() -> dict[str, MakeContender]:
-    """What makes each contender for a capacity; vLLM's only where it is installed."""
+    """Functions that make each contender for a capacity, by name; vLLM's only if vLLM is installed."""
     found: dict[str, MakeContender] = {
         f"cargohold {policy}": partial(Cargohold, policy) for policy in ("lru", "arc", DEFAULT_POLICY)
     }

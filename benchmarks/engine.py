@@ -21,7 +21,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     lengths, num_decodes, repeats, batch = ([48], 4, 1, 2) if quick else ([64, 512, 2000], 32, 5, 8)
     generator = random.Random(0)
     plain = AutoModelForCausalLM.from_pretrained(locate_model(MODEL), dtype=torch.float32).eval()
-    # Few blocks, so that they are used again and again: memory touched for the first time costs the system's time, not ours.
+    # Few blocks, so that they are used again and again: the first touch of memory takes time of the system, not of the engine.
     with LLM(MODEL, dtype="float32", prefix_caching=False, num_device_blocks=160) as llm:
         vocab = llm.engine.limits.vocab_size
         single = [
@@ -38,7 +38,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _compare(plain: Any, llm: LLM, prompt: list[int], num_decodes: int, repeats: int) -> dict[str, Any]:
-    """Both engines turn about, after two rounds that are not counted."""
+    """Measure both engines in turns, after two rounds that are not counted."""
     rounds = [(_plain(plain, prompt, num_decodes), _ours(llm, prompt, num_decodes)) for _ in range(repeats + 2)][2:]
     row: dict[str, Any] = {"prompt_tokens": len(prompt)}
     for at, what in enumerate(("prefill", "decode")):
@@ -51,7 +51,7 @@ def _compare(plain: Any, llm: LLM, prompt: list[int], num_decodes: int, repeats:
 
 @torch.inference_mode()
 def _plain(model: Any, prompt: list[int], num_decodes: int) -> tuple[float, float]:
-    """Seconds for the prompt, and per generated token."""
+    """Seconds for the prompt, and seconds per generated token."""
     cache = DynamicCache()
     start = time.perf_counter()
     output = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1)

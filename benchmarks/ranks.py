@@ -54,7 +54,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     try:
         for number in range(rounds):
             step = _decode_step(number)
-            for executor, of in zip(executors, times, strict=True):  # turn about: what disturbs one disturbs the others
+            for executor, of in zip(executors, times, strict=True):  # in turns, so that disturbances hit all of them
                 started = time.perf_counter()
                 executor.execute(step)
                 of.append(time.perf_counter() - started)
@@ -82,7 +82,7 @@ def _start(kind: ExecutorKind, num_ranks: int) -> Executor:
 
 
 def _decode_step(number: int) -> SchedulerStep:
-    """Every request computes one token."""
+    """A step in which every request computes one token."""
     return SchedulerStep(
         scheduled=tuple(
             ScheduledTokens(

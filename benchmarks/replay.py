@@ -1,8 +1,8 @@
 """Replays of LRU: look-ups per second, alone and on all cores, and memory per block.
 
-Look-ups are blocks of prompts. Speed depends on how many blocks a request has, for managers work on whole requests at a time.
-Memory is what a replay holds beyond the trace itself, over the different blocks, with a tier for all of them; checking the
-books at its end takes more for a moment.
+Look-ups are blocks of prompts. Speed depends on how many blocks a request has, because managers work on whole requests at a
+time. Memory is what a replay holds beyond the trace itself, divided by the number of different blocks, with a tier for all of
+them; the check at its end takes more for a moment.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _measure(file: Path) -> dict[str, Any]:
 
 
 def _held_bytes(workload: Workload) -> int:
-    """Allocated when the last request has been replayed."""
+    """Bytes allocated when the last request has been replayed."""
     held: list[int] = []
     check = TierManager.check
 

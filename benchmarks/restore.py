@@ -23,7 +23,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _measure(length: int, repeats: int) -> dict[str, Any]:
-    """Three contexts of which the pool holds one: each visit finds its context evicted, unless it was the last one."""
+    """Measure visits to three contexts, of which the pool holds one: a visit finds its context only right after another one."""
     generator = random.Random(length)
     contexts = [[generator.randrange(40_000) for _ in range(length)] for _ in range(3)]
     blocks = -(-length // BLOCK_TOKENS) + 4
@@ -43,7 +43,7 @@ def _measure(length: int, repeats: int) -> dict[str, Any]:
                 visits.visit("on_device", offloading, context)
         for at in range(repeats):
             with LLM(MODEL, **options_with_disk) as restarted:
-                restarted.generate([[at + 1] * BLOCK_TOKENS], SAMPLING)  # the first pass pays for what is new
+                restarted.generate([[at + 1] * BLOCK_TOKENS], SAMPLING)  # the first pass takes longer than others
                 visits.visit("from_disk", restarted, contexts[at % len(contexts)])
     return {
         "context_tokens": length,
@@ -56,7 +56,7 @@ def _measure(length: int, repeats: int) -> dict[str, Any]:
 
 
 class Visits:
-    """Times to the first token, and the tokens, by where the context came from.
+    """Collects times to the first token, and generated tokens, by where the context came from.
 
     Args:
         length: tokens of a context.
@@ -68,7 +68,7 @@ class Visits:
         self.tokens: dict[str, set[tuple[int, ...]]] = {}
 
     def visit(self, name: str, llm: LLM, context: list[int]) -> None:
-        """Ask once. A row measures what its name says, or nothing."""
+        """Ask once. Asserts that the context came from where ``name`` says."""
         output = llm.generate([context], SAMPLING)[0]
         metrics, least = output.metrics, self._length - BLOCK_TOKENS - 1
         assert metrics.ttft_s is not None
@@ -84,5 +84,5 @@ class Visits:
         self.tokens.setdefault(name, set()).add(output.token_ids)
 
     def ratio(self, slow: str, fast: str) -> float:
-        """Median of the quotients, visit by visit."""
+        """Median of the quotients of times, visit by visit."""
         return median(a / b for a, b in zip(self.times[slow], self.times[fast], strict=True))

@@ -63,11 +63,11 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _bandwidth(root: Path, chunk_bytes: int, total: int, repeats: int) -> dict[str, Any]:
-    """MB/s of ours and of the yardstick for each pattern, each pass of one followed by one of the other."""
+    """Measure MB/s of our tier and of the yardstick for each pattern, in turns of one pass over all chunks."""
     root.mkdir()
     count = total // chunk_bytes
     ours, yardstick = _Ours(root / "ours", chunk_bytes, count), _yardstick(root / "theirs", chunk_bytes, total)
-    ours.run("write")  # whatever is measured overwrites what was written before
+    ours.run("write")  # so that everything measured overwrites what was written before
     yardstick("write")
     rates: dict[str, dict[str, list[float]]] = {
         pattern: {"tier": [], "queue": [], "yardstick": []} for pattern in PATTERNS
@@ -92,7 +92,7 @@ def _summary(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 class _Ours:
-    """A disk tier with room for ``count`` chunks, whose slots are written over and over."""
+    """A disk tier for ``count`` chunks, which are written again and again."""
 
     def __init__(self, root: Path, chunk_bytes: int, count: int) -> None:
         config = DiskTierConfig(directory=str(root), max_bytes=(chunk_bytes + 8192) * count * 2, reserve_bytes=0)
@@ -138,7 +138,7 @@ class _Ours:
 
     def _queue_pass(self, kind: JobKind, keys: Sequence[bytes]) -> None:
         buffers = [self.buffers[at % THREADS] for at in range(len(keys))]
-        if kind is JobKind.LOAD:  # each chunk has a place of its own in the end, but what is in it does not matter here
+        if kind is JobKind.LOAD:  # real loads have a buffer per chunk, but here the contents do not matter
             buffers = [buffers[0]] * len(keys)
         job = TierJob(next(self.job_ids), kind, keys, time.monotonic() + 600, buffers)
         assert self.queue.submit(job) and self.queue.drain(600)
@@ -154,7 +154,7 @@ def _yardstick_name() -> str:
 
 
 def _yardstick(path: Path, block_bytes: int, total: int) -> Callable[[str], float]:
-    """Bytes per second of a pattern."""
+    """A function that measures the bytes per second of a pattern."""
     if shutil.which("fio"):
         return lambda pattern: _fio(path, block_bytes, total, pattern)
     return lambda pattern: _dd(path, block_bytes, total, pattern)
@@ -188,7 +188,7 @@ def _dd(path: Path, block_bytes: int, total: int, pattern: str) -> float:
 
 
 def _start(root: Path, num_chunks: int, run_length: int, repeats: int) -> dict[str, Any]:
-    """Seconds to open a tier that holds ``num_chunks`` small chunks, in prefixes of ``run_length``, headers not in memory."""
+    """Measure seconds to open a tier with ``num_chunks`` small chunks in prefixes of ``run_length``, headers not in memory."""
     config = DiskTierConfig(directory=str(root), max_bytes=num_chunks * 8192, reserve_bytes=0)
     codec = ChunkCodec(NAMESPACE, None, time.time_ns)
     tier = DiskTier(config, codec, 512)

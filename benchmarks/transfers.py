@@ -16,10 +16,10 @@ from cargohold.offload.transfer.factory import make_transfer_worker
 from cargohold.protocol import TransferOutcome
 
 BLOCK_BYTES = 2 * 1024**2
-"""16 tokens of an 8B model with 8 KV heads of 128 numbers in 32 layers, in half precision."""
+"""KV of 16 tokens of an 8B model, with 8 KV heads of 128 numbers in 32 layers, in half precision."""
 
 REGIONS = (1, 32, 64)
-"""Pieces of a block: all layers together, one per layer, keys and values of each apart."""
+"""Numbers of pieces of a block: all layers together, one piece per layer, or keys and values of each layer apart."""
 
 
 def run(*, quick: bool) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _measure(device: str, num_regions: int, block_bytes: int, num_blocks: int, r
     worker = make_transfer_worker(regions, memory, time.monotonic)
     everything = list(range(num_blocks))
     scattered = random.Random(num_blocks).sample(everything, num_blocks // 2)
-    # The first time pages are touched, and locked for a device; that is not measured.
+    # The first copy touches pages for the first time, and locks them for a device; it is not measured.
     _carry_out(worker, Direction.STORE, everything, everything)
     for blocks, name in ((everything[: num_blocks // 2], "neighbours"), (scattered, "scattered")):
         for direction in Direction:
@@ -63,7 +63,7 @@ def _measure(device: str, num_regions: int, block_bytes: int, num_blocks: int, r
 def _carry_out(
     worker: TransferWorker, direction: Direction, blocks: Sequence[int], rows: Sequence[int]
 ) -> tuple[float, float]:
-    """Seconds until the job was taken, and until it had ended."""
+    """Seconds until the job was accepted, and seconds until it had ended."""
     start = time.perf_counter()
     worker.submit(CopyJob(0, direction, tuple(blocks), tuple(rows), 60.0))
     submitted = time.perf_counter()
@@ -74,7 +74,7 @@ def _carry_out(
 
 
 def _beside_a_step(worker: TransferWorker, device: str, direction: Direction, blocks: Sequence[int]) -> float | None:
-    """The same while the device computes for some 100 ms; ``None`` where nothing computes in the background."""
+    """Milliseconds until a job is accepted while the device computes for some 100 ms; ``None`` on a CPU."""
     if device == "cpu":
         return None
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # noqa: SLF001  # torch's own tests wait so

@@ -29,9 +29,9 @@ from cargohold.engine.model.source import locate_model
 
 MODEL = "smollm2"
 HOST_BYTES = 3 * 2**29
-"""Room for everything that is asked, so that no policy of eviction is measured."""
+"""Room for all prompts, so that nothing is evicted and no policy is measured."""
 SETTLE_S = 1.2
-"""Between two contenders' turns: what one still copies must not slow the next one, and vLLM's workers spin for a second."""
+"""Pause between turns: copies of one contender must not slow the next one, and vLLM's workers spin for a second."""
 
 QUICK = Workload(
     conversations=4, in_pool=1, context_tokens=420, question_tokens=24, answer_tokens=8, revisits=1, bursts=1
@@ -42,7 +42,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     workload = QUICK if quick else Workload()
     all_of_them = contenders(HOST_BYTES, workload.block_tokens)
     if quick:
-        all_of_them.pop()  # a second LMCache
+        all_of_them.pop()  # the second LMCache
     taking_part = [contender for contender in all_of_them if contender.obstacle is None]
     skipped = {contender.name: contender.obstacle for contender in all_of_them if contender.obstacle is not None}
     if NO_CONNECTOR in skipped:
@@ -71,12 +71,12 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 class Comparison:
-    """Everybody gets the same requests, turn about.
+    """Measures all contenders with the same requests, in turns.
 
     Args:
-        workload: how many.
+        workload: numbers and lengths of prompts.
         engines: the running contenders, by name.
-        contenders: the same, described.
+        contenders: descriptions of the contenders, by name.
     """
 
     def __init__(self, workload: Workload, engines: Mapping[str, Engine], contenders: Mapping[str, Contender]) -> None:
@@ -86,7 +86,7 @@ class Comparison:
         self._turn = 0
 
     def run(self) -> dict[str, Any]:
-        """Everything: first what never comes back, then conversations."""
+        """Measure everything: first prompts that never come back, then conversations."""
         self._ask_all([random_tokens("warm up", self._workload.context_tokens)])
         without_reuse = self._measure_bursts()
         visits = self._measure_visits()
@@ -107,7 +107,7 @@ class Comparison:
         }
 
     def _measure_bursts(self) -> dict[str, list[float]]:
-        """Seconds per request, of prompts that share nothing, one right after the other."""
+        """Seconds per request for prompts that share nothing, asked one right after the other."""
         times: dict[str, list[float]] = {name: [] for name in self._engines}
         for burst in range(self._workload.bursts):
             _progress(f"without reuse, {burst + 1} of {self._workload.bursts}")
@@ -133,7 +133,7 @@ class Comparison:
                     self._check(answers, len(text))
                     for name, answer in answers.items():
                         visits[name].append(answer)
-                # The same history for all, so that all get the same prompts whatever they answered.
+                # One history for all contenders, so that all get the same prompts, whatever they answered.
                 text += [
                     *answers[DEVICE_HIT].tokens,
                     *random_tokens(f"question {at} {turn}", workload.question_tokens),
@@ -141,7 +141,7 @@ class Comparison:
         return visits
 
     def _check(self, answers: Mapping[str, Answer], prompt_tokens: int) -> None:
-        """A row measures what its name says, or nothing."""
+        """Assert that each contender found as much of the prompt as it should, so that its row measures what its name says."""
         for name, answer in answers.items():
             contender = self._contenders[name]
             chunk_tokens = contender.chunk_tokens or self._workload.block_tokens
@@ -150,7 +150,7 @@ class Comparison:
             assert is_right, f"{name} found {answer.cached_tokens} of {prompt_tokens} tokens, and not {least}"
 
     def _ask_all(self, prompts: list[list[int]]) -> dict[str, list[Answer]]:
-        """Turn about, and everybody first in turn; what disturbs one disturbs the others."""
+        """Ask all contenders one after the other, each time beginning with another one, so that disturbances hit all."""
         answers = {}
         for name in rotated(list(self._engines), self._turn):
             time.sleep(SETTLE_S)
@@ -159,7 +159,7 @@ class Comparison:
         return answers
 
     def _aims(self, ttft: Mapping[str, list[float]], without_reuse: Mapping[str, list[float]]) -> list[dict[str, Any]]:
-        """What is promised, and what was measured."""
+        """The bounds that are aimed at, with the measured ratios."""
         aims = [
             ("first token, over a device hit", 1.1, ratio(ttft[CARGOHOLD], ttft[DEVICE_HIT])),
             ("first token, over vLLM's own", 1.0, ratio(ttft[CARGOHOLD], ttft[VLLM])),
@@ -200,7 +200,7 @@ def _describe(workload: Workload) -> dict[str, Any]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Whoever is told to end must not leave engines behind."""
+    """Exit by an exception on SIGTERM within the ``with`` block, so that no engine is left behind."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Who is compared inside vLLM: the same engine without a connector, with ours, with vLLM's own and with LMCache."""
+"""Contenders inside vLLM: the same engine without a connector, with ours, with vLLM's own and with LMCache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOP_TIMEOUT_S: Final = 10.0
 LOG_TAIL_CHARS: Final = 3000
 
 LMCACHE_CHUNK_TOKENS: Final = 256
-"""Its default."""
+"""LMCache's default."""
 
 NO_CONNECTOR: Final = "no connector"
 DEVICE_HIT: Final = "device hit"
@@ -35,11 +35,11 @@ class Contender:
     """One way to serve the same requests.
 
     Attributes:
-        name: how results call it.
-        python: interpreter of an environment with all it needs.
-        restores: whether a context that comes back is found, wherever it is.
+        name: its name in results.
+        python: interpreter of an environment with all packages that it needs.
+        restores: whether a context that comes back is found, on the device or elsewhere.
         has_large_pool: whether its device pool holds all contexts at once.
-        chunk_tokens: what it keeps and finds at a time; ``None`` for one block.
+        chunk_tokens: tokens that it keeps and finds as a unit; ``None`` for one block.
         transfer_config: vLLM's ``kv_transfer_config``.
     """
 
@@ -52,19 +52,18 @@ class Contender:
 
     @property
     def obstacle(self) -> str | None:
-        """Why it cannot take part here, and what helps."""
+        """Why it cannot take part here, and what helps; ``None`` if it can."""
         if self.python.exists():
             return None
         return f"there is no {self.python.parents[1].relative_to(ROOT)}; make bench-vllm makes it"
 
 
 def contenders(host_bytes: int, block_tokens: int) -> list[Contender]:
-    """All of them, whether they can take part or not.
+    """All contenders, whether they can take part or not.
 
     Args:
-        host_bytes: host memory of each that uses any.
-        block_tokens: tokens per block of the device pool; chunks are as large, but LMCache has its own default, and is
-            measured with that too.
+        host_bytes: host memory of each contender that uses any.
+        block_tokens: tokens per block of the device pool. Chunks are as large, but LMCache is also measured with its default.
     """
     return [
         Contender(NO_CONNECTOR, restores=False),
@@ -81,7 +80,7 @@ def _connector(name: str, extra: Mapping[str, Any], **more: Any) -> dict[str, An
 
 
 def _vllm_options(host_bytes: int) -> dict[str, Any]:
-    """Its own spec does not copy on a CPU; ours only adds that."""
+    """Options of vLLM's own connector, with a spec of ours: its own does not copy on a CPU, and ours only adds that."""
     return {
         "spec_name": "CopyingSpec",
         "spec_module_path": "benchmarks.vllm_cpu_spec",
@@ -90,7 +89,7 @@ def _vllm_options(host_bytes: int) -> dict[str, Any]:
 
 
 def _lmcache(name: str, host_bytes: int, chunk_tokens: int | None) -> Contender:
-    """LMCache's server beside the engine, over shared memory: the fastest of its ways on a CPU, with its observers off."""
+    """LMCache as a server beside the engine, over shared memory: its fastest way on a CPU, with observability turned off."""
     port, http_port = _free_port(), _free_port()
     arguments = ["--l1-size-gb", f"{host_bytes / 2**30:g}", "--eviction-policy", "LRU", "--http-port", str(http_port)]
     arguments += [
@@ -115,12 +114,12 @@ def _lmcache(name: str, host_bytes: int, chunk_tokens: int | None) -> Contender:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request, answered.
+    """The answer to a request.
 
     Attributes:
-        tokens: the answer.
-        ttft_s: seconds to its first token.
-        total_s: seconds to its end.
+        tokens: the answer's tokens.
+        ttft_s: seconds to the first token.
+        total_s: seconds to the end.
         cached_tokens: tokens of the prompt that were not computed.
     """
 
@@ -131,15 +130,15 @@ class Answer:
 
 
 class EngineError(RuntimeError):
-    """A child process ended; with the end of its log."""
+    """A child process ended; the text has the end of its log."""
 
 
 class Engine:
     """A running contender. Its methods raise ``EngineError`` if it ended.
 
     Args:
-        process: of ``benchmarks.vllm_engine``.
-        log: what it says beside its answers.
+        process: a process of ``benchmarks.vllm_engine``.
+        log: file with its output other than answers.
     """
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
@@ -147,7 +146,7 @@ class Engine:
         self._log = log
 
     def await_start(self) -> dict[str, str]:
-        """Wait until it can be asked; versions of the packages that matter."""
+        """Wait until the engine can be asked. Returns the versions of packages that matter."""
         versions: dict[str, str] = self._read()["versions"]
         return versions
 
@@ -175,9 +174,9 @@ def running(contender: Contender, options: Mapping[str, Any], log: Path) -> Iter
     """Start a contender, without waiting until it can be asked; stop it and all its processes at the end.
 
     Args:
-        contender: which one.
-        options: of vLLM's ``LLM``.
-        log: file for what it says.
+        contender: the contender.
+        options: options of vLLM's ``LLM``.
+        log: file for its output other than answers.
     """
     options = dict(options)
     if contender.transfer_config:
@@ -191,7 +190,7 @@ def running(contender: Contender, options: Mapping[str, Any], log: Path) -> Iter
             env=_environment(),
             cwd=ROOT,
             text=True,
-            start_new_session=True,  # so that its own processes end with it whatever happens
+            start_new_session=True,  # so that processes it starts can be ended with it, whatever happens
         )
     try:
         yield Engine(process, log)
@@ -200,7 +199,10 @@ def running(contender: Contender, options: Mapping[str, Any], log: Path) -> Iter
 
 
 def _environment() -> dict[str, str]:
-    """VLLM's CPU build uses another number of threads with a connector than without, unless it is told."""
+    """Environment variables for an engine.
+
+    Unless it is told, vLLM's CPU build uses another number of threads with a connector than without.
+    """
     cores = sorted(os.sched_getaffinity(0))
     environment = {
         **os.environ,
@@ -215,7 +217,7 @@ def _environment() -> dict[str, str]:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Ask all its processes to end, so that LMCache's server gives its shared memory back, and end those that stay."""
+    """Ask all processes of the group to end, so that LMCache's server frees its shared memory; then kill those that stay."""
     assert process.stdin is not None and process.stdout is not None
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not _signal_group(process.pid, number):
@@ -228,13 +230,13 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 def _wait_for_group(process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    # A process that nobody has waited for still counts.
+    # A process that has ended counts as part of the group until it is waited for.
     while time.monotonic() < deadline and (process.poll() is None or _signal_group(process.pid, 0)):
         time.sleep(0.1)
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Whether there was anybody to get it."""
+    """Send a signal to all processes of a group. Returns whether there were any."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
-"""What vLLM's own offloading connector lacks on a CPU: a spec whose worker copies there.
+"""A spec for vLLM's own offloading connector whose worker copies on a CPU, which vLLM's specs do not.
 
-All that decides is vLLM's: its connector, its scheduler side, its manager. The copies are carried out by our own transfer
-worker, so that the comparison is one of connectors and not of copying.
+Everything that decides is vLLM's: the connector, its scheduler side and its manager. Our own transfer worker carries out the
+copies, so that connectors are compared and not copying.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM ships no ty
         self._copies = CpuTransferWorker(regions, rows, time.monotonic)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Device to host."""
+        """Start a copy from the device to host memory."""
         self._submit(job_id, Direction.STORE, blocks=src_spec, chunks=dst_spec)
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Host to device."""
+        """Start a copy from host memory to the device."""
         self._submit(job_id, Direction.LOAD, blocks=dst_spec, chunks=src_spec)
         return True
 
@@ -66,11 +66,11 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM ships no ty
         ]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when these are done; vLLM asks for stores alone."""
+        """Return when these jobs are done. vLLM only waits for stores."""
         self._copies.finish_stores()
 
     def shutdown(self) -> None:
-        """Stop."""
+        """Stop copying."""
         self._copies.shutdown()
 
     def _submit(self, job_id: int, direction: Direction, blocks: Any, chunks: Any) -> None:

@@ -1,7 +1,7 @@
-"""One vLLM engine as a child process that is told what to do, a JSON document a line; see ``benchmarks.vllm_contenders``.
+"""One vLLM engine as a child process that reads its orders as JSON, one per line; see ``benchmarks.vllm_contenders``.
 
-It runs in an environment with vLLM in it. Times are those a client of the engine sees: between it and the engine there is
-vLLM's own process boundary, but no server and no tokenizer.
+It runs in an environment with vLLM in it. Times are those that a client of the engine sees: between both there is vLLM's own
+process boundary, but no server and no tokenizer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _ask(engine: Any, request_id: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """One request from beginning to end."""
+    """Serve one request from beginning to end; returns its tokens and times."""
     from vllm import SamplingParams  # noqa: PLC0415  # as above
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
@@ -56,7 +56,7 @@ def _ask(engine: Any, request_id: str, prompt: Sequence[int], max_tokens: int) -
 
 
 def _take_stdout() -> TextIO:
-    """The pipe to the parent; whatever else is printed, by vLLM's own processes too, goes where errors go."""
+    """The pipe to the parent. Everything else that is printed, even by vLLM's processes, goes to standard error from now on."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return replies

@@ -1,4 +1,4 @@
-"""What the comparison inside vLLM asks, and what comes of the answers; without vLLM."""
+"""Workload and figures of the comparison inside vLLM; runs without vLLM."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ VOCABULARY = 40_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How much is asked.
+    """How many prompts are asked, and how long they are.
 
     Attributes:
         block_tokens: tokens per block of the device pool.
-        conversations: how many take turns; a small pool holds ``in_pool`` of them.
-        in_pool: see ``conversations``.
-        context_tokens: of a conversation's first prompt.
-        question_tokens: by which each further prompt grows, beside the answer before it.
+        conversations: number of conversations that take turns.
+        in_pool: conversations that a small pool holds.
+        context_tokens: tokens of a conversation's first prompt.
+        question_tokens: tokens by which each further prompt grows, besides the answer before it.
         answer_tokens: length of an answer.
         revisits: further prompts per conversation.
         bursts: series of prompts that share nothing, to measure time per request without reuse.
@@ -48,25 +48,25 @@ class Workload:
         return (self.conversations + 2 if is_large else self.in_pool) * per_conversation + 1
 
     def cacheable(self, prompt_tokens: int, chunk_tokens: int) -> int:
-        """Tokens of a prompt that were already there when it was last asked about, in whole chunks."""
+        """Tokens of a prompt that were already in the conversation's last prompt, in whole chunks."""
         known = prompt_tokens - self.question_tokens - self.answer_tokens
         return known // chunk_tokens * chunk_tokens
 
 
 def random_tokens(seed: str, count: int) -> list[int]:
-    """A prompt, or a part of one; different seeds share no prefix."""
+    """Random tokens of a prompt, or of a part of one; different seeds share no prefix."""
     generator = random.Random(seed)
     return [generator.randrange(VOCABULARY) for _ in range(count)]
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
-    """Everybody's turn to be first."""
+    """The names in a rotated order, so that each is first once in ``len(names)`` calls with ascending ``by``."""
     at = by % len(names)
     return [*names[at:], *names[:at]]
 
 
 def ratio(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
-    """Quotients of what was measured side by side: their median, and the quartiles."""
+    """Quotients of times that were measured side by side: their median, and the quartiles."""
     quotients = [own / other for own, other in zip(times, reference, strict=True)]
     low, _, high = quantiles(quotients, n=4, method="inclusive") if len(quotients) > 1 else quotients * 3
     return {"median": round(median(quotients), 3), "from": round(low, 3), "to": round(high, 3)}
