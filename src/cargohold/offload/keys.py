@@ -1,4 +1,4 @@
-"""Names of chunks."""
+"""Offload keys: the names of chunks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _GROUP_BYTES = 4
 
 
 def offload_key(block_hash: bytes, group: int) -> OffloadKey:
-    """Key of the chunk that ends with the block of that hash, in one KV-cache group."""
+    """Return the key of the chunk whose last block has ``block_hash``, in KV-cache group ``group``."""
     return block_hash + group.to_bytes(_GROUP_BYTES, "little")
 
 
 def split_key(key: OffloadKey) -> tuple[bytes, int]:
-    """Block hash and group of a key."""
+    """Return the block hash and the group of a key."""
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "little")
 
 
@@ -37,7 +37,7 @@ class ChunkKeys:
         self._suffix = offload_key(b"", group.index)
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:
-        """Add the keys of chunks that became full. ``block_hashes`` are all of the request's."""
+        """Add the keys of chunks that became full. ``block_hashes`` are all block hashes of the request."""
         per_chunk = self._hashes_per_chunk
         first = (len(self.keys) + 1) * per_chunk - 1
         if first < len(block_hashes):

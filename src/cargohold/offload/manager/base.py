@@ -1,17 +1,17 @@
-"""The manager port: which chunks a tier holds and where, and who is using them.
+"""The manager port: which chunks a tier holds, in which slots, and which of them are in use.
 
-A manager plans; it moves no bytes, does no I/O, starts no thread and asks no clock. Everything it hands out is a handle that
-must be given back exactly once. The life of a chunk::
+A manager plans; it moves no bytes, does no I/O, starts no thread and asks no clock. It hands out handles, each of which must
+be given back exactly once. The life of a chunk::
 
     absent --prepare_stores-> writing --commit--> ready <--> being read (n)     (prepare_load / release)
        ^                         |                  |
        +------- forfeit ---------+                  +-- evicted or removed, only when nobody reads it --> absent
 
 Any other move is a bug of ours: it raises ``LifecycleError`` and changes nothing. At all times
-free + ready + writing + leaving = capacity, and pins equal the loads that live handles stand for. *Leaving* are chunks that
-were removed while somebody reads them: not found any more, their slots not free yet.
+free + ready + writing + leaving = capacity, and the number of pins is that of the chunks in live load handles. *Leaving* are
+chunks that were removed while a load reads them: they are not found any more, but their slots are not free yet.
 
-Keys come in prefix order, many at once: the scheduler's thread asks for thousands of chunks at a time.
+Keys come in prefix order, many in one call, because the scheduler's thread asks for thousands of chunks at a time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OffloadKey: TypeAlias = bytes
 
 @dataclass(frozen=True, slots=True)
 class ChunksStored:
-    """Chunks became ready.
+    """An event: chunks became ready.
 
     Attributes:
-        keys: which; those of one prefix in order.
+        keys: the chunks; those of one prefix in order.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -38,10 +38,10 @@ class ChunksStored:
 
 @dataclass(frozen=True, slots=True)
 class ChunksRemoved:
-    """Chunks are gone.
+    """An event: chunks were evicted or removed.
 
     Attributes:
-        keys: which, in the order of removal.
+        keys: the chunks, in the order of removal.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -55,7 +55,7 @@ class StoreOffer(NamedTuple):
 
     Attributes:
         keys: consecutive chunks of one prefix.
-        parent: the chunk before the first, if there is one.
+        parent: the chunk before the first; ``None`` if there is none or it is not known.
     """
 
     keys: Sequence[OffloadKey]
@@ -66,10 +66,10 @@ class StoreHandle(Protocol):
     """Slots reserved for chunks on their way into the tier.
 
     Attributes:
-        keys: the chunks to store, those of one prefix in order: those offered that were absent and are worth a slot.
-        slots: where each goes, parallel to ``keys``.
-        deferred: chunks that found no slot, only because slots are being written or read. Offer them again later. Chunks in
-            neither are there already, or not worth a slot.
+        keys: the chunks to store, in order within each prefix: those on offer that were absent and are worth a slot.
+        slots: the slot of each, parallel to ``keys``.
+        deferred: chunks without a slot, only because other slots are being written or read. Offer them again later. Chunks
+            in neither list are there already, or not worth a slot.
     """
 
     @property
@@ -84,15 +84,15 @@ class StoreHandle(Protocol):
 
     @property
     def slots(self) -> Sequence[int]:
-        """Where each goes."""
+        """The slot of each chunk, parallel to ``keys``."""
         ...
 
     def commit(self) -> None:
-        """The bytes are there: the chunks are ready from now on."""
+        """Give the handle back after the bytes were written: the chunks are ready from now on."""
         ...
 
     def forfeit(self) -> None:
-        """The bytes are not there: the slots are free again."""
+        """Give the handle back without the bytes written: the slots are free again."""
         ...
 
 
@@ -101,7 +101,7 @@ class LoadHandle(Protocol):
 
     Attributes:
         keys: the chunks, in the order asked for.
-        slots: where each is, parallel to ``keys``.
+        slots: the slot of each, parallel to ``keys``.
     """
 
     @property
@@ -111,41 +111,43 @@ class LoadHandle(Protocol):
 
     @property
     def slots(self) -> Sequence[int]:
-        """Where each is."""
+        """The slot of each chunk, parallel to ``keys``."""
         ...
 
     def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
-        """The read is over. ``bad_keys`` turned out to be corrupt: they are gone as soon as nobody else reads them, and not
-        found from now on.
+        """Give the handle back after the read.
+
+        Chunks in ``bad_keys`` turned out to be corrupt: they are not found from now on, and their slots are free as soon as no
+        other load reads them.
         """
         ...
 
 
 class OffloadManager(ABC):
-    """One tier's chunks.
+    """Manages the chunks of one tier.
 
     Attributes:
-        capacity: slots.
+        capacity: number of slots.
     """
 
     capacity: int
 
     def admit_all(self) -> None:  # noqa: B027  # a manager that refuses nothing has nothing to do
-        """From now on every chunk is worth a slot.
+        """Treat every chunk as worth a slot from now on.
 
-        For a tier with others below it: they get only what this one takes, and give it back only through this one.
+        For a tier with lower tiers: they get only chunks that this tier takes, and give them back only through it.
         """
 
     @property
     @abstractmethod
     def generation(self) -> int:
-        """Changes whenever an answer of ``lookup`` may have changed: an equal generation means equal answers."""
+        """A number that changes whenever an answer of ``lookup`` may have changed: equal numbers mean equal answers."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
-        """One byte per key: ``cargohold.blocks.ABSENT``, ``READY`` or ``NOT_YET``. Changes nothing observable.
+        """Return one byte per key: ``cargohold.blocks.ABSENT``, ``READY`` or ``NOT_YET``. Changes nothing observable.
 
-        A chunk that is still being written is absent: nobody waits for a copy that may fail.
+        A chunk that is still being written is absent: no request waits for a copy that may fail.
         """
 
     @abstractmethod
@@ -154,9 +156,10 @@ class OffloadManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """A request uses these chunks, in prefix order, last one its last; mark those that are there as used now.
+        """Mark chunks that a request uses as used now. Absent ones are ignored.
 
-        Call it once when a request starts; again, when it ends, if it ran for long.
+        ``keys`` are in prefix order, and the last is the request's last chunk. Call it once when a request starts; again, when
+        it ends, if it ran for long.
         """
 
     @abstractmethod
@@ -165,33 +168,37 @@ class OffloadManager(ABC):
 
     @abstractmethod
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
-        """Reserve slots for those chunks on offer that are absent and worth one, evicting others if need be.
+        """Reserve slots for those chunks on offer that are absent and worth one, evicting other chunks if need be.
 
-        While many requests generate, most steps complete a chunk of several: one call costs a fraction of one for each.
+        Takes many offers, because while many requests generate, most steps complete a chunk of several of them: one call costs
+        a fraction of one call per request.
 
-        Each chunk offered ends in one of four places:
+        For each chunk on offer, one of four things holds afterwards:
 
         * it is there or being written already: nothing to do;
         * it is in the handle's ``keys``;
-        * it is in the handle's ``deferred``: it found no slot, but others will let go of some. Of an offer no more chunks are
-          deferred than there are slots that others write or read: a request longer than the tier is not offered for ever;
-        * none of these: it is not worth a slot, or never will find one. Do not offer it again for this request.
+        * it is in the handle's ``deferred``: there was no slot, but slots that are being written or read will become free. Of
+          an offer no more chunks are deferred than there are such slots: a request longer than the tier is not offered for
+          ever;
+        * none of these: it is not worth a slot, or will never find one. Do not offer it again for this request.
 
-        Slots go to the leading chunks of each offer: what lies behind a hole is worth nothing. In ``keys`` and ``deferred`` the
-        chunks of an offer are in order; offers need not be. A chunk that is in several offers is stored once.
+        Slots go to the leading chunks of each offer, because chunks behind a hole are worth nothing. In ``keys`` and
+        ``deferred`` the chunks of an offer are in order; the offers need not be. A chunk in several offers is stored once.
 
-        Never evicts a chunk that is pinned or being written, nor one that is offered, nor one before them in their prefix, as
-        far as each of these was there when the next was stored.
+        Never evicts a chunk that is pinned, being written or on offer. Nor does it evict chunks before those on offer in their
+        prefix, as far back as each chunk was there when the next one was stored.
         """
 
     @final
     def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle:
-        """``prepare_stores`` for one offer."""
+        """Call ``prepare_stores`` with one offer."""
         return self.prepare_stores((StoreOffer(keys, parent),))
 
     @abstractmethod
     def remove(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget ready chunks: absent at once, their slots free as soon as nobody reads them. Unknown keys are ignored.
+        """Remove ready chunks: they are absent at once, and their slots free as soon as no load reads them.
+
+        Unknown keys are ignored.
 
         Raises:
             LifecycleError: one is being written; nothing was changed.
@@ -199,43 +206,43 @@ class OffloadManager(ABC):
 
     @abstractmethod
     def reset(self) -> bool:
-        """Forget everything. ``False``, and nothing forgotten, while something is being written.
+        """Remove all chunks. Return ``False``, and remove none, while a chunk is being written.
 
-        What is being read stays where it is until it is given back, and is not found any more.
+        Chunks that are being read keep their slots until they are released, but are not found any more.
         """
 
     @abstractmethod
     def take_events(self) -> list[ManagerEvent]:
-        """What became ready and what was removed since the last call, in order; empty unless the manager records it."""
+        """Return the events since the last call, in order; empty unless the manager records events."""
 
     @property
     @abstractmethod
     def num_ready(self) -> int:
-        """Chunks that can be loaded."""
+        """Number of chunks that can be loaded."""
 
     @property
     @abstractmethod
     def num_writing(self) -> int:
-        """Slots reserved by live store handles."""
+        """Number of slots reserved by live store handles."""
 
     @property
     def num_removed(self) -> int:
-        """Chunks that were there and have gone, ever since: evicted, removed or found corrupt. 0 if they are not counted."""
+        """Number of chunks evicted, removed or found corrupt since the start. 0 if the manager does not count them."""
         return 0
 
     @property
     def num_leaving(self) -> int:
-        """Slots of removed chunks that are still being read."""
+        """Number of slots of removed chunks that are still being read."""
         return 0
 
     @property
     @abstractmethod
     def num_pins(self) -> int:
-        """Chunks pinned by live load handles, counted once per handle."""
+        """Number of chunks pinned by live load handles, counted once per handle."""
 
     @property
     def num_free(self) -> int:
-        """Slots that hold nothing."""
+        """Number of free slots."""
         return self.capacity - self.num_ready - self.num_writing - self.num_leaving
 
     @abstractmethod

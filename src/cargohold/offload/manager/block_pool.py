@@ -1,4 +1,4 @@
-"""A manager over a block pool: the class that the device side uses, on the host side."""
+"""A manager of host memory over ``BlockPool``, the class that the embedded engine uses for the device pool."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from cargohold.offload.policy.base import Slots
 
 
 class BlockPoolManager(OffloadManager):
-    """Chunks of one block each, least recently used evicted first.
+    """Manages chunks of one block each; the least recently used is evicted first.
 
-    A slot is a block of the pool: referenced while it is written or read, in the free queue otherwise, where eviction takes
-    it from the head. It knows nothing of prefixes: of what is in front of an offer it spares the parent alone.
+    A slot is a block of the pool: referenced while it is written or read, else in the free queue, from whose head eviction
+    takes it. The manager knows nothing of prefixes: of the chunks before an offer, it protects only the parent from eviction.
 
     Args:
-        capacity: slots.
-        record_events: whether ``take_events`` has something to say.
+        capacity: number of slots.
+        record_events: whether to record events for ``take_events``.
     """
 
     def __init__(self, capacity: int, *, record_events: bool = False) -> None:
@@ -48,15 +48,15 @@ class BlockPoolManager(OffloadManager):
 
     @property
     def generation(self) -> int:
-        """Changes with every commit and removal."""
+        """A number that changes with every commit and removal."""
         return self._generation
 
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
-        """Presence of each key."""
+        """Return ``READY`` or ``ABSENT`` for each key."""
         return bytes(READY if self._pool.contains(*split_key(key)) else ABSENT for key in keys)
 
     def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:
-        """Presence up to the first absent key."""
+        """Return ``READY`` for each key before the first absent one."""
         num_ready = 0
         for key in keys:
             if not self._pool.contains(*split_key(key)):
@@ -65,7 +65,7 @@ class BlockPoolManager(OffloadManager):
         return bytes([READY]) * num_ready
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Move the chunks to the safe end of the free queue, the last one first: ends of prefixes go before their starts."""
+        """Move chunks to the tail of the free queue, the last one first, so that ends of prefixes are evicted first."""
         blocks = [block for key in reversed(keys) if (block := self._find(key)) is not None]
         self._pool.touch(blocks)
         self._pool.free_blocks(blocks)
@@ -83,10 +83,10 @@ class BlockPoolManager(OffloadManager):
         return ChunkPins(tuple(keys), _slots_of(blocks), self._end_load)
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
-        """Reserve slots for the absent ones; if there is room for fewer, for the first of them."""
+        """Reserve slots for the absent chunks on offer, or as many of the first ones as there is room for."""
         num_waiting = self._num_pins + len(self._writing)
         offered = list(dict.fromkeys(key for offer in offers for key in offer.keys))
-        # Neither what is offered nor what is in front of it must be evicted to make room for the rest.
+        # Chunks on offer that are there, and the parents, must not be evicted to make room for the others.
         around = [*offered, *(offer.parent for offer in offers if offer.parent is not None)]
         guarded = [block for key in around if (block := self._find(key)) is not None]
         self._pool.touch(guarded)
@@ -99,7 +99,7 @@ class BlockPoolManager(OffloadManager):
         return SlotReservation(chosen, _slots_of(blocks), deferred, self._end_store)
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget chunks at once; their slots are free when nobody reads them."""
+        """Remove chunks at once; their slots are free when no load reads them."""
         keys = list(keys)
         for key in keys:
             if key in self._writing:
@@ -114,7 +114,7 @@ class BlockPoolManager(OffloadManager):
                     self._use_first([block])
 
     def reset(self) -> bool:
-        """Forget everything, unless something is being written."""
+        """Remove all chunks, unless one is being written."""
         if self._writing:
             return False
         for block in map(self._pool.get_block, range(self.capacity)):
@@ -124,33 +124,33 @@ class BlockPoolManager(OffloadManager):
         return True
 
     def take_events(self) -> list[ManagerEvent]:
-        """Events since the last call."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     @property
     def num_ready(self) -> int:
-        """Chunks that can be found."""
+        """Number of chunks that can be found."""
         return self._pool.num_cached_prefixes
 
     @property
     def num_removed(self) -> int:
-        """Chunks that were there and have gone, ever since."""
+        """Number of chunks evicted or removed since the start."""
         return self._num_removed
 
     @property
     def num_writing(self) -> int:
-        """Slots being filled."""
+        """Number of slots being written."""
         return len(self._writing)
 
     @property
     def num_leaving(self) -> int:
-        """Slots of removed chunks that are still being read."""
+        """Number of slots of removed chunks that are still being read."""
         return len(self._leaving)
 
     @property
     def num_pins(self) -> int:
-        """Pins of live load handles."""
+        """Number of chunks pinned by live load handles, counted once per handle."""
         return self._num_pins
 
     def check(self) -> None:
@@ -182,7 +182,7 @@ class BlockPoolManager(OffloadManager):
         self._leaving = {block for block in self._leaving if block.ref_cnt}
 
     def _use_first(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Nothing is in these free blocks: the next store takes them before it evicts anything."""
+        """Move free blocks that hold nothing to the head of the queue, so that the next store takes them before it evicts."""
         self._pool.touch(blocks)
         self._pool.free_blocks(blocks, evict_first=True)
 

@@ -1,4 +1,4 @@
-"""Where chunks are: an index that follows prefixes instead of looking up every key.
+"""The index of a tier's chunks, which follows prefixes instead of looking up every key.
 
 Chunks that were stored one behind the other form a *strand*: their keys in a tuple, their slots in an array. A look-up finds
 the strand of its first key by hash, and then compares the strand's next keys with its own, at the speed of memory; only where
@@ -27,7 +27,7 @@ from cargohold.offload.policy.key_map import KeyMap
 Keys = tuple[bytes, ...]
 
 _MAX_STRAND: Final = 256
-"""Positions in a strand fit in a byte, and changing a strand's end copies no more than this."""
+"""Maximum number of chunks in a strand. Positions fit in a byte, and changing a strand's end copies no more than this."""
 
 _SLACK: Final = 8
 
@@ -36,9 +36,9 @@ class Strand:
     """Chunks one behind the other in a prefix, either all being written or all ready.
 
     Attributes:
-        length: how many there are.
-        parent: key of the chunk before the first, if known.
-        is_ready: whether they can be loaded.
+        length: number of its chunks.
+        parent: key of the chunk before the first; ``None`` if there is none or it is not known.
+        is_ready: whether the chunks can be loaded.
     """
 
     __slots__ = ("_keys", "_slots", "is_ready", "length", "parent")
@@ -47,25 +47,25 @@ class Strand:
         self.length = len(keys)
         self.parent = parent
         self.is_ready = is_ready
-        # Of chunks that are gone, there may be some behind the others.
+        # May be longer than ``length``: entries behind it are of chunks that are gone.
         self._keys = keys
         self._slots = slots
 
     @property
     def slots(self) -> Slots:
-        """Where the chunks are, in prefix order."""
+        """Slots of the chunks, in prefix order."""
         return self._slots[: self.length]
 
     def key(self, at: int) -> bytes:
-        """Key of one chunk."""
+        """Return the key of the chunk at one position."""
         return self._keys[at]
 
     def keys(self, first: int, end: int) -> Keys:
-        """Keys of the chunks at ``[first, end)``, in prefix order."""
+        """Return the keys of the chunks at positions ``[first, end)``, in prefix order."""
         return self._keys[first : min(end, self.length)]
 
     def extend(self, other: Strand) -> None:
-        """Take in the chunks of a strand that continues this one."""
+        """Append the chunks of a strand that continues this one."""
         self._keys = self.keys(0, self.length) + other.keys(0, other.length)
         self._slots = np.concatenate((self.slots, other.slots))
         self.length += other.length
@@ -73,8 +73,8 @@ class Strand:
     def shorten(self, length: int) -> None:
         """Keep the first ``length`` chunks."""
         self.length = length
-        # A copy: a view would keep the memory of all that was cut off. Not for each bite, as prefixes are eaten from their
-        # ends, and copying keys counts a reference in each.
+        # A copy, because a view would keep the memory of all chunks cut off. Not at every call: prefixes are evicted bit by
+        # bit from their ends, and copying keys changes the reference count of each.
         if len(self._keys) > 2 * length + _SLACK:
             self._keys, self._slots = self._keys[:length], self.slots.copy()
 
@@ -83,8 +83,8 @@ class Run:
     """The leading keys of a look-up whose chunks are ready.
 
     Attributes:
-        keys: all that were asked for.
-        length: how many of them are ready without a gap.
+        keys: all keys that were looked up.
+        length: how many leading ones are ready.
     """
 
     def __init__(self, keys: Keys, pieces: list[Slots]) -> None:
@@ -94,13 +94,13 @@ class Run:
 
     @property
     def slots(self) -> Slots:
-        """Where the ready ones are."""
+        """Slots of the ``length`` ready chunks."""
         if len(self._pieces) != 1:
             self._pieces = [joined(self._pieces)]
         return self._pieces[0]
 
     def first(self, keys: Keys) -> Run | None:
-        """The run of ``keys``, if this is about them, or about more that start with them."""
+        """Return the run of ``keys`` if this look-up was of them, or of more keys that begin with them; else ``None``."""
         if self.keys[: len(keys)] != keys:
             return None
         return self if len(keys) == len(self.keys) else Run(keys, [self.slots[: len(keys)]])
@@ -131,24 +131,24 @@ class ChainIndex:
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def slot_of(self, key: bytes | None) -> int:
-        """Where a chunk is, ready or not; ``NO_SLOT`` if it is not there."""
+        """Return the slot of a chunk, ready or not; ``NO_SLOT`` if it is absent or ``key`` is ``None``."""
         slot = None if key is None else self._slots.get(key)
         return NO_SLOT if slot is None else slot
 
     def slots_of(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Where each chunk is, ready or not; for keys that need not follow each other."""
+        """Return the slot of each chunk, ready or not; ``None`` for absent ones. The keys need not be of one prefix."""
         return self._slots.get_many(keys)
 
     def run(self, keys: Keys) -> Run:
-        """The leading keys whose chunks are ready."""
-        # A request is looked up, then touched, then loaded: the answer is still there.
+        """Look up the leading keys whose chunks are ready."""
+        # A request is looked up, then touched, then loaded: the last answer often serves again.
         run = self._last_run.first(keys) or Run(keys, self._pieces(keys))
         if len(keys) >= len(self._last_run.keys):
             self._last_run = run
         return run
 
     def ancestors(self, slot: int) -> Slots:
-        """Slots of the chunks of a prefix that ends in ``slot``, as far as they are there without a gap, in order."""
+        """Return the slots of the prefix that ends with the chunk in ``slot``, in order, back to its first absent chunk."""
         pieces: dict[int, Slots] = {}
         while slot != NO_SLOT:
             strand: Strand = self._strands[slot]
@@ -159,12 +159,12 @@ class ChainIndex:
         return joined(list(pieces.values())[::-1])
 
     def keys_at(self, slots: Slots) -> list[bytes]:
-        """Keys of the chunks in slots that are in use."""
+        """Return the keys of the chunks in ``slots``, which must be in use."""
         positions = self._positions[slots].tolist()
         return [strand.key(at) for strand, at in zip(self._strands[slots].tolist(), positions, strict=True)]
 
     def strands(self) -> Iterator[Strand]:
-        """Every strand once. Walks everything."""
+        """Iterate over every strand once. Walks the whole index."""
         return iter({id(strand): strand for strand in self._strands.tolist() if strand is not None}.values())
 
     # --- changes ------------------------------------------------------------------------------------------------------
@@ -173,9 +173,12 @@ class ChainIndex:
         """Add chunks that are being written. Their keys must be absent and different.
 
         Args:
-            chains: keys, one behind the other in each chain.
-            slots: where they are going, all in order.
-            parents: the chunk before each chain.
+            chains: keys, consecutive in one prefix within each chain.
+            slots: their slots, of all chains in order.
+            parents: the chunk before each chain, parallel to ``chains``.
+
+        Returns:
+            The new strands.
         """
         strands = []
         at = 0
@@ -191,9 +194,10 @@ class ChainIndex:
         return strands
 
     def publish(self, strand: Strand) -> None:
-        """A strand's chunks are ready. It is joined to the one it continues, whose former continuation is cut off.
+        """Make a strand's chunks ready, and append it to the strand that it continues, if that is ready and has room.
 
-        The newest continuation of a prefix is the likeliest to be asked for.
+        Another continuation there becomes a strand of its own: the newest continuation of a prefix is the likeliest to be
+        looked up.
         """
         self._last_run = _NO_RUN
         strand.is_ready = True
@@ -208,9 +212,9 @@ class ChainIndex:
             self._place(head, length)
 
     def remove(self, slots: Slots) -> list[bytes]:
-        """Forget the chunks in ``slots``, and tell their keys in the same order.
+        """Remove the chunks in ``slots``; return their keys in the same order.
 
-        Fast where slots of one strand come together, from its end on: the order in which prefixes are evicted.
+        Fast if the slots of a strand are together, from its end backwards: the order in which prefixes are evicted.
         """
         self._last_run = _NO_RUN
         if len(slots) == 1:
@@ -241,7 +245,7 @@ class ChainIndex:
         return removed
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all chunks."""
         self._last_run = _NO_RUN
         self._slots.clear()
         self._strands[:] = None
@@ -263,7 +267,7 @@ class ChainIndex:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _pieces(self, keys: Keys) -> list[Slots]:
-        """Slots of the leading keys whose chunks are ready, strand by strand."""
+        """Return the slots of the leading keys whose chunks are ready, one array per strand."""
         pieces, at = [], 0
         while at < len(keys):
             slot = self._slots.get(keys[at])
@@ -289,9 +293,9 @@ class ChainIndex:
         return key
 
     def _place(self, strand: Strand, first: int) -> None:
-        """Register the chunks of a strand from ``first`` on."""
+        """Register the chunks of a strand from position ``first`` on."""
         slots = strand.slots[first:]
-        if len(slots) == 1:  # while a request generates, they come one by one
+        if len(slots) == 1:  # while a request generates, chunks come one by one
             (slot,) = slots.tolist()
             self._strands[slot] = strand
             self._position_of[slot] = first
@@ -300,7 +304,7 @@ class ChainIndex:
         self._positions[slots] = np.arange(first, first + len(slots), dtype=np.uint8)
 
     def _cut(self, strand: Strand, positions: list[int]) -> None:
-        """Take chunks out of a strand; what is behind a gap becomes a strand of its own."""
+        """Take chunks out of a strand; chunks behind a gap become a strand of their own."""
         start, end = min(positions), max(positions) + 1
         self._split(strand, end)
         if end - start > len(positions):
@@ -311,7 +315,7 @@ class ChainIndex:
         strand.shorten(start)
 
     def _split(self, strand: Strand, at: int) -> None:
-        """Make the chunks of a strand from ``at`` on one of their own, if there are any."""
+        """Make the chunks of a strand from position ``at`` on, if there are any, a strand of their own."""
         if at < strand.length:
             keys, slots = strand.keys(at, strand.length), strand.slots[at:].copy()
             tail = Strand(keys, slots, strand.key(at - 1), is_ready=strand.is_ready)
@@ -320,7 +324,7 @@ class ChainIndex:
 
 
 def _num_same(strands: list[Strand], first: int) -> int:
-    """How many strands from ``first`` on are the same one: no more than it has chunks."""
+    """Return how many entries of ``strands`` from ``first`` on are the same strand, at most its number of chunks."""
     strand = strands[first]
     if first + 1 == len(strands) or strands[first + 1] is not strand:
         return 1
@@ -331,7 +335,7 @@ def _num_same(strands: list[Strand], first: int) -> int:
 
 
 def _common_length(ours: Keys, theirs: Keys) -> int:
-    """How many leading keys are the same. Both have the same length, and at least the first key is the same."""
+    """Return how many leading keys are equal. Both have the same length, and at least the first keys are equal."""
     if ours == theirs:
         return len(ours)
     same, different = 1, len(ours)

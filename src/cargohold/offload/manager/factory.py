@@ -7,12 +7,12 @@ from cargohold.offload.policy import make_policy
 
 
 def make_manager(policy: str, capacity: int, *, record_events: bool = False) -> TierManager:
-    """A manager for a tier of ``capacity`` slots.
+    """Make the manager of a tier.
 
     Args:
-        policy: see ``cargohold.offload.policy.find_policy``.
-        capacity: slots.
-        record_events: whether ``take_events`` is wanted.
+        policy: name of the eviction policy; see ``cargohold.offload.policy.find_policy``.
+        capacity: number of slots.
+        record_events: whether to record events for ``take_events``.
 
     Raises:
         ConfigError: there is no such policy, or no slot.

@@ -1,4 +1,4 @@
-"""A manager that stands in front of another."""
+"""A manager that forwards every call to another, as a base class for wrappers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cargohold.offload.manager.base import (
 
 
 class ForwardingManager(OffloadManager):
-    """Passes everything on; what a subclass does not override, the inner manager answers.
+    """Passes every call on to an inner manager. Subclasses override the methods that they change.
 
     Args:
-        inner: the manager.
+        inner: the manager that answers.
     """
 
     def __init__(self, inner: OffloadManager) -> None:

@@ -1,4 +1,4 @@
-"""What a manager hands out, to be given back exactly once."""
+"""The handles that a manager hands out, each to be given back exactly once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cargohold.offload.policy.base import Slots
 
 
 class _Handle:
-    """Chunks in slots, and the moves that led here."""
+    """Chunks in slots, and the moves of the handle so far, for errors."""
 
     def __init__(self, keys: Sequence[OffloadKey], slots: Slots, history: tuple[str, ...]) -> None:
         self.keys = keys
@@ -19,7 +19,7 @@ class _Handle:
 
     @property
     def slots(self) -> Sequence[int]:
-        """Where each chunk is."""
+        """The slot of each chunk, parallel to ``keys``."""
         slots: list[int] = self.slot_array.tolist()
         return slots
 
@@ -36,9 +36,9 @@ class SlotReservation(_Handle):
 
     Args:
         keys: the chunks.
-        slots: where they go.
+        slots: their slots, parallel to ``keys``.
         deferred: chunks to be offered again.
-        end: told once whether the chunks are there.
+        end: called once, when the handle is given back, with the handle and whether the chunks were written.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class ChunkPins(_Handle):
 
     Args:
         keys: the chunks.
-        slots: where they are.
-        end: told once that they are read, and which slots hold nothing of use.
+        slots: their slots, parallel to ``keys``.
+        end: called once, when the handle is given back, with the handle and the slots of corrupt chunks.
     """
 
     def __init__(

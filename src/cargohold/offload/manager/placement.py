@@ -1,4 +1,4 @@
-"""A store being planned: what is on offer, and what of it found a slot."""
+"""The plan of a store: chunks on offer, and which of them found a slot."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cargohold.offload.policy.base import Slots
 
 @dataclass(slots=True)
 class OfferedChain:
-    """Chunks on offer, consecutive in one prefix, on their way to slots.
+    """The chunks of one offer, consecutive in one prefix, while slots are found for them.
 
     Attributes:
-        keys: those that were not dealt with yet.
+        keys: the chunks that were not dealt with yet.
         parent: the chunk before them.
-        present: parallel to ``keys``: where each is, if it is there.
-        run: the leading ones that are absent: they come next.
-        num_fitting: how many of these have a slot, or will.
-        is_refused: whether the policy gives none to the others.
-        num_placed: how many got one ever.
+        present: the slot of each, or ``None`` if it is absent; parallel to ``keys``.
+        run: the leading absent chunks of ``keys``, which get slots next.
+        num_fitting: how many chunks of ``run`` have a slot, or will get one.
+        is_refused: whether the policy refuses slots to the others.
+        num_placed: how many chunks of the offer have got a slot so far.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -35,7 +35,7 @@ class OfferedChain:
     num_placed: int = 0
 
     def skip_present(self) -> None:
-        """Go on at the first chunk that is absent. Mutates the chain."""
+        """Drop the leading chunks that are there from ``keys``. Mutates the chain."""
         self.run = ()
         num_absent = self.present.count(None)
         if num_absent < len(self.keys):
@@ -44,12 +44,12 @@ class OfferedChain:
     def begin_run(
         self, claimed: set[OffloadKey], missed: AbstractSet[OffloadKey], pending: AbstractSet[OffloadKey]
     ) -> bool:
-        """Find the next run; whether there is one. The next chunk is absent. Mutates the chain and ``claimed``.
+        """Find the next run; return whether there is one. The first of ``keys`` is absent. Mutates the chain and ``claimed``.
 
         Args:
-            claimed: what is in runs of others, where it is decided on first.
-            missed: what has found no slot in another chain, and will find none in this.
-            pending: what is in some chain, and was not dealt with: nothing behind it goes first.
+            claimed: chunks in the runs of other chains, which decide on them first; those of this run are added.
+            missed: chunks that have found no slot in another chain, and will find none in this one.
+            pending: absent chunks of all chains that were not dealt with: a chain behind one of them waits.
         """
         self.run = self.keys
         if self.parent in pending:
@@ -63,19 +63,19 @@ class OfferedChain:
         return bool(self.run)
 
     def has_more(self, claimed: AbstractSet[OffloadKey]) -> bool:
-        """Whether there is something to place behind the run: chunks that are absent, and in nobody's run."""
+        """Whether chunks behind the run are still to be placed: absent ones that are in no chain's run."""
         items = zip(self.keys[len(self.run) :], self.present[len(self.run) :], strict=True)
         return any(slot is None and key not in claimed for key, slot in items)
 
     def end_run(self) -> bool:
-        """Go on behind the run; whether there is more to do. Mutates the chain."""
+        """Drop the run from ``keys``; return whether there is more to do. Mutates the chain."""
         if self.num_fitting < len(self.run) or len(self.run) == len(self.keys):
-            return False  # what lies behind a hole is worth nothing
+            return False  # all are dealt with, or there is a hole: chunks behind it are worth nothing
         self._go_on_at(len(self.run))
         return True
 
     def absent(self) -> list[OffloadKey]:
-        """Those of ``keys`` that are not there."""
+        """Return the chunks of ``keys`` that are absent."""
         return [key for key, slot in zip(self.keys, self.present, strict=True) if slot is None]
 
     def _num_leading_absent(self) -> int:
@@ -88,13 +88,16 @@ class OfferedChain:
 
 @dataclass(slots=True)
 class Placement:
-    """A store being planned: what of the offered chunks found a slot so far.
+    """The plan of a store: the slots found so far for chunks on offer.
 
     Attributes:
-        around: slots of chunks that stay because of those on offer.
-        num_waiting: slots that others were using before, and may free.
-        deferred: chunks that may find a slot when others let go of theirs.
-        missed: chunks that found none, for now or for good.
+        around: slots of chunks that must not be evicted, because chunks on offer follow them.
+        num_waiting: number of slots that were being written or read before, and will become free.
+        keys: chunks that found a slot.
+        slots: their slots, in pieces, in the same order.
+        strands: the strands of the index that they are in.
+        deferred: chunks that may find a slot when others become free.
+        missed: chunks that found no slot, for now or for good.
     """
 
     around: list[int]
@@ -106,13 +109,14 @@ class Placement:
     missed: set[OffloadKey] = field(default_factory=set)
 
     def gives_up(self, chain: OfferedChain, claimed: AbstractSet[OffloadKey]) -> bool:
-        """Whether a chunk found no slot that is next in a chain, or before it: then nothing behind it gets one either.
+        """Give a chain up if its next chunk, or the one before it, found no slot; return whether that is so.
 
-        What is behind one that may find a slot later may do so, too, if so many are waited for. Mutates everything.
+        Then no chunk behind gets a slot either: those chunks are missed. If the chunk in front is deferred, they are deferred,
+        too, as far as slots will become free. Mutates everything.
 
         Args:
-            chain: its next chunk is absent.
-            claimed: what may get a slot now, in another chain.
+            chain: the chain; its next chunk is absent.
+            claimed: chunks that may get a slot now in another chain.
         """
         if chain.keys[0] in self.missed:
             in_front = chain.keys[0]
@@ -132,9 +136,9 @@ class Placement:
 
 
 def are_apart(chains: Sequence[OfferedChain]) -> bool:
-    """Whether nothing of chains is there, none continues another, and no chunk is in two of them: nearly always so.
+    """Whether all chunks of chains are absent, no chain continues another, and no chunk is in two: nearly always so.
 
-    Not of chains without chunks, nor of no chains: then there is nothing to place.
+    ``False`` also if there are no chains, or one without chunks: then there is nothing to place.
     """
     if any(chain.present.count(None) < len(chain.present) for chain in chains):
         return False

@@ -1,4 +1,4 @@
-"""The slots of a tier: what each is used for, and who holds on to it. Knows nothing of keys.
+"""The slots of a tier: the state of each, and the number of holds on it. Knows nothing of keys.
 
 ::
 
@@ -7,7 +7,7 @@
       +---- forfeit -----+                   +-- retire, when nobody holds it --> FREE
 
 A slot being written is held once, by its writer; a ready one once per load that reads it. ``LEAVING`` is a chunk that was
-removed while being read: it cannot be found any more, and its slot is free when the last reader has let go.
+removed while being read: it cannot be found any more, and its slot is free when the last reader has given its hold back.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ FREE: Final = 0
 WRITING: Final = 1
 READY: Final = 2
 LEAVING: Final = 3
-# Of the holds' own type: numpy counts ten times slower where it has to convert.
+# Of the type of ``busy``: numpy counts ten times slower if it has to convert.
 _ONE: Final = np.int32(1)
 STATE_NAMES: Final = ("absent", "writing", "ready", "leaving")
 
 
 class SlotTable:
-    """States and holds of ``capacity`` slots. Moves are checked by whoever asks for them; here they are assertions.
+    """States and holds of ``capacity`` slots. Callers make only legal moves; here they are checked by assertions at most.
 
     Attributes:
-        busy: per slot, the holds on it.
-        num_free: slots that nothing uses.
-        num_writing: slots being written.
-        num_ready: slots of chunks that can be loaded.
-        num_leaving: slots of removed chunks that are still being read.
+        busy: number of holds, per slot.
+        num_free: number of free slots.
+        num_writing: number of slots being written.
+        num_ready: number of slots of chunks that can be loaded.
+        num_leaving: number of slots of removed chunks that are still being read.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.busy: BusyCounts = np.full(capacity, 0, dtype=np.int32)
-        # One more than there are slots: NO_SLOT, which is -1, finds the last and is always free.
+        # One more than there are slots: NO_SLOT, which is -1, finds the last one, which is always free.
         self._states = np.full(capacity + 1, FREE, dtype=np.uint8)
-        # A stack; low slots are given first.
+        # A stack of free slots; low ones are given first.
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         # The same memory: single elements are read and written three times faster this way, and while requests generate, chunks
         # come one by one.
@@ -52,17 +52,17 @@ class SlotTable:
         self.num_writing = self.num_ready = self.num_leaving = 0
 
     def states(self, slots: Slots) -> bytes:
-        """One state per slot; ``FREE`` for ``NO_SLOT``."""
+        """Return one byte per slot, its state; ``FREE`` for ``NO_SLOT``."""
         return self._states[slots].tobytes()
 
     def slots_in(self, *states: int) -> Slots:
-        """Slots in one of these states. Walks all."""
+        """Return all slots in one of these states. Walks the whole table."""
         is_wanted = np.zeros(len(STATE_NAMES), dtype=np.bool_)
         is_wanted[list(states)] = True
         return is_wanted[self._states[:-1]].nonzero()[0]
 
     def reserve(self, num_slots: int) -> Slots:
-        """Take free slots for a writer, in ascending order: neighbours are copied together."""
+        """Take free slots for a writer. Returns them in ascending order, because neighbours are copied together."""
         assert num_slots <= self.num_free, "more slots reserved than are free"
         self.num_free -= num_slots
         self.num_writing += num_slots
@@ -77,7 +77,7 @@ class SlotTable:
         return slots
 
     def publish(self, slots: Slots) -> None:
-        """Written: ready from now on."""
+        """Make written slots ready, and give back the writer's hold."""
         if len(slots) == 1:
             (slot,) = slots.tolist()
             self._state_of[slot] = READY
@@ -89,13 +89,13 @@ class SlotTable:
         self.num_ready += len(slots)
 
     def forfeit(self, slots: Slots) -> None:
-        """Not written: free again."""
+        """Make slots that were not written free again, and give back the writer's hold."""
         self.busy[slots] -= 1
         self.num_writing -= len(slots)
         self._free_again(slots)
 
     def retire(self, slots: Slots) -> None:
-        """Chunks are gone: their slots are free, or will be when nobody holds them any more."""
+        """Take chunks out of ready slots: slots without holds become free, the others are leaving."""
         self.num_ready -= len(slots)
         if len(slots) == 1 and not self._busy_of[slots[0]]:
             self._free_again(slots)
@@ -109,11 +109,11 @@ class SlotTable:
         self._free_again(slots)
 
     def hold(self, slots: Slots) -> None:
-        """One more hold on each slot; twice on one given twice."""
+        """Take one hold on each slot; two on a slot given twice."""
         np.add.at(self.busy, slots, _ONE)
 
     def let_go(self, slots: Slots) -> None:
-        """Give holds back."""
+        """Give back one hold on each slot; leaving slots without holds become free."""
         np.subtract.at(self.busy, slots, _ONE)
         if self.num_leaving:
             left = distinct(slots[(self._states[slots] == LEAVING) & (self.busy[slots] == 0)])

@@ -1,4 +1,4 @@
-"""The manager of one tier: an index of chunks, a table of slots, and a policy, kept in step."""
+"""The manager of one tier: keeps an index of chunks, a table of slots and an eviction policy consistent."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _LOOKUP_OF_STATE = bytes(READY if state == slot_table.READY else ABSENT for stat
 
 
 class TierManager(OffloadManager):
-    """One tier's chunks.
+    """Manages the chunks of one tier.
 
     Args:
-        capacity: slots of the tier.
-        policy: what stays; made for the same capacity, and used by nobody else.
-        record_events: whether ``take_events`` is wanted.
+        capacity: number of slots of the tier.
+        policy: decides what is evicted; made for the same capacity, and used by no other manager.
+        record_events: whether to record events for ``take_events``.
     """
 
     def __init__(self, capacity: int, policy: ReplacementPolicy, *, record_events: bool = False) -> None:
@@ -166,7 +166,7 @@ class TierManager(OffloadManager):
     # --- stores -------------------------------------------------------------------------------------------------------
 
     def _look_up(self, chains: Sequence[OfferedChain]) -> None:
-        """Find out what is there of chains. Mutates them."""
+        """Find out which chunks of chains are in the tier. Mutates the chains."""
         if len(chains) == 1:
             chains[0].present = self._index.slots_of(chains[0].keys)
             return
@@ -175,7 +175,10 @@ class TierManager(OffloadManager):
             chain.present = list(islice(present, len(chain.keys)))
 
     def _around(self, chains: Sequence[OfferedChain]) -> list[int]:
-        """Slots of what is there of chains, and right before them. What is before that is spared by the policy."""
+        """Return the slots of chains' chunks that are in the tier, and of the chunks right before the chains.
+
+        The policy by itself does not evict chunks before those.
+        """
         around = [slot for chain in chains if (slot := self._index.slot_of(chain.parent)) != NO_SLOT]
         for chain in chains:
             if chain.present.count(None) < len(chain.present):
@@ -183,7 +186,7 @@ class TierManager(OffloadManager):
         return around
 
     def _ancestors(self, chains: Sequence[OfferedChain]) -> list[int]:
-        """Slots of all that is before chains."""
+        """Return the slots of all chunks before chains in their prefixes."""
         ancestors: list[int] = []
         for chain in chains:
             first = next((slot for slot in chain.present if slot is not None), NO_SLOT)
@@ -192,13 +195,13 @@ class TierManager(OffloadManager):
         return ancestors
 
     def _place_in_rounds(self, placement: Placement, chains: Sequence[OfferedChain]) -> None:
-        """Find slots for chains of which something is there, or that depend on each other. Mutates everything.
+        """Find slots for chains some of whose chunks are there, or that depend on each other. Mutates everything.
 
-        What depends on another waits for it: each round places what is next of each chain.
+        A chain that depends on another waits for it: each round places the next run of each chain.
         """
         is_first, is_stuck = True, False
         while chains:
-            # Keys that are not digests of prefixes may claim to be behind each other: then somebody must begin.
+            # Keys that are not digests of prefixes may claim to be behind each other in a circle: then one must begin.
             pending = set[OffloadKey]() if is_stuck else {key for chain in chains for key in chain.absent()}
             claimed: set[OffloadKey] = set()
             begun = []
@@ -211,7 +214,8 @@ class TierManager(OffloadManager):
                 ):
                     begun.append(chain)
             if is_first and not self.policy.evicts_ends_alone:
-                # The policy spares what is before the chunks it is asked of: now these, and others when it is asked again.
+                # The policy spares the chunks before those in one call. Here it is called for some chains now, and for
+                # others in later rounds, so what is before all of them is marked as busy.
                 is_asked_again = any(chain.has_more(claimed) for chain in chains)
                 placement.around += self._ancestors(
                     chains if is_asked_again else [chain for chain in chains if not chain.run]
@@ -224,7 +228,7 @@ class TierManager(OffloadManager):
             self._look_up(chains)
 
     def _place(self, placement: Placement, chains: Sequence[OfferedChain]) -> None:
-        """Find slots for the runs of chains, each one behind the other. Mutates everything."""
+        """Find slots for the runs of chains, chain after chain. Mutates everything."""
         offers = [self._offer(chain.run, chain.parent) for chain in chains]
         self._make_room(placement, chains, offers)
         slots = self._table.reserve(sum([chain.num_fitting for chain in chains]))
@@ -247,13 +251,16 @@ class TierManager(OffloadManager):
     def _tell_of_short(
         self, placement: Placement, chains: Sequence[OfferedChain], offers: Sequence[Offer], parts: Sequence[Slots]
     ) -> None:
-        """Tell the policy what it got, where that is not all. It hears of what is deferred when that is offered again."""
+        """Tell the policy which chunks got slots, where not all did. Of deferred chunks it learns when they are offered again.
+
+        Mutates ``placement`` and the policy.
+        """
         deferred = [self._deferred(placement, chain) for chain in chains]
         placement.deferred += chained.from_iterable(deferred)
         for chain in chains:
             placement.missed.update(chain.run[chain.num_fitting :])
         if not any(deferred):
-            self.policy.add(offers, parts)  # the very same offers: it need not look at them again
+            self.policy.add(offers, parts)  # the objects that make_room got: the policy need not look at them again
             return
         told = [
             (offer._replace(keys=chain.run[: chain.num_fitting]) if waiting else offer, part)
@@ -264,9 +271,9 @@ class TierManager(OffloadManager):
             self.policy.add([offer for offer, _ in told], [part for _, part in told])
 
     def _deferred(self, placement: Placement, chain: OfferedChain) -> tuple[OffloadKey, ...]:
-        """What to offer again of a run of which not all has a slot, as everything else is used.
+        """Return the chunks of a run to offer again, because they have no slot only while other slots are in use.
 
-        Others may let go of so many slots. Chunks beyond them would never find one: they are refused.
+        At most as many as there are slots in use that may become free; further chunks would never find one.
         """
         if chain.is_refused or chain.num_fitting == len(chain.run):
             return ()
@@ -278,7 +285,7 @@ class TierManager(OffloadManager):
         return Offer(keys, slot, partial(self._index.ancestors, slot))
 
     def _make_room(self, placement: Placement, chains: Sequence[OfferedChain], offers: Sequence[Offer]) -> None:
-        """Find out how much of each run fits, if need be by evicting what the policy gives up. Mutates everything."""
+        """Set how many chunks of each run fit, evicting chunks that the policy gives up if need be. Mutates everything."""
         num_free = self._table.num_free
         missing, is_short = [], False
         for chain in chains:
@@ -325,21 +332,21 @@ class TierManager(OffloadManager):
         self._num_pins -= len(handle.keys)
         if bad_slots:
             bad = np.array(bad_slots, dtype=np.intp)
-            # Another reader may have found the same.
+            # Another reader may have found the same chunks bad, and removed them.
             bad = bad[np.frombuffer(self._table.states(bad), dtype=np.uint8) == slot_table.READY]
             self.policy.drop(bad)
             self._retire(bad)
         self._table.let_go(handle.slot_array)
 
     def _removable(self, key: OffloadKey) -> int:
-        """Slot of a ready chunk, or ``NO_SLOT`` if there is none. Raises ``LifecycleError`` if it is being written."""
+        """Return the slot of a ready chunk, or ``NO_SLOT``. Raises ``LifecycleError`` if the chunk is being written."""
         slot = self._index.slot_of(key)
         if slot != NO_SLOT and self._table.states(np.array([slot]))[0] == slot_table.WRITING:
             raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_stores",))
         return slot
 
     def _retire(self, slots: Slots) -> None:
-        """Chunks the policy has forgotten are gone. Mutates index, table, generation and events."""
+        """Remove chunks that the policy has forgotten. Mutates index, table, generation and events."""
         if len(slots):
             self._table.retire(slots)
             self._note_removed(self._index.remove(slots))
