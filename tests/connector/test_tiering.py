@@ -341,6 +341,25 @@ def test_a_stalled_tier_delays_a_request_no_longer_than_allowed_and_the_next_one
     assert not engine.connector.has_pending_work(), "and not again"
 
 
+def test_a_tier_whose_loads_never_end_is_left_alone_too() -> None:
+    """Found by a soak: each request cancelled its load a moment before that was late, so every one of them waited in vain."""
+    tiering = SimulatedTiering(60, restore_timeout_s=2.0)
+    for at in range(8):
+        serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 20))
+    engine = make_engine(tiering)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LOAD})
+    waited = []
+    for at in range(8):
+        began = engine.clock()
+        engine.add(f"r{at}", prompt(at, 20), 1)
+        while f"r{at}" not in engine.outputs:
+            engine.step()
+        waited.append(engine.clock() - began)
+    assert max(waited) < 2.5 < sum(waited), "they waited, but not for long"
+    assert max(waited[4:]) < 0.1, "it is left alone by now"
+
+
 def on_storage(engine: SimulatedEngine, kind: type[BlockStored | BlockRemoved]) -> set[bytes]:
     """Blocks in events of a kind since the last look, for lower tiers."""
     events = [event for event in engine.scheduler.take_events() if isinstance(event, kind)]

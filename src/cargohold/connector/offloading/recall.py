@@ -95,7 +95,7 @@ class Recalls:
             recall.is_over = True
         elif now >= recall.deadline:
             state.notes.append(f"lower tiers took longer than {self._lower.config.restore_timeout_s:g} s")
-            recall.end()
+            recall.give_up()
         elif recall.promotion is None and self._is_time(recall):
             self._begin(recall, state, num_computed_tokens, limit_tokens)
         if not recall.is_over and now >= recall.alarm_at:

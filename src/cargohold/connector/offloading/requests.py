@@ -58,6 +58,12 @@ class Recall:
         if self.promotion is not None:
             self.promotion.release()
 
+    def give_up(self) -> None:
+        """Stop waiting, because it took too long, and release the chunks held for the request."""
+        if self.promotion is not None:
+            self.promotion.give_up()
+        self.end()
+
 
 @dataclass(slots=True)
 class RequestState:

@@ -36,6 +36,7 @@ class Promotion:
         sources: index of the tier that each arrived chunk came from.
         pins: pins on its chunks in host memory.
         is_released: whether it was released.
+        is_given_up: whether it was released because its jobs took too long.
     """
 
     started_at: float
@@ -46,6 +47,7 @@ class Promotion:
     sources: dict[OffloadKey, int] = field(default_factory=dict)
     pins: list[LoadHandle] = field(default_factory=list)
     is_released: bool = False
+    is_given_up: bool = False
     _tiers: set[int] = field(default_factory=set)
 
     @property
@@ -72,3 +74,11 @@ class Promotion:
             for handle in pins:
                 handle.release()
             self.on_release(self)
+
+    def give_up(self) -> None:
+        """Give back the pins: the request has waited long enough. The jobs end by themselves, or at their deadlines.
+
+        A tier is judged by how its jobs end. If they were cancelled, one that hangs would never be blamed.
+        """
+        self.is_given_up = True
+        self.release()

@@ -125,5 +125,5 @@ class Promotions:
     def _forget(self, promotion: Promotion) -> None:
         self._live.discard(promotion)
         if promotion.num_running:  # seldom: its request mostly waits until all jobs have ended
-            self._tasks.cancel(lambda task: task.promotion is promotion)
+            self._tasks.cancel(lambda task: task.promotion is promotion, in_flight=not promotion.is_given_up)
         self.num_released += 1

@@ -68,10 +68,12 @@ class TaskTable:
         """Return the number of chunks in a tier's probes, touches and loads in flight."""
         return self._num_asked[tier]
 
-    def cancel(self, is_meant: Callable[[TierTask], bool]) -> None:
-        """Cancel the tasks that ``is_meant`` selects. They end like all others, only sooner."""
+    def cancel(self, is_meant: Callable[[TierTask], bool], *, in_flight: bool = True) -> None:
+        """Cancel the tasks that ``is_meant`` selects, those ``in_flight`` too. They end like all others, only sooner."""
         for task in self._wanted:
             task.is_cancelled |= is_meant(task)
+        if not in_flight:
+            return
         for job_id, task in self._in_flight.items():
             if not task.is_cancelled and is_meant(task):
                 task.is_cancelled = True
