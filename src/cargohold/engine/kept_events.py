@@ -1,4 +1,4 @@
-"""KV events until somebody takes them."""
+"""Keeps KV events until they are taken."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Final
 from cargohold.protocol import AllBlocksCleared, KVEvent
 
 MAX_KEPT_EVENTS: Final = 100_000
-"""Some 80 MB. Of long prompts, one step makes hundreds."""
+"""About 80 MB. One step that computes long prompts makes hundreds of events."""
 
 
 class KeptEvents:
-    """Keeps events, but not without end: a program may have stopped taking them.
+    """Keeps events up to a limit, because a program may have stopped taking them.
 
-    When there are too many, all of them are dropped. Whoever takes events then is told first that their media hold nothing any
-    more. So an index of the events may lack what a medium holds, but it never has what is not there.
+    When there are too many, all of them are dropped. The events taken next then begin with one for each of their media, which
+    says that it was cleared. So an index of the events may lack prefixes that a medium holds, but never has others.
 
     Args:
-        limit: events kept at most.
+        limit: most events to keep.
     """
 
     def __init__(self, limit: int) -> None:
@@ -27,7 +27,7 @@ class KeptEvents:
         self._dropped_media: set[str] = set()
 
     def add(self, events: Sequence[KVEvent]) -> None:
-        """What happened in a step."""
+        """Add the events of a step."""
         self._events += events
         if len(self._events) > self._limit:
             self._dropped_media.update(event.medium for event in self._events)

@@ -1,4 +1,4 @@
-"""What a replay found."""
+"""Results of replays, and the names of bounds."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class SimulatedEngine:
         return request
 
     def load_weights(self, version: int) -> None:
-        """From now on, KV is computed by other weights."""
+        """Compute KV with another version of the weights from now on."""
         self.chains.use_weights(version)
 
     def abort(self, request_id: str) -> None:

@@ -25,7 +25,7 @@ from cargohold.simulation.faults import Fault, FaultSource
 
 
 class SimulatedMishapError(Exception):
-    """What a faulty connector raises."""
+    """The exception that a faulty connector raises."""
 
 
 _START_AND_END: Final = frozenset({"bind_scheduler_context", "get_finished_count", "register_kv_caches", "shutdown"})
@@ -166,7 +166,7 @@ class FaultyWorker(KVConnectorWorker):
 
 
 def merged(earlier: FinishedTransfers, later: FinishedTransfers) -> FinishedTransfers:
-    """Both reports as one."""
+    """Merge two reports of a worker, the earlier one first."""
     if earlier == FinishedTransfers():
         return later
     return replace(

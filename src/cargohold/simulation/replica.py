@@ -29,7 +29,7 @@ class ReplicaPool(Protocol):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds."""
+        """Number of free blocks."""
         ...
 
     @property
@@ -175,7 +175,7 @@ class Replica(Protocol):
         ...
 
     def load_weights(self, version: int) -> None:
-        """From now on, KV is computed by other weights."""
+        """Compute KV with another version of the weights from now on."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -12,7 +12,7 @@ class LoadFailurePolicy(Enum):
     """What becomes of a request whose load failed."""
 
     RECOMPUTE = "recompute"
-    """Its tokens are computed instead, which only takes time."""
+    """The request's tokens are computed instead, which only takes time."""
     FAIL = "fail"
     """The request ends with an error."""
 

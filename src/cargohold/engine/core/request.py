@@ -13,7 +13,7 @@ from cargohold.protocol import Adapter, ExtraKey
 
 
 class RequestStatus(Enum):
-    """Where a request is.
+    """Stages of a request's life.
 
     ::
 

@@ -69,7 +69,7 @@ class MultiprocessExecutor:
             self._kill()
             raise
         finally:
-            # All ranks have met: nothing of it is needed any more, however this process ends.
+            # All ranks have met, or the start has failed: nothing in the directory is needed any more.
             shutil.rmtree(scratch, ignore_errors=True)
 
     @property
@@ -130,7 +130,7 @@ class MultiprocessExecutor:
             raise EngineDeadError(self._epitaph(rank)) from error
 
     def _gather(self, timeout_s: float) -> list[bytes]:
-        """What each rank's frame carries, in rank order."""
+        """The content of each rank's frame, in rank order. Raises ``EngineDeadError`` if a rank fails or does not answer."""
         deadline = time.monotonic() + timeout_s
         frames: dict[int, bytes] = {}
         while len(frames) < len(self._channels):
@@ -152,7 +152,7 @@ class MultiprocessExecutor:
         return open_frame(rank, frame)
 
     def _blame(self, error: EngineDeadError) -> EngineDeadError:
-        """When a rank dies, the others fail too, in their collectives: the cause is the one that died."""
+        """The error to report: if a rank has died, that is the cause, as the others then fail in their collectives."""
         for rank, process in enumerate(self._processes):
             process.join(BLAME_WAIT_S)
             if process.exitcode is not None and process.exitcode != 0:

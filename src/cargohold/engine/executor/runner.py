@@ -9,7 +9,7 @@ from cargohold.engine.core.step import SchedulerStep
 
 
 class LayerHooks(Protocol):
-    """What is called around each layer's attention; a KV connector's worker side fits."""
+    """Hooks that are called around each layer's attention. A KV connector's worker side has them."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Before a layer reads its KV."""

@@ -19,7 +19,7 @@ def run_rank(spec: RankSpec, place: RankPlace, channel: Channel) -> None:
     # Ctrl-C reaches every process of the terminal; the engine decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.stderr is not None:
-        os.dup2(2, 1)  # what the program prints is the engine's process's to say; torch 2.8 announces its peers there
+        os.dup2(2, 1)  # standard output belongs to the engine's process, but torch 2.8 announces its peers there
     rank = FramedRank()
     try:
         channel.send(rank.start(spec, place))

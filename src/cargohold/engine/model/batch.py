@@ -1,4 +1,4 @@
-"""From a scheduler's step to the index tensors of one forward pass. All index arithmetic of paged attention lives here.
+"""Makes the index tensors of one forward pass from a scheduler's step. All index arithmetic of paged attention is here.
 
 All tokens of a step lie in one row, request after request; attention is the only place where requests are told apart. Requests
 with one token (decoding) are attended to together, in batches of similar length. Longer ones (prefill) are attended to one by
@@ -78,7 +78,7 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class GroupBatch:
-    """What the layers of one KV-cache group need for a step.
+    """Index tensors that the layers of one KV-cache group need for a step.
 
     Attributes:
         write_rows: rows of ``PagedKV.token_rows`` where the tokens' keys go, in layer slot 0.

@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are loaded."""
+"""Describes a model by its configuration, before its weights are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model's configuration to its KV-cache groups and the size of a block. No torch: run before anything is loaded.
+"""Derives KV-cache groups and the size of a block from a model's configuration. No torch: runs before anything is loaded.
 
 All groups share one pool of blocks of one size, so they must have equally many layers. A model whose layers are of several
 kinds is cut into groups as small as its rarest kind::

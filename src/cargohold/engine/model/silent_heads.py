@@ -45,7 +45,7 @@ def write_with_silent_heads(info: ModelInfo, num_shards: int, target: Path) -> N
 
 
 def _padded(weights: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The same numbers in the first rows and columns of a tensor of zeros."""
+    """The weights in the first rows and columns of a tensor of the given shape, which is zero elsewhere."""
     padded = weights.new_zeros(shape)
     padded[tuple(slice(size) for size in weights.shape)] = weights
     return padded

@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, a GGUF file, a hub id, or the built-in name ``smollm2``."""
+"""Finds a model's files by a directory, a GGUF file, a hub id, or the built-in name ``smollm2``."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def is_kept_converted(model: str) -> bool:
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: ``$CARGOHOLD_CACHE_DIR``, or the user's cache directory."""
+    """Directory in which converted models are kept: ``$CARGOHOLD_CACHE_DIR``, or the user's cache directory."""
     override = os.environ.get(CACHE_ENV)
     return Path(override) if override else user_cache_path("cargohold")
 
@@ -140,7 +140,7 @@ def _smollm2_file() -> Path:
 
 
 def _conversion_of(gguf_file: Path) -> Path:
-    """Where the converted file is kept, or would be."""
+    """Directory of a GGUF file's conversion, whether it exists already or not."""
     try:
         with gguf_file.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -173,7 +173,7 @@ def _convert_into(target: Path, model: str, gguf_file: Path) -> None:
 
 
 def _publish(scratch: Path, target: Path) -> None:
-    """Give the finished directory its name; whoever is first wins, and a directory with that name is always complete."""
+    """Give the finished directory its name. The first process to do so wins; a directory with that name is always complete."""
     for file in scratch.iterdir():
         file.chmod(0o600)
     try:

@@ -46,7 +46,7 @@ class PieceDecoder:
         self._backend = backend
         context, self._pending = self._cut_between_characters(prompt_token_ids)
         self._set_context(context)
-        # What the pending end of the prompt is written as, if nothing completes it.
+        # The text of the prompt's pending end if nothing completes it; it is not part of the answer then.
         self._prompt_end = self._decode(context + self._pending)[len(self._context_text) :]
 
     def step(self, token_id: int) -> str:

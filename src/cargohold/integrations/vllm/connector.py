@@ -234,7 +234,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._begin(united(parts, len(self._groups)))
 
     def on_new_request(self, request: Any) -> None:
-        """A request arrived."""
+        """Note that a request arrived."""
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
@@ -245,7 +245,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks were allocated."""
+        """Note that blocks were allocated for a request, and how many of its tokens are to be loaded."""
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -262,18 +262,18 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return StepMessage() if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers reported."""
+        """Take the workers' reports of a step."""
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended, in a model with one group."""
+        """Note that a request ended, in a model with one KV-cache group; see ``request_finished_all_groups``."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended."""
+        """Note that a request ended. Returns whether its blocks are kept, and parameters for the response."""
         return (False, None) if self._scheduler is None else self._scheduler.request_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:

@@ -1,7 +1,7 @@
-"""What travels between the two sides, on vLLM's own messages.
+"""Messages between the two sides, which travel inside vLLM's own messages.
 
-Each rank's report rides whole in vLLM's worker metadata, which vLLM merges by calling ``aggregate``. Counting which ranks have
-reported a job is then left to our own aggregator, on the scheduler side.
+vLLM's worker metadata carries each rank's report as a whole, and vLLM merges them by calling ``aggregate``. Our own aggregator
+on the scheduler side then counts which ranks have reported a job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepMessage(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's class, o
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says after a step.
+    """One rank's report after a step.
 
     Attributes:
         output: the connector's own report.
@@ -57,5 +57,5 @@ class WorkerMessage(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's 
     reports: dict[int, RankReport]
 
     def aggregate(self, other: WorkerMessage) -> WorkerMessage:
-        """Both workers' reports."""
+        """Merge the messages of two workers, whose reports are of different ranks."""
         return WorkerMessage({**self.reports, **other.reports})

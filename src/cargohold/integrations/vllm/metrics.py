@@ -190,5 +190,5 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
 
 def _forget_earlier() -> None:
     while _registered:
-        with suppress(KeyError, ValueError):  # somebody cleared the registry, or it is not this one
+        with suppress(KeyError, ValueError):  # the registry was cleared, or is another one
             REGISTRY.unregister(_registered.pop())

@@ -61,6 +61,6 @@ class SeenRequest:
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the client asked for."""
+        """What the client asks of the connectors."""
         params: Mapping[str, Any] | None = self.own.kv_transfer_params
         return params

@@ -152,7 +152,7 @@ class SchedulerSide:
             self._requests[seen.request_id] = seen
 
     def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; see ``KVConnectorScheduler.request_finished``."""
+        """Note that a request ended; see ``KVConnectorScheduler.request_finished``."""
         request_id = request.request_id
         if isinstance(self._tables, NotedTables):
             self._tables.forget(request_id)

@@ -21,7 +21,7 @@ from cargohold.protocol import KVCacheLayout
 
 @dataclass(frozen=True)
 class WorkerPart(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM's class, or an inert one
-    """What one worker holds.
+    """The part of the model that one worker holds.
 
     Attributes:
         block_bytes: bytes of one block on this worker; 0 if it keeps nothing.
@@ -36,7 +36,7 @@ class WorkerPart(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What all workers hold together.
+    """The parts of all workers together.
 
     Attributes:
         largest_block_bytes: bytes of one block on the worker where it takes the most.

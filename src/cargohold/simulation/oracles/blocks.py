@@ -99,7 +99,7 @@ class CopyOracle(Oracle):
                 copies.check_free(free, "there is in the free queue")
 
     def at_end(self) -> None:
-        """Nothing is copied any more."""
+        """No block is being copied any more."""
         for copies in self._copies:
             self.require(not copies.num_jobs, f"blocks {sorted(copies.block_ids())} are still being copied")
 

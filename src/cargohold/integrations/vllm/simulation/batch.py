@@ -1,4 +1,4 @@
-"""What a worker keeps of the requests it computes: vLLM sends it only what has changed."""
+"""The requests as a worker keeps them, because vLLM sends it only what has changed since the last step."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class VllmEngine:
         self.vllm.add_request(request)
 
     def load_weights(self, version: int) -> None:
-        """From now on, KV is computed by other weights."""
+        """Compute KV with another version of the weights from now on."""
         self._chains.use_weights(version)
 
     def abort(self, request_id: str) -> None:

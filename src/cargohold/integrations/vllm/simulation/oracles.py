@@ -1,4 +1,4 @@
-"""What must hold in vLLM and in the adapter, besides what must hold in every engine."""
+"""The oracle for vLLM and the adapter, besides those for every engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BridgeOracle(Oracle):
         self._engine = engine
 
     def at_end(self) -> None:
-        """Nothing is left."""
+        """Check that nothing is remembered any more."""
         for what, left in self._remembered().items():
             self.require(not left, f"{what}: {left}")
 

@@ -37,7 +37,7 @@ class StateMove:
 
 
 class RunningStates:
-    """Where the states of running requests lie, as vLLM's workers remember it.
+    """The places of running requests' states in their block tables, as vLLM's workers remember them.
 
     Args:
         block_tokens: tokens per block of all recurrent groups.

@@ -39,7 +39,7 @@ class PoolView:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds."""
+        """Number of free blocks."""
         return int(self._pool.get_num_free_blocks())
 
     @property
@@ -130,7 +130,7 @@ class SchedulerView:
         return bool(self._scheduler.reset_prefix_cache(reset_connector=self._num_resets % 2 == 0))
 
     def take_events(self) -> list[KVEvent]:
-        """What vLLM published since the last call, and what it is about to publish."""
+        """Events that vLLM published since the last call, and those that it is about to publish."""
         for source in (self._scheduler.kv_cache_manager, self._scheduler.connector):
             source.take_events()
         events, self._events = self._events, []
