@@ -1,4 +1,4 @@
-"""Replacement policies."""
+"""Eviction policies of a tier."""
 
 from cargohold.offload.policy.base import Offer, OneByOnePolicy, ReplacementPolicy, Room
 from cargohold.offload.policy.registry import DEFAULT_POLICY, POLICIES, POLICY_NAMES, find_policy, make_policy

@@ -1,4 +1,4 @@
-"""ARC, leaf first."""
+"""The ARC policy: balances recency and frequency, and evicts leaves first."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _OFTEN: Final = 1 << 62
 """Added to the stamps of chunks in the second list."""
 
 _MOMENT: Final = 4096
-"""How many more ghosts than the paper's limit there may be while chunks come in."""
+"""Maximum number of ghosts beyond the paper's limit while chunks come in."""
 
 
 class ARCPolicy(OneByOnePolicy):
-    """Balances recency and frequency by what it regrets.
+    """Balances recency and frequency by the evictions that it regrets.
 
-    Chunks used once and chunks used more often are two LRU lists. Keys evicted from either are remembered, and when one of
-    them comes back, its list gets a larger part of the tier. N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead
-    Replacement Cache", FAST 2003, figure 4; operations that bring one chunk at a time do exactly what is written there.
+    Chunks used once and chunks used more often are in two LRU lists. Keys evicted from either are remembered as *ghosts*, and
+    when one of them comes back, its list gets a larger part of the tier. N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low
+    Overhead Replacement Cache", FAST 2003, figure 4; calls with one chunk at a time do exactly what is written there.
 
-    Chunks that come together are taken from the last to the first, as in LRU, and the ghost lists are asked for all of them
-    before any is changed. A chunk that must stay is passed over. Chunks stored behind others have their recency, so neither
-    list gives up a chunk for its own descendants. Still a prefix may be evicted from the second list while its continuation
-    is in the first: ARC knows no prefixes.
+    Chunks that come together are taken from the last to the first, as in LRU, and all of them are looked up in the ghost lists
+    before any list is changed. Busy chunks are passed over. Chunks stored behind others get the recency of these, so neither
+    list gives up a chunk for its own descendants. Still a prefix may be evicted from the second list while its continuation is
+    in the first: ARC knows no prefixes.
 
     Args:
-        capacity: slots of the tier.
+        capacity: number of slots of the tier.
     """
 
     name: ClassVar[str] = "arc"
@@ -58,7 +58,7 @@ class ARCPolicy(OneByOnePolicy):
         before = self._recency_of_parent(offer)
         balance = self._balance(num_free=len(offer.keys) - num_slots)
         wanted = balance.admit(self._ghosts.find(offer.keys))
-        # Settled when the chunks come in: if everything is busy they do not, and are offered again.
+        # Applied when the chunks come in: if everything is busy, they do not, and are offered again.
         self._next_target = offer.keys[0], balance.target
         victims = self._take(wanted, self._capacity - balance.sizes[0], busy, before)
         is_short = len(victims) < num_slots
@@ -108,7 +108,7 @@ class ARCPolicy(OneByOnePolicy):
         return Balance(self._capacity, self._target, list(self._sizes), list(self._ghosts.sizes), num_free)
 
     def _settle_target(self, keys: Sequence[bytes], ghosts: Sequence[int | None]) -> None:
-        """Learn from those of the chunks coming in that are remembered. Mutates the target."""
+        """Adapt the target to chunks coming in that are ghosts. Mutates the target."""
         first_key, target = self._next_target
         if not keys or first_key != keys[0]:
             balance = self._balance(num_free=len(keys))
@@ -117,13 +117,16 @@ class ARCPolicy(OneByOnePolicy):
         self._target, self._next_target = target, (b"", 0.0)
 
     def _take(self, wanted: Sequence[int], num_ghosts: int, busy: BusyCounts, before: int | None) -> Slots:
-        """Evict from both lists; what one cannot give is taken from the other. Mutates everything.
+        """Evict from both lists; slots that one list cannot give are taken from the other. Mutates everything.
 
         Args:
-            wanted: how many from which.
-            num_ghosts: how many of the first list may be remembered.
-            busy: what must be passed over.
-            before: recency that victims must be older than.
+            wanted: number of chunks to evict from the first and from the second list.
+            num_ghosts: maximum number of chunks of the first list that may be remembered as ghosts.
+            busy: slots whose count is not 0 are passed over.
+            before: recency that victims must be older than, or ``None``.
+
+        Returns:
+            The slots of the victims.
         """
         victims: list[Slots] = []
         missing = 0
@@ -142,12 +145,15 @@ class ARCPolicy(OneByOnePolicy):
         return self._lists[0].has_idle(busy, since) or self._lists[1].has_idle(busy, since + _OFTEN)
 
     def _recency_of_parent(self, offer: Offer) -> int | None:
-        """Recency of the chunk before an offer, whichever list it is in. May use the prefix, as in LRU."""
+        """Return the recency of the chunk before an offer, in whichever list it is; ``None`` if there is none.
+
+        May count the prefix as used again, as LRU does.
+        """
         if offer.parent == NO_SLOT:
             return None
         recency = int(self._stamps[offer.parent]) & (_OFTEN - 1)
         if self._clock.uses_since(recency) > self._capacity // REFRESHED_AFTER_PART:
-            # As in LRU. It is the same use that goes on, so the chunks stay in their lists.
+            # As in LRU. It is the same use, which goes on, so the chunks stay in their lists.
             slots = offer.ancestors()
             stamps = self._clock.next_stamps(len(slots))
             is_often = self._stamps[slots] >= _OFTEN
@@ -157,13 +163,13 @@ class ARCPolicy(OneByOnePolicy):
         return recency
 
     def _stamp(self, slots: Slots, stamps: Stamps, which: int) -> None:
-        """Put chunks into a list, at the recency that descending ``stamps`` say."""
+        """Put chunks into list ``which`` (0 or 1), with the recency in ``stamps``, which are descending."""
         stamps = stamps + which * _OFTEN
         self._stamps[slots] = stamps
         self._lists[which].note(slots, stamps)
 
     def _count(self, slots: Slots, change: int) -> None:
-        """Chunks enter or leave the lists they are in. Mutates the sizes."""
+        """Add ``change`` per chunk to the size of the list that its stamp puts it in. Mutates the sizes."""
         num_often = int(np.count_nonzero(self._stamps[slots] >= _OFTEN))
         self._sizes[0] += change * (len(slots) - num_often)
         self._sizes[1] += change * num_often

@@ -1,4 +1,4 @@
-"""The arithmetic of ARC, apart from the lists that it is about."""
+"""The arithmetic of ARC, separate from its lists."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Balance:
-    """The paper's variables, and what chunks that come in do to them.
+    """The paper's variables, and how chunks that come in change them.
 
     Attributes:
-        capacity: slots, ``c``.
-        target: how many slots the first list should have, ``p``.
-        sizes: of the lists of chunks that were used once, and more often: ``T1``, ``T2``.
-        ghosts: of the lists of keys evicted from either: ``B1``, ``B2``.
-        num_free: slots that nothing uses.
+        capacity: number of slots, ``c``.
+        target: number of slots that the first list should have, ``p``.
+        sizes: sizes of the lists of chunks used once, ``T1``, and used more often, ``T2``.
+        ghosts: sizes of the lists of keys evicted from either: ``B1``, ``B2``.
+        num_free: number of free slots.
     """
 
     capacity: int
@@ -25,10 +25,10 @@ class Balance:
     num_free: int
 
     def admit(self, ghosts: Sequence[int | None]) -> list[int]:
-        """Chunks come in, the last one first; how many each list must give up. Mutates everything.
+        """Let chunks in, the last one first; return how many chunks each list must give up. Mutates everything.
 
         Args:
-            ghosts: for each chunk, which ghost list it is in, if any.
+            ghosts: for each chunk, the ghost list that it is in, 0 or 1, or ``None``.
         """
         wanted = [0, 0]
         if ghosts.count(None) == len(ghosts):
@@ -40,7 +40,7 @@ class Balance:
         return wanted
 
     def _adapt(self, ghost: int | None) -> None:
-        """A chunk that comes back was missed: its list should have been larger."""
+        """Adapt the target to a chunk that comes back, if it is a ghost: its list should have been larger."""
         if ghost is None:
             return
         hit, other = self.ghosts[ghost], self.ghosts[1 - ghost]
@@ -60,7 +60,7 @@ class Balance:
         self.sizes[ghost is not None] += 1
 
     def _admit_strangers(self, num_chunks: int, wanted: list[int]) -> None:
-        """``_admit_one`` for chunks in no ghost list, at once: the second list gives until the first is above its target."""
+        """Do ``_admit_one`` for chunks in no ghost list at once: the second list gives until the first is above its target."""
         num_free = min(self.num_free, num_chunks)
         num_victims = num_chunks - num_free
         wanted[1] = min(num_victims, self.sizes[1], max(0, int(self.target) + 1 - self.sizes[0] - num_free))

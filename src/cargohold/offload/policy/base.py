@@ -1,10 +1,10 @@
-"""The policy port: which chunks of one tier stay, and which make room for others.
+"""The policy port: decides which chunks of one tier stay, and which are evicted to make room for others.
 
 A policy knows keys, slots and order; nothing of engines, tensors, groups, handles or bytes. It asks no clock: its time is the
-operations it is told of, so the same operations always end in the same choice.
+sequence of calls, so the same calls always lead to the same choice.
 
-A chunk is worth nothing when the chunk before it is gone, because a prefix is only usable up to its first hole. Two habits
-keep holes away, and every policy here has them:
+A chunk is worth nothing when the chunk before it is gone, because a prefix is only usable up to its first hole. Two rules avoid
+holes, and every policy here follows them:
 
 * **leaf first**: of chunks used together, the last counts as used first, so it is evicted first;
 * **never for its own child**: a chunk is not evicted to make room for one that follows it in a prefix.
@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 Slots: TypeAlias = npt.NDArray[np.intp]
-"""Slots of a tier, as an array of whole numbers (``intp``), in an order that the context says."""
+"""Slots of a tier, as an array of integers (``intp``); each use says in what order."""
 
 BusyCounts: TypeAlias = npt.NDArray[np.int32]
-"""Per slot, how many reasons there are not to evict it now: it is being written, read, or in front of chunks on offer."""
+"""Per slot, the number of reasons not to evict its chunk now: it is being written, read, or before chunks on offer."""
 
 NO_SLOT: Final = -1
 
@@ -35,9 +35,10 @@ class Offer(NamedTuple):
     """Chunks that could be stored: absent, consecutive in one prefix.
 
     Attributes:
-        keys: which, in prefix order.
+        keys: the chunks, in prefix order.
         parent: slot of the chunk before the first, or ``NO_SLOT`` if that is not in the tier.
-        ancestors: gives the slots of all chunks before the first that are in the tier, in prefix order; the last is ``parent``.
+        ancestors: returns the slots of the chunks before the first, in prefix order, back to the first that is not in the
+            tier; the last is ``parent``.
     """
 
     keys: Sequence[bytes]
@@ -46,13 +47,13 @@ class Offer(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a policy gives up for an offer.
+    """The slots that a policy gives up for an offer.
 
     Attributes:
-        victims: slots that are free from now on, in the order of eviction. An array as of ``Slots``, never a list; ``NO_SLOTS``
+        victims: slots whose chunks are evicted, in the order of eviction. An array (see ``Slots``), never a list; ``NO_SLOTS``
             if there are none.
-        refused: there are no more victims because the rest is worth more than what is on offer. If false, there are none
-            because everything else is busy, and asking again later may give more.
+        refused: if there are fewer victims than wanted, whether that is because the other chunks are worth more than those on
+            offer. If false, all others are busy, and asking again later may give more.
     """
 
     victims: Slots
@@ -65,14 +66,14 @@ _NOTHING: Final = Room(NO_SLOTS, refused=False)
 
 
 def joined(pieces: Sequence[Slots]) -> Slots:
-    """One array of all pieces, which may be one of them."""
+    """Concatenate arrays; the result may be one of them."""
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate(pieces) if pieces else NO_SLOTS
 
 
 def distinct(slots: Slots) -> Slots:
-    """Each slot once, ascending.
+    """Return each slot once, in ascending order.
 
     Not ``np.unique``, whose first call imports masked arrays: tens of milliseconds on the scheduler's thread.
     """
@@ -82,15 +83,15 @@ def distinct(slots: Slots) -> Slots:
 
 
 class ReplacementPolicy(ABC):
-    """Decides what one tier keeps.
+    """Decides which chunks one tier keeps.
 
     Attributes:
-        name: what users call it.
-        evicts_ends_alone: whether no chunk is given up that another in the tier was stored behind. Where that is promised, the
-            manager need not say of every chunk in front of an offer that it must stay.
+        name: the policy's name in options.
+        evicts_ends_alone: whether the policy promises to evict only ends of prefixes: chunks behind which no other chunk in
+            the tier was stored. Then the manager need not mark every chunk before an offer as busy.
 
     Args:
-        capacity: slots of the tier.
+        capacity: number of slots of the tier.
     """
 
     name: ClassVar[str]
@@ -100,42 +101,44 @@ class ReplacementPolicy(ABC):
     def __init__(self, capacity: int) -> None: ...
 
     def admit_all(self) -> None:  # noqa: B027  # most policies do so anyway
-        """Refuse nothing from now on for what it is worth. See ``OffloadManager.admit_all``."""
+        """Refuse no chunk for its worth from now on. See ``OffloadManager.admit_all``."""
 
     @abstractmethod
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
-        """A request uses these chunks, in prefix order.
+        """Learn that a request uses chunks.
 
         Args:
-            slots: where those of its chunks are that are in the tier.
+            slots: slots of the request's chunks that are in the tier, in prefix order.
             is_whole: whether the last of them is the request's last chunk.
         """
 
     @abstractmethod
     def make_room(self, offers: Sequence[Offer], num_slots: Sequence[int], busy: BusyCounts) -> list[Room]:
-        """Give up chunks for each of ``offers``, none of which is busy or before one of them in its prefix; they are forgotten.
+        """Choose chunks to evict for each of ``offers``, and forget them.
+
+        No victim may be busy, or be before one of the offers in its prefix.
 
         Args:
-            offers: what wants slots; each continues another prefix, or the same one elsewhere.
-            num_slots: parallel to ``offers``: how many of each one's chunks have no slot yet: its last ones, as the first ones
-                get what is free. At most so many chunks are given up for it; with 0, none.
-            busy: which slots must stay; may be changed during the call, and is as it was afterwards.
+            offers: chunks that want slots; each offer continues another prefix, or the same one at another chunk.
+            num_slots: parallel to ``offers``: how many of each one's chunks have no slot yet. These are its last ones, because
+                free slots go to its first ones. At most so many chunks are evicted for it; with 0, none.
+            busy: slots whose count is not 0 must stay. May be changed during the call, but must be restored.
 
         Returns:
-            Parallel to ``offers``.
+            The slots given up for each offer, parallel to ``offers``.
         """
 
     @abstractmethod
     def add(self, offers: Sequence[Offer], slots: Sequence[Slots]) -> None:
-        """The leading chunks of each offer got the slots beside it; the others were not stored, for good."""
+        """Learn that the leading chunks of each offer got the slots parallel to it; its other chunks will not be stored."""
 
     @abstractmethod
     def drop(self, slots: Slots) -> None:
-        """These chunks are gone for reasons of their own: a failed store, a corrupt chunk."""
+        """Forget chunks that are gone for other reasons than eviction: a failed store, a corrupt chunk."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Every chunk is gone. What was learned of the traffic may be kept."""
+        """Forget every chunk. What was learned about the traffic may be kept."""
 
     @abstractmethod
     def check(self, slots: Slots) -> None:
@@ -143,22 +146,22 @@ class ReplacementPolicy(ABC):
 
 
 class OneByOnePolicy(ReplacementPolicy):
-    """A policy that weighs one offer after the other, as if the others were not there."""
+    """A policy that looks at one offer after the other, independently of the others."""
 
     @abstractmethod
     def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
-        """``make_room`` for one offer, of which at least one slot is missing.
+        """Do the work of ``make_room`` for one offer, for which at least one slot is missing.
 
-        Where several offers come together, what is in front of any of them is busy; where one comes alone, the policy itself
-        sees to it that nothing in front of it is given up.
+        If several offers come in one call, all chunks before any of them are busy. If one comes alone, the policy itself must
+        not give up chunks before it.
         """
 
     @abstractmethod
     def add_one(self, offer: Offer, slots: Slots) -> None:
-        """``add`` for one offer."""
+        """Do the work of ``add`` for one offer."""
 
     def make_room(self, offers: Sequence[Offer], num_slots: Sequence[int], busy: BusyCounts) -> list[Room]:  # noqa: D102
-        # One that is alone need not be kept from others.
+        # An offer that comes alone need not be protected from others.
         guarded = [offer.ancestors() for offer in offers] if len(offers) > 1 else []
         for slots in guarded:
             busy[slots] += 1
@@ -166,7 +169,7 @@ class OneByOnePolicy(ReplacementPolicy):
         for offer, num_missing in zip(offers, num_slots, strict=True):
             room = self.make_room_for(offer, num_missing, busy) if num_missing and has_idle else _NOTHING
             rooms.append(room)
-            # Whoever gets less than it wants, and is not refused, has found everything else busy: so would all behind it.
+            # If an offer gets fewer slots than it wants and is not refused, all others are busy, for later offers, too.
             has_idle = has_idle and (room.refused or len(room.victims) >= num_missing)
         for slots in guarded:
             busy[slots] -= 1

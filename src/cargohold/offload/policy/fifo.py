@@ -10,12 +10,12 @@ from cargohold.offload.policy.stamps import StampClock, new_stamps
 
 
 class FIFOPolicy(OneByOnePolicy):
-    """Evicts what was stored longest ago; of chunks stored together, the last one first.
+    """Evicts the chunks stored longest ago; of chunks stored together, the last one first.
 
-    It knows nothing of prefixes that grow later: the old beginning goes first and leaves the rest useless.
+    It knows nothing of prefixes that grow later: their old beginning is evicted first, which makes the rest useless.
 
     Args:
-        capacity: slots of the tier.
+        capacity: number of slots of the tier.
     """
 
     name: ClassVar[str] = "fifo"
@@ -26,7 +26,7 @@ class FIFOPolicy(OneByOnePolicy):
         self._oldest = OldestFirst(self._stamps, 0, ABSENT)
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
-        """Use means nothing here."""
+        """Do nothing: uses do not count here."""
 
     def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
         guarded = offer.ancestors()

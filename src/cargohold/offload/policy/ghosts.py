@@ -1,4 +1,4 @@
-"""Keys of chunks that were evicted, in two lists, each in the order of eviction."""
+"""The ghosts of ARC: keys of evicted chunks, in two lists, each in the order of eviction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ghosts:
     Keys are in rows of arrays, as chunks are in slots, and each list is a range of stamps.
 
     Attributes:
-        sizes: how many keys are in each list.
+        sizes: number of keys in each list.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -35,14 +35,17 @@ class Ghosts:
         self._now = 0
 
     def find(self, keys: Sequence[bytes]) -> list[int | None]:
-        """In which list each key is, 0 or 1."""
+        """Return the list that each key is in, 0 or 1; ``None`` if in neither."""
         rows = self._rows.get_many(keys)
         if rows.count(None) == len(rows):
             return rows
         return [None if row is None else int(self._stamps[row] >= _SECOND) for row in rows]
 
     def remember(self, keys: Sequence[bytes], which: int) -> None:
-        """Put keys, which are in neither list, at the young end of a list; the oldest make room for them."""
+        """Append keys, which must be in neither list, at the young end of a list; the oldest keys are dropped for them.
+
+        The last of ``keys`` is the youngest. If they are more than fit, only the last ones are remembered.
+        """
         keys = keys[-self._capacity :]
         num_free = self._capacity - sum(self.sizes)
         for other in (which, 1 - which):
@@ -59,7 +62,7 @@ class Ghosts:
         self.sizes[which] += len(keys)
 
     def drop_oldest(self, which: int, num_keys: int) -> int:
-        """Forget the oldest keys of a list, at most ``num_keys``; how many there were."""
+        """Forget the oldest keys of a list, at most ``num_keys``; return how many were forgotten."""
         if num_keys <= 0 or not self.sizes[which]:
             return 0
         rows = self._lists[which].take(num_keys)
@@ -67,7 +70,7 @@ class Ghosts:
         return len(rows)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Take keys out of whichever list they are in."""
+        """Remove keys from whichever list they are in."""
         self._free_rows(np.array([row for row in self._rows.get_many(keys) if row is not None], dtype=np.intp))
 
     def check(self) -> None:

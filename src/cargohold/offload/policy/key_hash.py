@@ -1,6 +1,7 @@
 """Hashes of many keys at once.
 
-``hash`` takes some 90 ns for a key that was not hashed before, and a call for each; one product of a matrix takes 35.
+Python's ``hash`` takes some 90 ns for a key that was not hashed before, and one call per key. One matrix product for all keys
+takes 35 ns per key.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _MASK: Final = (1 << 32) - 1
 class KeyHash:
     """Multilinear hashing: the upper half of a weighted sum of a key's words, modulo 2**64.
 
-    Strongly universal for random weights: whoever does not know them cannot choose keys that collide. D. Lemire and O. Kaser,
+    Strongly universal for random weights: nobody who does not know them can choose keys that collide. D. Lemire and O. Kaser,
     "Strongly universal string hashing is fast", The Computer Journal 57, 2014.
 
-    All keys must have the same length, which is that of the first ones.
+    All keys must have the same length as the first ones.
 
     Args:
-        seed: where the weights come from: the same seed, the same hashes. ``None``: from a secret of this process.
+        seed: seed of the weights: equal seeds give equal hashes. With ``None`` the weights are a secret of this process.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -40,7 +41,7 @@ class KeyHash:
         self._split, self._weight_list = Struct(""), [0]
 
     def __call__(self, keys: Sequence[bytes]) -> Hashes:
-        """One hash per key. Raises ``ValueError`` if their lengths differ."""
+        """Return one hash per key. Raises ``ValueError`` if lengths differ, also from those of earlier keys."""
         joined = b"".join(keys)
         if len(joined) != len(keys) * self._key_bytes:
             self._learn_length(keys)
@@ -48,14 +49,14 @@ class KeyHash:
         return (sums >> _UPPER_HALF).astype(np.uint32)
 
     def of(self, key: bytes) -> int:
-        """The hash of one key: the same as among others. Raises ``ValueError`` if its length differs from theirs."""
+        """Return the hash of one key, as a call with several would. Raises ``ValueError`` if its length is another."""
         if len(key) != self._key_bytes:
             self._learn_length([key])
         weighted: int = sum(map(mul, self._split.unpack(key), self._weight_list))
         return weighted >> 32 & _MASK
 
     def _learn_length(self, keys: Sequence[bytes]) -> None:
-        """Draw weights for keys of this length. Mutates everything."""
+        """Draw weights for the length of the first keys. Mutates everything. Raises ``ValueError`` if lengths differ."""
         if self._key_bytes or len(set(map(len, keys))) > 1:
             raise ValueError(
                 f"keys of one tier have one length, not {sorted({self._key_bytes, *map(len, keys)} - {0})}"

@@ -1,10 +1,10 @@
-"""Keys to small integers, for a million keys and more, without a pause that the scheduler would feel.
+"""A map from keys to small integers, for a million keys and more, without long pauses of the scheduler's thread.
 
 When a ``dict`` has used up its table, by growing or by mere turnover, it copies all of it at once: some 50 ms at a million
-keys. So a large map is several dicts, and the first byte of a key (a digest, so as good as random) says which. Their shares
-are unequal on purpose: equal ones would fill up together and be copied in the same call.
+keys. So a large map consists of several dicts, and the first byte of a key (a digest, so as good as random) says which one has
+it. Their shares are unequal on purpose: equal ones would fill up together and be copied in the same call.
 
-Values are ``int`` and keys ``bytes``, which the garbage collector does not follow: its full collections skip the whole map.
+Values are ``int`` and keys ``bytes``, which the garbage collector does not follow, so its full collections skip the map.
 
 Looking up a key that is absent costs two or three cache misses in a large ``dict``, half a microsecond; most chunks of a new
 prompt are absent. So a large map asks a small filter first.
@@ -31,10 +31,10 @@ _NO_HASHES: Final[Hashes] = np.empty(0, dtype=np.uint32)
 
 
 class KeyMap:
-    """A mapping from keys to integers, asked for a batch of keys at a time.
+    """A mapping from keys to integers, made for look-ups of many keys in one call.
 
     Args:
-        capacity: how many keys are expected. More fit, but then the longest pause grows.
+        capacity: expected maximum number of keys. More fit, but then the longest pause grows.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -42,7 +42,7 @@ class KeyMap:
         self._parts = parts
         self._only = parts[0] if len(parts) == 1 else None
         self._filter = KeyFilter(0 if self._only is not None else capacity)
-        # By first byte: which part, and its method, so that a look-up is one call.
+        # By first byte: the part, and its ``get`` method, so that a look-up is one call.
         self._part_of = [parts[part] for part in _spread(len(parts))]
         self._get_of = [part.get for part in self._part_of]
 
@@ -50,11 +50,11 @@ class KeyMap:
         return sum(map(len, self._parts))
 
     def get(self, key: bytes) -> int | None:
-        """The value, or ``None``."""
+        """Return the value of a key, or ``None``."""
         return self._get_of[key[0]](key)
 
     def get_many(self, keys: Sequence[bytes]) -> list[int | None]:
-        """``get`` for each key. Fastest where all are absent."""
+        """Return the value of each key, or ``None``. Fastest if all are absent."""
         if (only := self._only) is not None:
             return [None] * len(keys) if only.keys().isdisjoint(keys) else list(map(only.get, keys))
         get_of = self._get_of
@@ -67,7 +67,7 @@ class KeyMap:
         return values
 
     def add(self, keys: Sequence[bytes], values: Iterable[int]) -> None:
-        """Map keys, all of which must be absent and different, to the values beside them."""
+        """Map keys, all of which must be absent and different, to ``values``, which are parallel to them."""
         if self._only is not None:
             self._only.update(zip(keys, values, strict=True))
             return
@@ -77,7 +77,7 @@ class KeyMap:
             part_of[key[0]][key] = value
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget keys, all of which must be there."""
+        """Remove keys, all of which must be there."""
         if (only := self._only) is not None:
             for key in keys:
                 del only[key]
@@ -88,24 +88,24 @@ class KeyMap:
             del part_of[key[0]][key]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all keys."""
         self._filter.clear()
         for part in self._parts:
             part.clear()
 
     def values(self) -> Iterator[int]:
-        """Every value, in no particular order."""
+        """Iterate over every value, in no particular order."""
         return (value for part in self._parts for value in part.values())
 
 
 class KeyFilter:
-    """Tells which of many keys are certainly absent, and leaves one in twenty of them open: a counting Bloom filter.
+    """A counting Bloom filter: tells which of many keys are certainly absent. It takes one in twenty absent keys for present.
 
     B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with two places for each key, from
     one hash whose weights are a secret of the process.
 
     Args:
-        capacity: how many keys are expected.
+        capacity: expected maximum number of keys.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -113,14 +113,15 @@ class KeyFilter:
         self._mask = np.uint32(num_places - 1)
         self._other_bits = np.uint32(max(0, _HASH_BITS - num_places.bit_length() + 1))
         self._hash = KeyHash()
-        # Keys that are found to be absent are often added next. Only tuples are known again: a list may have changed.
+        # Keys that were found to be absent are often added next, so the last places are kept. Only for tuples: the same list
+        # may have changed.
         self._last_keys: tuple[bytes, ...] = ()
         self._last_places: tuple[Hashes, Hashes] = _NO_HASHES, _NO_HASHES
         self._counts = np.full(num_places, 0, dtype=np.uint8)
         self._knows_all = True
 
     def candidates(self, keys: Sequence[bytes]) -> Sequence[int]:
-        """Which of the keys may be there, by their place in ``keys``."""
+        """Return the indices in ``keys`` of the keys that may be there."""
         if not self._knows_all:
             return range(len(keys))
         places, others = self._places(keys)
@@ -128,24 +129,24 @@ class KeyFilter:
         return found
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Note keys that are not there yet."""
+        """Add keys that are not there yet."""
         for places in self._places(keys):
             np.add.at(self._counts, places, _ONE)
             if (self._counts[places] > _MAX_COUNT).any():
                 self._knows_all = False  # before a count overflows: from now on, every key may be there
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget keys that are there."""
+        """Remove keys that are there."""
         for places in self._places(keys):
             np.subtract.at(self._counts, places, _ONE)
 
     def clear(self) -> None:
-        """Forget every key."""
+        """Remove every key."""
         self._counts[:] = 0
         self._knows_all = True
 
     def _places(self, keys: Sequence[bytes]) -> tuple[Hashes, Hashes]:
-        """Both places of each key: the lowest bits of its hash, and the highest."""
+        """Return both places of each key: the lowest bits of its hash, and the highest."""
         if keys is self._last_keys:
             return self._last_places
         hashes = self._hash(keys)
@@ -156,10 +157,10 @@ class KeyFilter:
 
 
 def _spread(num_parts: int) -> list[int]:
-    """Which part each first byte belongs to.
+    """Return the part that each first byte of a key belongs to.
 
-    Shares grow geometrically, the last being nearly twice the first: dicts double when they are full, so the moments at which
-    the parts do are spread evenly over each doubling of the whole.
+    Shares grow geometrically, the last being nearly twice the first. Dicts double when they are full, so the moments at which
+    the parts double are spread evenly over each doubling of the whole map.
     """
     weights = [2 ** (part / num_parts) for part in range(num_parts)]
     ends = [256 * end / sum(weights) for end in accumulate(weights)]

@@ -1,4 +1,4 @@
-"""The leaves of the prefix tree that are worth least."""
+"""A queue of the leaves of the prefix tree that are worth least."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ _PULLED: Final = 128
 _MAX_AGE_BITS: Final = 63
 
 _MIN_LINE: Final = 100
-"""Where fewer chunks are wanted, it is quicker to look at one after the other."""
+"""If fewer chunks are wanted than this, it is faster to look at one after the other."""
 
 NEVER: Final = -1
+"""The last use of a slot without a chunk."""
 
 Entry: TypeAlias = tuple[float, int, int]
-"""A queued leaf: its worth when it was queued, its last use, its slot. The smallest goes first."""
+"""A queued leaf: its worth when it was queued, its last use, its slot. The smallest entry comes first."""
 
 _NOTHING: Final[Entry] = (-1.0, NEVER, NO_SLOT)
 _ALL: Final[Entry] = (float("inf"), NEVER, NO_SLOT)
 
 
 class Eviction(NamedTuple):
-    """What was evicted.
+    """The result of an eviction.
 
     Attributes:
-        rooms: for whom, from where.
-        slots: the same, all in order.
-        last_uses: when the chunks there were used last, parallel to ``slots``.
+        rooms: the slots given up for each offer.
+        slots: all of these slots, in order.
+        last_uses: time of the last use of the chunks that were there, parallel to ``slots``.
     """
 
     rooms: list[Room]
@@ -49,18 +50,19 @@ class Eviction(NamedTuple):
 
 
 class LeafQueue:
-    """Finds what to evict.
+    """Finds the leaves to evict.
 
-    Worth changes as chunks age, so there is no order to maintain. Now and then all leaves are looked at, an eighth of them
-    is sorted by worth, and each is looked at again when its turn comes. Evicting a leaf may make one of its parent, which is
-    queued if it belongs there: cold prefixes are eaten from their ends. Of large tiers, a part is looked at each time.
+    Worth changes as chunks age, so no order can be maintained. Now and then all leaves are looked at (in large tiers, a part of
+    them each time), the lowest eighth is sorted by worth, and each leaf's worth is checked again when its turn comes. Evicting
+    a leaf may make its parent a leaf, which is queued if its worth is low enough: cold prefixes are evicted from their ends.
 
-    What was sorted is pulled into a heap piece by piece: there it meets what was queued since.
+    Sorted leaves are pulled into a heap piece by piece, where leaves queued since are among them.
 
     Args:
-        last_uses: per slot, when its chunk was used last; ``NEVER`` where there is none, and for what ``take`` takes.
-        classes: per slot, the class of its chunk. Read only.
-        tree: which chunk follows which; ``take`` removes what it takes.
+        last_uses: per slot, the time of its chunk's last use; ``NEVER`` for a slot without a chunk. ``take`` sets it to
+            ``NEVER`` for the slots that it gives up.
+        classes: per slot, the class of its chunk. Only read here.
+        tree: which chunk follows which; ``take`` removes chunks from it.
         index: worth, by class and age bucket.
     """
 
@@ -76,25 +78,26 @@ class LeafQueue:
         self.use_index(index)
 
     def use_index(self, index: Index) -> None:
-        """Worth has changed. Mutates the queue."""
+        """Use a new table of worth, and empty the queue."""
         self._index = index
-        # By class, then by the number of bits of an age: as quick as a look-up of one element can be.
+        # By class, then by the number of bits of an age: the fastest way to look up one element.
         self._worth_of = [[row[0], *row, *[row[-1]] * (_MAX_AGE_BITS - NUM_AGES)] for row in index.tolist()]
         self._heap: list[Entry] = []
-        # Columns of entries, ascending; and how far they were pulled.
+        # Entries in ascending order, as columns; and how many of them were pulled into the heap.
         self._sorted: tuple[npt.NDArray[Any], ...] = ()
         self._num_pulled, self._last_pulled = 0, _NOTHING
         self._highest = 0.0
         self._queued_at = -self._queue_age
 
     def take(self, worth: npt.NDArray[np.float64], parts: Iterable[slice], now: int, busy: BusyCounts) -> Eviction:
-        """Evict one leaf for each chunk that wants in, as long as that is worth no less than the leaf.
+        """Evict one leaf for each chunk on offer, while that chunk is worth no less than the leaf.
 
         Args:
-            worth: of the chunks that want in.
-            parts: which of them are consecutive in one prefix. Those behind one that is refused are, too.
+            worth: worth of the chunks on offer.
+            parts: the chunks of each offer that need a slot, consecutive in one prefix. If one is refused, so are those behind
+                it.
             now: the time.
-            busy: which slots must be passed over.
+            busy: slots whose count is not 0 are passed over.
         """
         if now - self._queued_at >= self._queue_age:
             self._queue_leaves(now, busy)
@@ -127,19 +130,19 @@ class LeafQueue:
         return Eviction(rooms, slots, np.array(last_uses, dtype=np.int64))
 
     def _evict_upwards(self, leaf: Entry, offered: memoryview, now: int, busy: BusyCounts) -> list[int]:
-        """Evict the leaf at the head of the queue, and what was in front of it as long as that is the same in all respects.
+        """Evict the leaf at the head of the queue, and its ancestors while they have the same class and last use.
 
-        A chunk that becomes a leaf by an eviction, and is of the same class and age, is as low as anything in the queue: a
-        cold prefix goes in one piece. Mutates the queue and the tree.
+        A chunk that becomes a leaf by an eviction, and has the same class and last use, is worth as little as anything in the
+        queue, so a cold prefix is evicted in one piece. Mutates the queue and the tree.
 
         Args:
-            leaf: with its worth now.
-            offered: worth of the chunks that want in; the first is worth it.
+            leaf: the leaf, with its worth now.
+            offered: worth of the chunks on offer; that of the first is no less than the leaf's.
             now: the time.
-            busy: which slots must stay.
+            busy: slots whose count is not 0 must stay.
 
         Returns:
-            The slots that were given up, one for each chunk that is in.
+            The slots given up, one for each chunk on offer that gets in.
         """
         heappop(self._heap)
         worth, last_use, slot = leaf
@@ -164,14 +167,20 @@ class LeafQueue:
         return victims
 
     def _line_alike(self, leaf: int, num_wanted: int, busy: BusyCounts) -> int:
-        """Where the line of chunks begins that end in ``leaf`` and are the same as this in all respects."""
+        """Return the first slot of the line that ends in ``leaf`` and whose chunks have its class and last use.
+
+        Busy chunks end the line; it has at most ``num_wanted`` chunks.
+        """
         line = slice(self._tree.line_before(leaf, num_wanted), leaf)
         differs = (self._last_uses[line] != self._last_uses[leaf]) | (self._classes[line] != self._classes[leaf])
         differs |= busy[line] > 0
         return leaf - int(differs[::-1].argmax()) if differs.any() else line.start
 
     def _lowest(self, now: int, busy: BusyCounts, passed: list[Entry]) -> Entry | None:
-        """The leaf at the head of the queue, with its worth now. Mutates the queue; busy leaves go to ``passed``."""
+        """Return the leaf at the head of the queue, with its worth now, or ``None``. It stays in the queue.
+
+        Mutates the queue: void entries are dropped, and busy leaves moved to ``passed``.
+        """
         heap, is_busy = self._heap, busy.data
         last_use_of, children_of = self._last_use_of, self._children_of
         for _ in range(2 + (len(self._last_uses) - 1) // _WINDOW):
@@ -191,7 +200,7 @@ class LeafQueue:
         return None
 
     def _has_next(self) -> bool:
-        """Whether there is a leaf at the head of the heap, which is then the head of the queue. Mutates both."""
+        """Pull sorted leaves into the heap until its head is the head of the queue; return whether there is one."""
         heap = self._heap
         while not heap or heap[0] > self._last_pulled:
             part = slice(self._num_pulled, self._num_pulled + _PULLED)
@@ -212,7 +221,7 @@ class LeafQueue:
             heappush(self._heap, (worth, last_use, slot))
 
     def _queue_leaves(self, now: int, busy: BusyCounts) -> None:
-        """Look at all leaves, or at the next part of them, and queue the lowest that are not busy. Mutates the queue."""
+        """Refill the queue with the lowest leaves that are not busy, of all leaves or the next part of them."""
         window = slice(self._window_start, self._window_start + _WINDOW)
         self._window_start = window.stop if window.stop < len(self._last_uses) else 0
         last_uses = self._last_uses[window]
@@ -221,7 +230,7 @@ class LeafQueue:
         last_uses = last_uses[leaves]
         leaves += window.start
         worth = self._index[self._classes[leaves], age_buckets(now - last_uses)]
-        # Among equals, the one used longest ago.
+        # Among leaves of equal worth, the one used longest ago is the lowest.
         worth *= 1 + _TOLERANCE / (now + 1) * last_uses
         num_queued = max(1, len(leaves) // _QUEUED_PART)
         if num_queued < len(leaves):

@@ -10,15 +10,15 @@ from cargohold.offload.policy.stamps import REFRESHED_AFTER_PART, StampClock, ne
 
 
 class LRUPolicy(OneByOnePolicy):
-    """Evicts what was used longest ago; of chunks used together, the last one first.
+    """Evicts the chunks used longest ago; of chunks used together, the last one first.
 
-    Stored chunks count as used together with the chunk before them, and just before it. So along every prefix recency only
-    falls, evicting in its order never leaves a hole, and no chunk makes room for its own descendants: they would be the next
-    victims themselves. A prefix that grows is in use: if so many other chunks were used since it was touched that they fill
-    an eighth of the tier, it counts as used again.
+    Stored chunks count as used together with the chunk before them, just before it. So recency only falls along every prefix,
+    eviction in its order never leaves a hole, and no chunk is evicted for its own descendants: they would be the next victims
+    themselves. A prefix that grows is in use: if more chunks than an eighth of the tier holds were used since it was touched,
+    it counts as used again.
 
     Args:
-        capacity: slots of the tier.
+        capacity: number of slots of the tier.
     """
 
     name: ClassVar[str] = "lru"
@@ -59,7 +59,10 @@ class LRUPolicy(OneByOnePolicy):
         self._oldest.note(slots, stamps)
 
     def _stamp_of_parent(self, offer: Offer) -> int | None:
-        """What victims must be older than, so that no chunk makes room for its own child. May use the prefix: see above."""
+        """Return the stamp of the chunk before an offer, or ``None`` if there is none.
+
+        Victims must be older, so that none is evicted for its own child. May count the prefix as used again: see the class.
+        """
         if offer.parent == NO_SLOT:
             return None
         if self._clock.uses_since(int(self._stamps[offer.parent])) > self._patience:

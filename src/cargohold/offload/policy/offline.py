@@ -1,14 +1,15 @@
-"""What no policy can beat: hits when the future is known, and when nothing is ever evicted.
+"""Upper bounds that no policy can beat: hits when the future is known, and when nothing is ever evicted.
 
 The optimum is Belady's MIN with bypass: keep the chunks whose next use comes first, those of the request at hand included
 (L. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", IBM Systems Journal 5, 1966). Requests are
 paths of a trie, so a chunk is never used before the one in front of it: along a path next uses only get later, and what MIN
 keeps never has a hole. That makes it the optimum for prefix hits too.
 
-Chunks that an answer completes are stored but not looked up: what is next in an answer will be computed there anyway, so until
-then it is not worth a slot. Such chunks may be in front of others that are kept, and are back before those are looked up.
+Chunks that an answer completes are stored but not looked up. A chunk whose next use is in an answer will be computed there
+anyway, so until then it is not worth a slot. Such a chunk may be before others that are kept; it is back before those are
+looked up.
 
-In a trie chunks need not be looked at one by one. The part of a path with the same next use is a *span*, and the tier is a set
+In a trie, chunks need not be looked at one by one. The part of a path with the same next use is a *span*, and the tier is a set
 of spans that lose chunks at their far ends.
 """
 
@@ -27,19 +28,19 @@ _Ints = npt.NDArray[np.int64]
 
 
 class OfflineTrace:
-    """A whole trace, to be asked for the best possible hits.
+    """A whole trace, for which the best possible hits are computed.
 
     Args:
-        requests: for each request the chunks it uses, in prefix order, named by anything that tells them apart. A chunk's
-            name stands for everything before it too.
+        requests: for each request, the names of the chunks that it uses, in prefix order. A name is any hashable value; it
+            stands for the chunk and everything before it.
         num_asked: for each request, how many of its leading chunks are looked up; by default all.
 
     Raises:
         ValueError: a chunk comes back behind another one than before: the names do not form a trie.
 
     Attributes:
-        num_chunks: different chunks.
-        num_lookups: chunks used, counted every time.
+        num_chunks: number of different chunks.
+        num_lookups: number of uses of chunks.
     """
 
     def __init__(self, requests: Iterable[Sequence[Hashable]], num_asked: Sequence[int] | None = None) -> None:
@@ -56,11 +57,11 @@ class OfflineTrace:
         self._spans = self._find_spans(np.array(chunks, dtype=np.int64), np.array(lengths, dtype=np.int64), asked)
 
     def optimal_hits(self, capacity: int) -> list[int]:
-        """For each request, how many of its leading chunks the best possible tier of ``capacity`` slots holds."""
+        """Return, for each request, how many of its leading chunks the best possible tier of ``capacity`` slots holds."""
         hits = []
-        # Spans in the tier, the first to go on top: (-next use, -end, start).
+        # Spans in the tier, the next to lose chunks on top: (-next use, -end, start).
         heap: list[tuple[int, int, int]] = []
-        # By next use: how many chunks of that request are here.
+        # By request: how many chunks in the tier it uses next.
         held: dict[int, int] = {}
         num_held = 0
         for request, spans in enumerate(self._spans):
@@ -84,7 +85,7 @@ class OfflineTrace:
         return hits
 
     def _find_spans(self, chunks: _Ints, lengths: _Ints, asked: _Ints) -> list[list[tuple[int, int, int]]]:
-        """For each request, its spans that are looked up when next used: ``(start, end, next use)``, the latter a request."""
+        """Return, for each request, its spans that are looked up at their next use: ``(start, end, next request)``."""
         request_of = np.repeat(np.arange(len(lengths)), lengths)
         depth = np.arange(len(chunks)) - np.repeat(self._ends - lengths, lengths)
         next_use = _next_uses(chunks, request_of, depth < np.repeat(asked, lengths))
@@ -102,7 +103,7 @@ class OfflineTrace:
 
 
 def _next_uses(chunks: _Ints, request_of: _Ints, is_asked: npt.NDArray[np.bool_]) -> _Ints:
-    """For each use of a chunk, the request that uses it next; never, if that does not look it up."""
+    """Return, for each use of a chunk, the request that uses it next; ``_NEVER`` if that does not look it up."""
     order = chunks.argsort(kind="stable")
     is_same = chunks[order[:-1]] == chunks[order[1:]]
     next_use = np.full(len(chunks), _NEVER)

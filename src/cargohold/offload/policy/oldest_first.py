@@ -1,10 +1,10 @@
-"""Who was used longest ago: exact order of recency without a list to keep in order.
+"""Finds the chunks used longest ago: exact order of recency without a list to keep in order.
 
-Every chunk has a *stamp*, and a use is one write of new stamps. The order is looked at only to evict: then the oldest few
-per cent are picked out in one pass over the stamps and sorted, and serve many evictions. A stamp that has changed since tells
-that its entry is void. So a use costs a few nanoseconds per chunk, memory is the stamp alone, nothing is ever compacted, and
-the longest pause is one pass: a few milliseconds for a million chunks; where nearly all is in use, one more over what is. Where
-the order has few members, those that were stamped since the last pass are listed, and no pass is needed at all.
+Every chunk has a *stamp*, and a use is one write of new stamps. The order is needed only to evict: then the oldest few per cent
+are picked out in one pass over the stamps and sorted, and serve many evictions. An entry whose stamp has changed since is void.
+So a use costs a few nanoseconds per chunk, the only memory is the stamp, nothing is ever compacted, and the longest pause is
+one pass: a few milliseconds for a million chunks, and one more pass over the busy chunks if nearly all are busy. If the order
+has few members, those stamped since the last pass are listed, and no pass is needed at all.
 
 ::
 
@@ -35,12 +35,12 @@ _NO_STAMPS: Final[Stamps] = np.empty(0, dtype=np.int64)
 
 
 class OldestFirst:
-    """The slots whose stamps are in a range, oldest first; among equals, the lowest slot first.
+    """The slots whose stamps are in a range, oldest first; among equal stamps, the lowest slot first.
 
     Args:
-        stamps: one per slot, ``ABSENT`` where there is none. Written by the owner, who tells of it; never by this class.
-        first: where the range starts.
-        end: where it ends, exclusive.
+        stamps: one per slot; ``ABSENT`` for a slot without a chunk. Written only by the owner, which calls ``note`` then.
+        first: start of the range.
+        end: end of the range, exclusive.
     """
 
     def __init__(self, stamps: Stamps, first: int, end: int) -> None:
@@ -50,7 +50,7 @@ class OldestFirst:
         self.clear()
 
     def clear(self) -> None:
-        """The range is empty."""
+        """Forget all slots, because the owner has emptied the range."""
         self._cutoff = self._first
         self._queue, self._queue_stamps, self._at = NO_SLOTS, _NO_STAMPS, 0
         self._aside, self._aside_stamps = NO_SLOTS, _NO_STAMPS
@@ -58,7 +58,7 @@ class OldestFirst:
         self._num_recent = 0
 
     def note(self, slots: Slots, stamps: Stamps) -> None:
-        """Slots got stamps in the range, descending. Mutates what is put aside, and the list of recent ones."""
+        """Learn that slots got ``stamps``, which are in the range and descending. Mutates the queue and the lists."""
         if not len(slots):
             return
         if stamps[-1] < self._cutoff:
@@ -72,12 +72,12 @@ class OldestFirst:
                 self._recent = None
 
     def take(self, num_slots: int, busy: BusyCounts | None = None, before: int | None = None) -> Slots:
-        """The oldest slots that are not busy, oldest first, at most ``num_slots``. The owner must change their stamps.
+        """Take out and return the oldest slots that are not busy, oldest first. The owner must change their stamps.
 
         Args:
-            num_slots: how many are wanted.
-            busy: which slots must be passed over; none if ``None``.
-            before: take only those whose stamp is smaller.
+            num_slots: maximum number of slots.
+            busy: slots whose count is not 0 are passed over; ``None`` if no slot is busy.
+            before: take only slots with a smaller stamp than this.
         """
         if not num_slots:
             return NO_SLOTS
@@ -89,7 +89,7 @@ class OldestFirst:
             slots = self._take_queued(missing, width, busy, limit)
             taken.append(slots)
             missing -= len(slots)
-            # Those that are busy are sorted in with all that were before: only where many are, so few times.
+            # Busy slots are put aside, sorted among those put aside before. Wider steps keep the number of sorts small.
             width *= 2
         return joined(taken)
 
@@ -112,7 +112,7 @@ class OldestFirst:
         return taken
 
     def _take_queued(self, num_slots: int, width: int, busy: BusyCounts | None, limit: int) -> Slots:
-        """Take from the next ``width`` of the queue."""
+        """Take slots from the next ``width`` entries of the queue."""
         window = slice(self._at, self._at + width)
         slots, stamps = self._queue[window], self._queue_stamps[window]
         if stamps[-1] >= limit:
@@ -122,7 +122,7 @@ class OldestFirst:
         usable = valid if busy is None else valid & (busy[slots] == 0)
         chosen = usable.nonzero()[0][:num_slots]
         num_passed = int(chosen[-1]) + 1 if len(chosen) == num_slots else len(slots)
-        # What lies between the chosen ones is void, or busy and must be looked at again next time.
+        # Entries between the chosen ones are void, or busy: these must be looked at again next time.
         if np.count_nonzero(valid[:num_passed]) > len(chosen):
             passed_over = (valid & ~usable)[:num_passed]
             self._put_aside(slots[:num_passed][passed_over], stamps[:num_passed][passed_over])
@@ -131,10 +131,10 @@ class OldestFirst:
         return taken
 
     def _sort_in(self, slots: Slots, stamps: Stamps) -> None:
-        """Slots that belong to the oldest are known only now. Mutates the queue and what is put aside.
+        """Add slots whose stamps are below the cutoff to the queue, or put them aside. Mutates both.
 
-        A slot that was emptied and filled again may have got the stamp that it had. What was noted of it then would hold
-        again beside what is noted now, so it is dropped.
+        A slot that was emptied and filled again may have got the stamp that it had before. Its old entry would be valid again
+        beside the new one, so it is removed.
         """
         if len(self._aside):
             others = ~np.isin(self._aside, slots)
@@ -152,7 +152,7 @@ class OldestFirst:
             self._queue, self._queue_stamps, self._at = slots[order], stamps[order], 0
 
     def _put_aside(self, slots: Slots, stamps: Stamps) -> None:
-        # Those passed over in the queue come in order, behind those before them.
+        # Slots passed over in the queue come in order, behind those put aside before.
         is_in_order = not (np.diff(stamps) <= 0).any() and not (self._aside_stamps[-1:] >= stamps[:1]).any()
         slots = np.concatenate((self._aside, slots))
         stamps = np.concatenate((self._aside_stamps, stamps))
@@ -162,7 +162,7 @@ class OldestFirst:
         self._aside, self._aside_stamps = slots, stamps
 
     def _pick(self) -> bool:
-        """Pick out the next oldest slots. ``False`` if there are none. Mutates the queue and the cutoff."""
+        """Refill the queue with the next oldest slots; return whether there are any. Mutates the queue and the cutoff."""
         if self._recent is None:
             end = self._next_cutoff()
             slots = ((self._stamps >= self._cutoff) & (self._stamps < end)).nonzero()[0]
@@ -182,7 +182,7 @@ class OldestFirst:
         return True
 
     def _next_cutoff(self) -> int:
-        """A stamp below which lie about as many slots as are worth a pass, or all that were not looked at yet."""
+        """Return a stamp below which are about as many further slots as are worth a pass, or all of them."""
         stride = max(1, len(self._stamps) // _SAMPLE)
         sample = self._stamps[::stride]
         sample = sample[(sample >= self._cutoff) & (sample < self._end)]

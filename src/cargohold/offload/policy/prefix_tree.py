@@ -1,4 +1,4 @@
-"""Which chunk follows which, for the chunks that are in the tier."""
+"""The tree of prefixes in the tier: which chunk follows which."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PrefixTree:
     """A forest over slots: the parent of a chunk is the one before it in its prefix.
 
     Attributes:
-        num_children: per slot, how many chunks in the tier come right after it.
+        num_children: per slot, the number of chunks in the tier that come right after its chunk.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -26,8 +26,8 @@ class PrefixTree:
         self._children_view = self.num_children.data
 
     def link(self, slots: Slots, parent: int) -> None:
-        """Add chunks, one behind the other, behind ``parent`` if there is one."""
-        if len(slots) == 1:  # while a request generates, they come one by one
+        """Add consecutive chunks of one prefix, behind the chunk in ``parent`` unless that is ``NO_SLOT``."""
+        if len(slots) == 1:  # while a request generates, chunks come one by one
             (slot,) = slots.tolist()
             self._parent_view[slot] = parent
             self._children_view[slot] = 0
@@ -40,15 +40,17 @@ class PrefixTree:
             self._children_view[parent] += 1
 
     def follows_its_neighbour(self, slot: int) -> bool:
-        """Whether the chunk before this one is in the slot before: mostly so, as chunks stored together lie together."""
+        """Whether a chunk's parent is in the slot before: mostly so, because chunks stored together lie together."""
         return 0 < slot == self._parent_view[slot] + 1
 
     def line_before(self, leaf: int, num_chunks: int) -> int:
-        """Where the line of chunks begins that end in ``leaf``, each in the slot after its parent and that parent's only child.
+        """Return the first slot of the *line* that ends in ``leaf``.
+
+        In a line, each chunk is in the slot after its parent's, and is the parent's only child.
 
         Args:
-            leaf: a chunk without children.
-            num_chunks: how many are enough.
+            leaf: slot of a chunk without children.
+            num_chunks: maximum length of the line.
         """
         first = max(0, leaf + 1 - num_chunks)
         breaks = self._parents[first + 1 : leaf + 1] != np.arange(first, leaf, dtype=np.int32)
@@ -56,7 +58,7 @@ class PrefixTree:
         return leaf - int(breaks[::-1].argmax()) if breaks.any() else first
 
     def cut_leaf(self, slot: int) -> int:
-        """Remove a chunk without children; its parent if that has become a leaf by it, else ``NO_SLOT``."""
+        """Remove a chunk without children; return its parent if that has become a leaf, else ``NO_SLOT``."""
         parent = self._parent_view[slot]
         self._parent_view[slot] = NO_SLOT
         if parent == NO_SLOT:
@@ -65,13 +67,13 @@ class PrefixTree:
         return NO_SLOT if self._children_view[parent] else parent
 
     def cut_line(self, first: int, leaf: int) -> int:
-        """Remove the chunks of a line; the parent of its first, if that has become a leaf by it, else ``NO_SLOT``."""
+        """Remove the chunks of a line; return the parent of its first chunk if that has become a leaf, else ``NO_SLOT``."""
         self._parents[first + 1 : leaf + 1] = NO_SLOT
         self.num_children[first:leaf] = 0
         return self.cut_leaf(first)
 
     def cut(self, slots: Slots) -> None:
-        """Remove any chunks. Children that stay have no parent from now on. Walks everything if there are some."""
+        """Remove any chunks. Children that stay have no parent from now on; if there are any, the whole tree is walked."""
         parents = self._parents[slots]
         np.subtract.at(self.num_children, parents[parents != NO_SLOT], _ONE)
         self._parents[slots] = NO_SLOT
@@ -81,7 +83,7 @@ class PrefixTree:
             self.num_children[abandoned] = 0
 
     def clear(self) -> None:
-        """Remove everything."""
+        """Remove all chunks."""
         self._parents[:] = NO_SLOT
         self.num_children[:] = 0
 

@@ -1,4 +1,4 @@
-"""Policies by name: ours, and those of others by where they are defined."""
+"""Policies by name: those of this library, and other classes as ``MODULE:CLASS``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from cargohold.offload.policy.reuse_index import ReuseIndexPolicy
 POLICIES: Final[Mapping[str, type[ReplacementPolicy]]] = MappingProxyType(
     {policy.name: policy for policy in (ARCPolicy, FIFOPolicy, LRUPolicy, ReuseIndexPolicy)}
 )
-"""Those that come with the library."""
+"""The policies that come with the library, by name."""
 
 POLICY_NAMES: Final = f"{', '.join(sorted(POLICIES))}, or MODULE:CLASS"
-"""What an option may name, for people."""
+"""The names that an option may have, for messages."""
 
 DEFAULT_POLICY: Final = ReuseIndexPolicy.name
 
 
 def find_policy(name: object, key: str = "policy", *, besides: Sequence[str] = ()) -> type[ReplacementPolicy]:
-    """The policy that an option names.
+    """Return the class of the policy that an option names.
 
     Args:
         name: one of ``POLICIES``, or ``MODULE:CLASS``, such as ``my_package.policies:Mine``; the module is imported.
-        key: the option.
-        besides: what else it may name, for the error.
+        key: name of the option, for errors.
+        besides: other values that the option may have, for errors.
 
     Raises:
         ConfigError: there is no such policy, or it cannot be imported.
@@ -50,7 +50,7 @@ def find_policy(name: object, key: str = "policy", *, besides: Sequence[str] = (
 
 
 def make_policy(name: str, capacity: int) -> ReplacementPolicy:
-    """The policy of that name, see ``find_policy``, for a tier of ``capacity`` slots.
+    """Make the policy of that name (see ``find_policy``) for a tier of ``capacity`` slots.
 
     Raises:
         ConfigError: there is no such policy, or no slot.

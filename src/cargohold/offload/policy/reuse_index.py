@@ -1,4 +1,4 @@
-"""The policy made for prefixes: evict the leaf that is worth least, and admit only what is worth more."""
+"""The policy made for prefixes: evicts the leaf that is worth least, and admits only chunks that are worth no less."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Classes = npt.NDArray[np.uint8]
 
 _MAX_USES: Final = 255
 
-# A class is a level (1, 2-3, 4-7, 8 or more uses), whether it was the last chunk of its request, and a detail: for a new
-# chunk, how often the prefix was used that it continues; for others, the time between the last two uses, by powers of four.
+# A class combines a level (1, 2-3, 4-7, 8 or more uses), whether the chunk was the last of its request, and a detail: for a new
+# chunk, how often the prefix that it continues was used; for others, the time between the last two uses, by powers of four.
 _NUM_LEVELS: Final = 4
 _DETAILS: Final = 10
 _LAST: Final = _DETAILS
@@ -30,17 +30,17 @@ _LEVEL_OF_USES: Final = np.minimum(np.log2(np.maximum(np.arange(_MAX_USES + 1), 
 _CONTINUES_OFTEN: Final = 3
 
 _FEW: Final = 8
-"""So many single chunks are met faster one by one than together."""
+"""Maximum number of offers of one chunk each that are looked at one by one, which is faster for so few."""
 
 
 class _Newcomers(NamedTuple):
-    """What is known of chunks on offer.
+    """What is known about chunks on offer; the arrays have all offers' chunks in order.
 
     Attributes:
-        offers: the offers; what follows is in their order.
-        tags: of the chunks.
-        uses: theirs, this one included.
-        classes: what they will be if they get in.
+        offers: the offers.
+        tags: tags of the chunks.
+        uses: number of uses of each, this one included.
+        classes: class of each if it gets in.
     """
 
     offers: Sequence[Offer]
@@ -53,19 +53,19 @@ _NOBODY: Final = _Newcomers((), np.empty(0, dtype=np.uint32), np.empty(0, dtype=
 
 
 class ReuseIndexPolicy(ReplacementPolicy):
-    """Keeps the chunks that bring most reuse for the time they take a slot.
+    """Keeps the chunks that bring most reuse for the time that they take a slot.
 
-    Each chunk's worth is its reuse index, learned from the traffic (see ``ReuseModel``), by how often it was used, whether it
-    was the last of its request, how its use continues others, and its age. Only leaves are evicted: chunks that no other in
-    the tier follows. So there are never holes, and a prefix is worth at least what its best continuation is. A chunk that is
-    worth less than the victim it needs is not stored, nor what follows it: one-shot prompts do not flush the tier, and are
-    not written. What is known of evicted and refused chunks is remembered for a while. After ``admit_all`` it only chooses what
-    is evicted.
+    Each chunk's worth is its reuse index, learned from the traffic (see ``ReuseModel``). It depends on how often the chunk was
+    used, whether it was the last of its request, how its use continues others, and its age. Only leaves are evicted: chunks
+    that no other chunk in the tier follows. So there are never holes, and a prefix is worth at least as much as its best
+    continuation. A chunk that is worth less than the victim that it needs is not stored, nor are those that follow it: one-shot
+    prompts do not flush the tier, and are not written. The uses of evicted and refused chunks are remembered for a while. After
+    ``admit_all`` the policy refuses no chunk, and only chooses victims.
 
-    Until it has learned something it behaves like LRU.
+    Until it has learned something, it behaves like LRU.
 
     Args:
-        capacity: slots of the tier.
+        capacity: number of slots of the tier.
     """
 
     name: ClassVar[str] = "reuse-index"
@@ -85,7 +85,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._model = ReuseModel(_NUM_LEVELS * _PER_LEVEL, _DETAILS, capacity)
         self._leaves = LeafQueue(self._last_uses, self._classes, self._tree, self._model.index)
         self._absent = AbsentChunks(capacity)
-        # Those that room was made for last: they come in next.
+        # The chunks for which room was made last: they come in next.
         self._newcomers = _NOBODY
 
     def admit_all(self) -> None:  # noqa: D102
@@ -140,12 +140,12 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._tree.check(slots)
 
     def _learn(self) -> None:
-        """Take up what was learned of the traffic, if it is time to. Mutates the model and the queue."""
+        """Update the model and the worth of leaves from the traffic, if it is time to. Mutates the model and the queue."""
         if self._model.fit(self._now):
             self._leaves.use_index(self._model.index)
 
     def _settle(self, slots: Sequence[Slots], newcomers: _Newcomers) -> None:
-        """The leading chunks of each offer have these slots, the others none. Mutates what is known of chunks."""
+        """Set what is known about the leading chunks of each offer, which got ``slots``; remember the others as absent."""
         _, tags, uses, classes = newcomers
         places = joined(slots)
         if len(places) < len(tags):
@@ -163,12 +163,12 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._tags[places] = tags
 
     def _go_on(self, parent: int) -> None:
-        """The request goes on whose last chunk this was. Mutates its class."""
+        """Change the class of the chunk in ``parent``: it is not its request's last any more, because the request goes on."""
         if parent != NO_SLOT and self._class_of[parent] % _PER_LEVEL >= _LAST:
             self._class_of[parent] -= _LAST
 
     def _meet(self, offers: Sequence[Offer]) -> _Newcomers:
-        """What is known of chunks on offer. Changes nothing."""
+        """Find out what is known about chunks on offer. Changes nothing."""
         if len(offers) <= _FEW and all(len(offer.keys) == 1 for offer in offers):
             return self._meet_few(offers)
         return self._meet_many(offers)
@@ -182,7 +182,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
         return _Newcomers(offers, tags, uses, classes)
 
     def _recognise(self, keys: Sequence[bytes], classes: Classes) -> tuple[Tags, Uses, Classes]:
-        """Tags, uses and the classes that chunks will be of; ``classes`` are those of new ones. Changes nothing."""
+        """Return tags, uses and future classes of chunks; ``classes`` are those of chunks never seen. Changes nothing."""
         tags = self._tag_of(keys)
         uses: Uses = np.full(len(keys), 1, dtype=np.uint8)
         if not self._absent.is_empty:
@@ -194,7 +194,10 @@ class ReuseIndexPolicy(ReplacementPolicy):
         return tags, uses, classes
 
     def _meet_few(self, offers: Sequence[Offer]) -> _Newcomers:
-        """The same for single chunks, in a third of the time where they are few: they come so while requests generate."""
+        """Do the same as ``_meet_many`` for a few offers of one chunk each, in a third of the time.
+
+        Such offers are usual while requests generate.
+        """
         tags = [self._tag_of.of(offer.keys[0]) for offer in offers]
         uses, classes = [], []
         for offer, tag in zip(offers, tags, strict=True):
@@ -209,16 +212,16 @@ class ReuseIndexPolicy(ReplacementPolicy):
         return _Newcomers(offers, np.array(tags, np.uint32), np.array(uses, np.uint8), np.array(classes, np.uint8))
 
     def _detail_behind(self, parent: int) -> int:
-        """Detail of the class of new chunks that continue a prefix."""
+        """Return the detail of the class of new chunks behind the chunk in slot ``parent``."""
         if parent == NO_SLOT:
             return 0
         uses = self._uses_of[parent]
-        if uses == 1:  # the same request, in parts
+        if uses == 1:  # the same request goes on, whose chunks come in parts
             return self._class_of[parent] % _DETAILS
         return min((uses.bit_length() + 1) // 2, _CONTINUES_OFTEN)
 
     def _observe(self, tags: Tags, classes: Classes) -> None:
-        """Chunks were used: time goes on. Mutates the model's records."""
+        """Record uses of chunks in the model, and advance the time by their number."""
         sampled = (tags < self._model.sample_end).nonzero()[0]
         if len(sampled):
             self._model.observe(tags[sampled].tolist(), classes[sampled].tolist(), self._now)
@@ -231,7 +234,7 @@ def _one_more(uses: Uses) -> Uses:
 
 
 def _classes_of_known(uses: Uses, ages: Times) -> Classes:
-    """Classes of chunks that were used before, that long ago; not as the last of their request."""
+    """Return classes of chunks with ``uses`` uses, the last but one ``ages`` ago, that are not the last of a request."""
     # frexp gives the number of bits of an integer.
     details = np.minimum((np.frexp(np.maximum(ages, 1))[1] + 1) // 2, _DETAILS - 1)
     classes: Classes = _LEVEL_OF_USES[uses] * np.uint8(_PER_LEVEL) + details.astype(np.uint8)

@@ -1,14 +1,15 @@
-"""How soon chunks are used again, learned from a sample of them, whether they are in the tier or not.
+"""A model of how soon chunks are used again, learned from a sample of them, whether they are in the tier or not.
 
-Every chunk has a *class*, which says what is known of it when it is used. For each class the model estimates how likely a
-chunk is to be used again at each age, and from that its *reuse index* at age ``a``: the most reuse per time in the tier that
-keeping it can bring::
+Every chunk has a *class*, which sums up what is known about it when it is used. For each class the model estimates how likely a
+chunk is to be used again at each age, and from that its *reuse index* at age ``a``: the highest rate of reuse per time in the
+tier that keeping it can bring::
 
     index(a) = max over h of  P(used again by age a + h | not by a) / E[time until then, at most h | not by a]
 
 It is the Gittins index of keeping a chunk (J. Gittins, "Bandit Processes and Dynamic Allocation Indices", J. R. Statist. Soc.
-B 41, 1979), and if classes told all there is to know, evicting the lowest index would be the best there is. Age matters in
-both ways: what is overdue is worth less, and what is due soon is worth more than a moment after its use.
+B 41, 1979). If classes told all there is to know, evicting the chunk with the lowest index would be optimal. Age matters in
+both directions: a chunk whose reuse is overdue is worth less, and one whose reuse is due soon is worth more than just after
+its last use.
 
 Time is counted in uses of chunks.
 """
@@ -23,7 +24,7 @@ import numpy.typing as npt
 Index = npt.NDArray[np.float64]
 
 NUM_AGES: Final = 40
-"""Ages are told apart by powers of two."""
+"""Number of age buckets; their limits are powers of two."""
 
 _NUM_RECORDS: Final = 16_384
 _MIN_SPAN: Final = 1 << 18
@@ -33,7 +34,10 @@ _FIT_EVERY_PART: Final = 1 / 8
 _FIT_AT_LEAST_EVERY: Final = 1 << 15
 _FAMILY_WEIGHT: Final = 20.0
 _CLASS_WEIGHT: Final = 100.0
-"""A class with fewer chunks at risk than this believes its family rather than itself; likewise a family and all chunks."""
+"""If fewer chunks of a class than this were at risk, the estimate for its family counts more than that of the class itself.
+
+``_FAMILY_WEIGHT`` is the same for a family and all chunks.
+"""
 
 NUM_TAGS: Final = 1 << 32
 _OPEN: Final = -1
@@ -43,22 +47,22 @@ _WIDTHS = np.diff(_EDGES)
 
 
 def age_buckets(ages: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
-    """Column of the index for each age."""
+    """Return the age bucket of each age, which is a column of the index."""
     # frexp gives the number of bits of an integer.
     buckets: npt.NDArray[np.intp] = np.clip(np.frexp(ages)[1] - 1, 0, NUM_AGES - 1).astype(np.intp)
     return buckets
 
 
 class ReuseModel:
-    """Intervals between uses of sampled chunks, and the index they give.
+    """Records the intervals between uses of sampled chunks, and computes the index from them.
 
-    A chunk is in the sample by its tag alone, so it is followed through eviction and return. The sample gets thinner until
-    its records reach far enough back; then old ones make place for new ones.
+    Whether a chunk is in the sample depends only on its tag, so it is followed through eviction and return. The sample gets
+    thinner until its records reach far enough back in time; then old records make room for new ones.
 
     Args:
-        num_classes: classes are ``0 .. num_classes - 1``.
-        family_size: so many consecutive classes are alike, and share what they learn.
-        capacity: slots of the tier: how far back is far enough.
+        num_classes: number of classes, which are ``0 .. num_classes - 1``.
+        family_size: number of consecutive classes that form a family: they are alike, and share what they learn.
+        capacity: number of slots of the tier, which determines how far back records should reach.
 
     Attributes:
         sample_end: chunks with a smaller tag are in the sample.
@@ -67,7 +71,7 @@ class ReuseModel:
 
     def __init__(self, num_classes: int, family_size: int, capacity: int) -> None:
         self.sample_end = NUM_TAGS
-        # Before anything is known: the longer ago, the less.
+        # Before anything is known: the older, the less worth.
         self.index: Index = np.tile(2.0 ** -np.arange(NUM_AGES), (num_classes, 1))
         self._family_size = family_size
         self._span = max(_MIN_SPAN, _SPAN_PER_SLOT * capacity)
@@ -77,11 +81,11 @@ class ReuseModel:
         self._classes = np.zeros(_NUM_RECORDS, dtype=np.uint8)
         self._starts = np.zeros(_NUM_RECORDS, dtype=np.int64)
         self._ends = np.zeros(_NUM_RECORDS, dtype=np.int64)
-        # By tag: the record of the last use.
+        # By tag: the record of the chunk's last use.
         self._open: dict[int, int] = {}
 
     def observe(self, tags: list[int], classes: list[int], now: int) -> None:
-        """Sampled chunks are used. Mutates the records."""
+        """Record that sampled chunks are used now. Mutates the records."""
         at = 0
         while at < len(tags):
             if self._num_records == _NUM_RECORDS:
@@ -90,7 +94,7 @@ class ReuseModel:
             at += self._record(tags[part], classes[part], now)
 
     def fit(self, now: int) -> bool:
-        """Learn from the records, if it is time to; whether it was. Mutates the index."""
+        """Replace the index by one learned from the records, if it is time to; return whether it was."""
         if now < self._next_fit:
             return False
         self._next_fit = now + int(min(max(_FIRST_FIT, now * _FIT_EVERY_PART), _FIT_AT_LEAST_EVERY))
@@ -98,7 +102,7 @@ class ReuseModel:
         return True
 
     def _hazards(self, now: int) -> Index:
-        """Reuses per chunk and time, by class and age; where little is known, as in the family, or as in general."""
+        """Return reuses per chunk and time, by class and age. Where little is known, that of the family or of all chunks."""
         num_classes = len(self.index)
         used = slice(self._num_records)
         is_open = self._ends[used] == _OPEN
@@ -107,7 +111,7 @@ class ReuseModel:
         size = num_classes * NUM_AGES
         ended = np.bincount(cells, minlength=size).reshape(num_classes, NUM_AGES)
         reused = np.bincount(cells[~is_open], minlength=size).reshape(num_classes, NUM_AGES)
-        # Those that get older than a bucket were at risk for all of it, those that end there for half of it.
+        # Chunks that get older than a bucket were at risk for all of it, those whose interval ends in it for half of it.
         older = ended[:, ::-1].cumsum(axis=1)[:, ::-1] - ended
         at_risk = older + 0.5 * ended
         in_general = _blend(reused.sum(axis=0), at_risk.sum(axis=0), np.zeros(NUM_AGES), 1e-9)
@@ -118,7 +122,7 @@ class ReuseModel:
         return _blend(reused, at_risk, family.repeat(self._family_size, axis=0), _CLASS_WEIGHT)
 
     def _record(self, tags: list[int], classes: list[int], now: int) -> int:
-        """Begin new records, for which there is room, and end those of the uses before; how many."""
+        """Begin a record per chunk, for which there must be room, and end the records of their uses before; return how many."""
         records = range(self._num_records, self._num_records + len(tags))
         self._ends[[before for before in map(self._open.get, tags) if before is not None]] = now
         self._open.update(zip(tags, records, strict=True))
@@ -128,7 +132,7 @@ class ReuseModel:
         return len(records)
 
     def _thin_out(self, now: int) -> None:
-        """Forget half of the records: those of chunks that leave the sample, or the oldest. Mutates everything."""
+        """Drop about half of the records: those of chunks that leave the sample, or the oldest. Mutates everything."""
         if now - self._starts[0] < self._span:
             self.sample_end //= 2
             kept = np.flatnonzero(self._tags < self.sample_end)
@@ -142,13 +146,13 @@ class ReuseModel:
 
 
 def _blend(reused: npt.NDArray[Any], at_risk: Index, prior: Index, weight: float) -> Index:
-    """Hazards from counts, as if ``weight`` more chunks had been at risk and behaved like ``prior``."""
+    """Return hazards from counts, as if ``weight`` more chunks had been at risk and behaved like ``prior``."""
     blended: Index = (reused / _WIDTHS + weight * prior) / (at_risk + weight)
     return blended
 
 
 def _reuse_index(hazards: Index) -> Index:
-    """The index at the start of each age bucket, for hazards that are constant within buckets."""
+    """Return the index at the start of each age bucket, for hazards that are constant within buckets."""
     risks = hazards * _WIDTHS
     survival = np.exp(-np.cumsum(risks, axis=1))
     survival_before = np.concatenate((np.ones((len(hazards), 1)), survival[:, :-1]), axis=1)
@@ -156,8 +160,8 @@ def _reuse_index(hazards: Index) -> Index:
     spent = survival_before * _WIDTHS * np.where(risks > 1e-9, -np.expm1(-risks) / np.maximum(risks, 1e-9), 1.0)
     reuse = np.concatenate((np.zeros((len(hazards), 1)), 1.0 - survival), axis=1)
     time = np.concatenate((np.zeros((len(hazards), 1)), spent.cumsum(axis=1)), axis=1)
-    # What was survived before cancels out, so the index is the steepest line from here to anywhere ahead. One distance after
-    # the other: small arrays stay in the cache.
+    # The survival up to here cancels out, so the index is the steepest line from here to any point ahead. Computed for one
+    # distance after the other, so that the arrays are small and stay in the cache.
     index: Index = np.zeros_like(hazards)
     for ahead in range(1, NUM_AGES + 1):
         gain, cost = (curve[:, ahead:] - curve[:, :-ahead] for curve in (reuse, time))

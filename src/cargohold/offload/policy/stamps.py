@@ -1,4 +1,4 @@
-"""Stamps of recency, leaf first."""
+"""Stamps of recency: of chunks used together, the last has the oldest stamp, so that leaves are evicted first."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import numpy as np
 from cargohold.offload.policy.oldest_first import ABSENT, Stamps
 
 _SPACING: Final = 1 << 20
-"""Between uses, so that chunks stored later fit in behind those of the same prefix. No prefix has more chunks."""
+"""Distance of the stamps of two uses, so that chunks stored later fit in behind those of their prefix. No prefix is longer."""
 
 REFRESHED_AFTER_PART: Final = 8
-"""A growing prefix counts as used again when so many uses were counted since that they fill this part of the tier."""
+"""A growing prefix counts as used again if more chunks than this part (an eighth) of the tier were used since its last use."""
 
 
 class StampClock:
-    """Gives stamps, and counts uses of chunks. Later operations give larger stamps."""
+    """Makes stamps, and counts uses of chunks. Later calls give larger stamps."""
 
     def __init__(self) -> None:
         self._now = 0
 
     def next_stamps(self, num_chunks: int) -> Stamps:
-        """Stamps for chunks used now, in prefix order: the further behind, the smaller. Mutates the clock."""
+        """Return stamps for chunks used now, in prefix order: descending. Mutates the clock."""
         self._now += _SPACING * num_chunks
         return stamps_below(self._now, num_chunks)
 
     def uses_since(self, stamp: int) -> int:
-        """How many chunks were used since a stamp was given."""
+        """Return how many chunks were used since ``stamp`` was made."""
         return (self._now - stamp) // _SPACING
 
 
 def stamps_below(stamp: int, num_chunks: int) -> Stamps:
-    """Stamps for chunks, in prefix order, that follow a chunk with ``stamp``: used with it, but further behind."""
+    """Return stamps for chunks, in prefix order, that follow a chunk with ``stamp``: descending, just below it."""
     return np.arange(stamp - 1, stamp - 1 - num_chunks, -1, dtype=np.int64)
 
 
 def new_stamps(capacity: int) -> Stamps:
-    """One stamp per slot, all ``ABSENT``."""
+    """Make an array with one stamp per slot, all ``ABSENT``."""
     return np.full(capacity, ABSENT, dtype=np.int64)
