@@ -22,12 +22,12 @@ class EarlyView:
 
     @property
     def request_id(self) -> str:
-        """As it is."""
+        """The request's id."""
         return self._request.request_id
 
     @property
     def num_prompt_tokens(self) -> int:
-        """As it is."""
+        """The number of the prompt's tokens, all of which are known."""
         return self._request.num_prompt_tokens
 
     @property
@@ -50,16 +50,16 @@ class EarlyView:
 
     @property
     def adapter(self) -> Adapter | None:
-        """As it is."""
+        """The request's adapter."""
         return self._request.adapter
 
     def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
-        """As they are."""
+        """What block hashes cover of these tokens besides their ids."""
         return self._request.extra_keys(start, end)
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """As they are."""
+        """What the client asks of the connectors."""
         return self._request.kv_transfer_params
 
 
