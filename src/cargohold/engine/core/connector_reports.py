@@ -103,7 +103,7 @@ class ConnectorReports:
         self._start_over(loading)
 
     def _apply(self, report: KVConnectorSchedulerOutput | None) -> None:
-        """Take the references of the connector's locks, then give back those of its unlocks."""
+        """Take the references of the connector's locks, then give back those of its unlocks, which hold from the step's end."""
         if report is not None:
             pool = self._kv.pool
             pool.touch([pool.get_block(block_id) for block_id in report.lock_block_ids])
