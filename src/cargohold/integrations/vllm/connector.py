@@ -146,7 +146,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerPart | None:
-        """Which part of the model this worker holds; ``None`` without pipeline stages, where the scheduler side knows it."""
+        """Which part of the model this worker holds, or why it keeps nothing; ``None`` if the scheduler side knows its part."""
         if self._worker is None:
             return WorkerPart(obstacles=tuple(self._obstacles))
         if not has_stages(self._vllm_config):
