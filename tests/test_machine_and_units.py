@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold import LLM, ConfigError, OffloadConfig
+from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig
+from cargohold.engine.model.source import cache_dir
 from cargohold.machine import memory_limit_bytes
+from cargohold.offload.tier.inventory import open_inventory
 from cargohold.units import format_bytes, parse_bytes
 
 TOTAL = psutil.virtual_memory().total
@@ -114,3 +117,26 @@ def test_more_than_the_control_group_allows_is_refused_before_anything_is_loaded
         ConfigError, match=r"num_device_blocks=50000 .* this machine allows 64 MiB in all; use at most \d+"
     ):
         LLM(chat_model, num_device_blocks=50000)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by running it as a user whom the system does not know, as containers do."""
+
+    def unknown(_uid: int) -> NoReturn:
+        raise KeyError
+
+    for name in ("HOME", "XDG_CACHE_HOME", "CARGOHOLD_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    disk = OffloadConfig(host_bytes="1MiB", tiers=[DiskTierConfig(directory="~/kv", max_bytes="1MiB")])
+    places: dict[str, Callable[[], object]] = {
+        "CARGOHOLD_CACHE_DIR='~'": cache_dir,
+        "model='~/model'": lambda: LLM("~/model"),
+        "directory='~/kv'": lambda: LLM(chat_model, num_device_blocks=8, offload=disk),
+        "PLACE='~/kv'": lambda: open_inventory("~/kv"),
+    }
+    for place, use in places.items():
+        with pytest.raises(ConfigError, match=f"{place} .* set HOME"):
+            use()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert cache_dir() == Path("/cache/cargohold")

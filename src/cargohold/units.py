@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
+from os import PathLike
+from pathlib import Path
 from typing import TypeGuard
 
 from cargohold.errors import ConfigError
@@ -36,6 +38,23 @@ def parse_bytes(key: str, value: int | str) -> int:
     if num_bytes is None or num_bytes < 1:
         raise ConfigError(key, value, _EXPECTED)
     return num_bytes
+
+
+def parse_path(key: str, value: str | PathLike[str]) -> Path:
+    """A path in which ``~`` stands for the user's home directory.
+
+    Args:
+        key: name of the option, for the error.
+        value: what was given.
+
+    Raises:
+        ConfigError: nobody says where that is, as in containers for a user whom the system does not know.
+    """
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        expected = "there is no home directory here for ~ to stand for; set HOME, or give a path without ~"
+        raise ConfigError(key, value, expected) from error
 
 
 def format_bytes(num_bytes: float) -> str:

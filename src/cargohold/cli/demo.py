@@ -27,6 +27,7 @@ from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.llm import LLM
 from cargohold.offload.tier import DiskTierConfig
 from cargohold.offload.tier.disk.root import make_private
+from cargohold.units import parse_path
 
 _DISK_BYTES: Final = "4GiB"
 
@@ -146,7 +147,7 @@ def _visit_all(
 
 def _check_directory(directory: str) -> None:
     """Raise ``ConfigError`` unless files can be written to the directory, which is used only in the demo's second half."""
-    path = Path(directory).expanduser().absolute()
+    path = parse_path("disk_dir", directory).absolute()
     try:
         make_private(path)
         with tempfile.TemporaryFile(dir=path):

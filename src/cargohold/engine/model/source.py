@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from platformdirs import user_cache_path
 
 from cargohold.errors import ModelNotFoundError, UnsupportedModelError, one_line
+from cargohold.units import parse_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -43,7 +44,7 @@ def locate_model(model: str) -> str:
         raise ModelNotFoundError(model, "the name is empty; give a directory, a .gguf file, a hub id or smollm2")
     if model == SMOLLM2:
         return str(_converted(model, _smollm2_file()))
-    path = Path(model).expanduser()
+    path = parse_path("model", model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(model, "the directory has no config.json, so it is not a Hugging Face model")
@@ -89,13 +90,16 @@ def load_config(model: str, path: str, otherwise: str) -> PreTrainedConfig:
 
 def is_kept_converted(model: str) -> bool:
     """Whether ``model`` needs no conversion, or has been converted already; ``True`` if there is no such model at all."""
-    file = _smollm2_file() if model == SMOLLM2 else Path(model).expanduser()
+    file = _smollm2_file() if model == SMOLLM2 else parse_path("model", model)
     return file.suffix != ".gguf" or not file.is_file() or _conversion_of(file).is_dir()
 
 
 def cache_dir() -> Path:
     """Directory in which converted models are kept: ``$CARGOHOLD_CACHE_DIR``, or the user's cache directory."""
     override = os.environ.get(CACHE_ENV)
+    if not override and not os.environ.get("XDG_CACHE_HOME"):
+        # Without a home, some platformdirs take "~" for a name, and others end in a traceback.
+        parse_path(CACHE_ENV, "~")
     return Path(override) if override else user_cache_path("cargohold")
 
 

@@ -28,7 +28,7 @@ from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.namespace import Namespace
 from cargohold.offload.tier.others import warn_of_owners, warn_of_writers
 from cargohold.offload.tier.staging import padded
-from cargohold.units import format_bytes
+from cargohold.units import format_bytes, parse_path
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +314,7 @@ def _without_rank(facts: dict[str, str]) -> dict[str, str]:
 
 
 def _root_of(config: DiskTierConfig) -> Path:
-    return Path(config.directory).expanduser().absolute()
+    return parse_path("directory", config.directory).absolute()
 
 
 def _unusable(config: DiskTierConfig, error: OSError) -> ConfigError:

@@ -10,6 +10,7 @@ from cargohold.offload.tier.config import SharedTierConfig, needs_extra
 from cargohold.offload.tier.inventory.base import Inventory
 from cargohold.offload.tier.inventory.disk import DiskInventory
 from cargohold.offload.tier.store_url import REDIS_SCHEMES, SCHEMES
+from cargohold.units import parse_path
 
 _STARTS_OF_URLS = tuple(f"{scheme}:" for scheme in SCHEMES)
 """A place that begins with one of these, without ``://``, is a URL whose slashes were forgotten, and not a path."""
@@ -30,7 +31,7 @@ def open_inventory(place: str) -> Inventory:
             "PLACE", place, "it must be a directory, or the URL of a shared store; . is the current directory"
         )
     if "://" not in place and not place.startswith(_STARTS_OF_URLS):
-        return DiskInventory(Path(place).expanduser().absolute())
+        return DiskInventory(parse_path("PLACE", place).absolute())
     try:
         return _shared_inventory(SharedTierConfig(url=place))
     except ConfigError as error:
