@@ -485,6 +485,14 @@ def test_an_impossible_wish_is_refused_for_its_request_alone(params: dict[str, A
     assert engine.tokens("good") == alone(prompt(0, 30), 1)
 
 
+@pytest.mark.parametrize("wish", ["do_remote_decode", "max_load_tokens"])
+def test_of_an_impossible_wish_no_more_is_told_than_fits_in_a_line(wish: str) -> None:
+    engine = SimulatedEngine(simulated_layout(60), SimulatedOffloading(60))
+    with pytest.raises(RequestError, match=f"{wish}='lll") as refused:
+        engine.add("bad", prompt(0, 30), 1, kv_transfer_params={wish: 10_000 * "l"})
+    assert len(str(refused.value)) < 200
+
+
 def test_wishes_limit_what_is_loaded_and_stored() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as shown  # a client may send values of any size, and what is refused is logged
 from typing import Any
 
 from cargohold.errors import RequestError
@@ -33,11 +34,13 @@ class TransferParams:
         params = params or {}
         remote = params.get("do_remote_decode", False)
         if not isinstance(remote, bool):
-            raise RequestError(f"kv_transfer_params: do_remote_decode={remote!r} must be true or false", request_id)
+            raise RequestError(
+                f"kv_transfer_params: do_remote_decode={shown(remote)} must be true or false", request_id
+            )
         limits = {}
         for key in ("max_load_tokens", "max_store_tokens"):
             limit = params.get(key)
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-                raise RequestError(f"kv_transfer_params: {key}={limit!r} must be an integer from 0", request_id)
+                raise RequestError(f"kv_transfer_params: {key}={shown(limit)} must be an integer from 0", request_id)
             limits[key] = limit
         return cls(remote, limits["max_load_tokens"], limits["max_store_tokens"])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
 from cargohold.errors import ContractError, RequestError
@@ -138,9 +139,9 @@ class SchedulerSide:
         if wishes is not None and not isinstance(wishes, Mapping):
             # vLLM passes on whatever a client has put into kv_transfer_params.
             logger.warning(
-                "request %s: kv_transfer_params=%r must be an object; it is served without offloading",
+                "request %s: kv_transfer_params=%s must be an object; it is served without offloading",
                 request.request_id,
-                wishes,
+                shown(wishes),
             )
             return
         seen = SeenRequest(request)
