@@ -1,6 +1,6 @@
 """Workers' copies between paged KV and a tier.
 
-``factory`` picks the implementation for a device; it imports torch, so import it where a device is at hand.
+``factory`` picks the implementation for a device. It is not imported here, because it imports torch.
 """
 
 from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker

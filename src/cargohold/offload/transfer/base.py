@@ -20,14 +20,14 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """Blocks to copy.
+    """A job that copies blocks.
 
     Attributes:
         job_id: unique among the jobs of a connector, never used again.
-        direction: which way.
+        direction: which way it copies.
         block_ids: blocks on the device.
         rows: the tier's block-sized rows, parallel to ``block_ids``.
-        timeout_s: a job that has not started after this time is abandoned, where that can be done.
+        timeout_s: the job is abandoned if it has not started after this time, if the implementation can do that.
     """
 
     job_id: int
@@ -43,9 +43,9 @@ class CopyResult:
 
     Attributes:
         job: the job.
-        outcome: how.
-        failed_block_ids: of a failed load, the blocks that hold garbage; empty if all of them do.
-        duration_s: from submission to end.
+        outcome: how it ended.
+        failed_block_ids: for a failed load, the blocks that hold garbage; empty if all of them do.
+        duration_s: seconds from submission to end.
     """
 
     job: CopyJob
@@ -55,26 +55,26 @@ class CopyResult:
 
 
 class TransferWorker(ABC):
-    """Copies in the background.
+    """Copies blocks in the background.
 
-    Owned by one thread, which submits and polls. Every submitted job is returned by ``poll`` exactly once, whatever happens to
+    One thread owns it, which submits and polls. Every submitted job is returned by ``poll`` exactly once, whatever happens to
     the thread, stream or device that carries it out.
     """
 
     @abstractmethod
     def submit(self, job: CopyJob) -> None:
-        """Start a job, as soon as what came before allows. Loads go before stores. Returns at once.
+        """Queue a job, and return at once. It starts when earlier jobs allow; loads go before stores.
 
-        The blocks and rows of a job must not be written by anyone else until it has ended.
+        Nobody else may write to the blocks and rows of a job until it has ended.
         """
 
     @abstractmethod
     def poll(self) -> list[CopyResult]:
-        """The jobs that ended since the last call, in the order in which they did."""
+        """Return the jobs that ended since the last call, in the order of their ends."""
 
     @abstractmethod
     def finish_stores(self) -> None:
-        """Let nothing that is computed from now on overwrite what a store reads. May wait for the stores."""
+        """Make sure that computations from now on do not overwrite blocks that a store reads. May wait for the stores."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -1,9 +1,9 @@
-"""How blocks on a device become rows of host memory, and the way back: what is enqueued on a stream, and in what order.
+"""Copies between blocks on a device and rows of host memory: what is enqueued on a stream, and in what order.
 
-A copy between a device and the host runs beside everything else only if its host side is one contiguous piece of page-locked
-memory; any other is made by the thread that asked for it, in a detour, after waiting until the model has computed what is to be
-copied. So a block that lies in many pieces on the device (in most engines, one per layer) is gathered there first, by kernels
-at the device's own speed, into a buffer whose rows are those of host memory::
+A copy between a device and the host runs in the background only if its host side is one contiguous piece of page-locked memory.
+Any other copy is made by the thread that asked for it, through an extra buffer, after waiting until the model has computed the
+blocks. So a block that lies in many pieces on the device (in most engines, one per layer) is gathered there first, by kernels
+at the device's own speed, into a buffer with the same rows as host memory::
 
     layer 0   | .. b3 .. b7 ....... |
     layer 1   | .. b3 .. b7 ....... |  --one kernel per layer-->  | b3 b3 b3 | b7 b7 b7 |  --one copy-->  rows 40, 41
@@ -26,17 +26,18 @@ from cargohold.offload.transfer.page_locks import PageLocks
 from cargohold.offload.transfer.runs import consecutive_runs
 
 BUFFER_BYTES: Final = 64 * 1024**2
-"""Gather so much at a time: enough for a copy to be long beside what starting it costs, little beside a device's memory."""
+"""Size of the buffer for gathered blocks: copies are then long compared with what starting them costs, and the buffer is small
+compared with a device's memory."""
 
 _ELEMENTS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class BlockCopies(ABC):
-    """Copies of one direction, between blocks and rows. Used on one stream.
+    """Enqueues copies between blocks and rows. Used for one direction, on one stream.
 
     Args:
-        memory: the tier.
-        locks: its pages.
+        memory: this worker's shard of host memory.
+        locks: the locks on its pages.
     """
 
     def __init__(self, memory: HostMemory, locks: PageLocks) -> None:
@@ -48,7 +49,7 @@ class BlockCopies(ABC):
         """Enqueue the copies of a job on the current stream. Raises ``RuntimeError``; some may be under way then."""
 
     def _copy(self, direction: Direction, device: torch.Tensor, row: int) -> None:
-        """Copy between neighbouring rows on the device and the tier's rows from ``row`` on."""
+        """Enqueue the copy between neighbouring rows on the device and the rows of host memory from ``row`` on."""
         at = 0
         for first, length, is_locked in self._locks.parts(row, len(device)):
             ours, theirs = self._rows[first : first + length], device[at : at + length]
@@ -60,12 +61,12 @@ class BlockCopies(ABC):
 
 
 class DirectCopies(BlockCopies):
-    """For blocks that are one piece each on the device.
+    """Copies for blocks that are one piece each on the device.
 
     Args:
         region: the paged KV: ``uint8``, shape ``(num_blocks, row_bytes)``.
-        memory: the tier.
-        locks: its pages.
+        memory: this worker's shard of host memory.
+        locks: the locks on its pages.
     """
 
     def __init__(self, region: torch.Tensor, memory: HostMemory, locks: PageLocks) -> None:
@@ -73,19 +74,19 @@ class DirectCopies(BlockCopies):
         self._region = region
 
     def enqueue(self, direction: Direction, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        """A copy for each run of neighbours."""
+        """Enqueue one copy for each run of neighbours."""
         for block, row, length in consecutive_runs(block_ids, rows, len(rows)):
             self._copy(direction, self._region[block : block + length], row)
 
 
 class StagedCopies(BlockCopies):
-    """For blocks that lie in several pieces on the device.
+    """Copies for blocks that lie in several pieces on the device.
 
     Args:
         regions: the paged KV: ``uint8``, shape ``(num_blocks, width)``; the widths add up to a row.
-        memory: the tier.
-        locks: its pages.
-        buffer_bytes: how much of the device's memory to take, but no less than one row.
+        memory: this worker's shard of host memory.
+        locks: the locks on its pages.
+        buffer_bytes: maximum size of the buffer on the device, but it has at least one row.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class StagedCopies(BlockCopies):
         super().__init__(memory, locks)
         num_rows = max(1, min(buffer_bytes // memory.row_bytes, len(memory.rows)))
         self._buffer = torch.empty((num_rows, memory.row_bytes), dtype=torch.uint8, device=regions[0].device)
-        # Kernels move an element per thread, so the widest that fits everywhere is the fastest.
+        # Kernels move one element per thread, so the widest element that fits everywhere is the fastest.
         element = _ELEMENTS[gcd(max(_ELEMENTS), *(number for region in regions for number in _byte_counts(region)))]
         ends = accumulate((region.shape[1] for region in regions), initial=0)
         self._pairs = [
@@ -103,7 +104,7 @@ class StagedCopies(BlockCopies):
         ]
 
     def enqueue(self, direction: Direction, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        """A kernel for each region and a copy for each run of rows, a buffer at a time."""
+        """Enqueue one kernel for each region and one copy for each run of rows, a buffer of rows at a time."""
         step = len(self._buffer)
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
@@ -119,10 +120,10 @@ class StagedCopies(BlockCopies):
 
     def _on_device(self, block_ids: Sequence[int]) -> torch.Tensor:
         device = self._buffer.device
-        # From pages that are not locked, the copy would wait for the stream, and with it for the model.
+        # A copy from pages that are not locked would wait for the stream, and so for the model.
         return torch.tensor(block_ids, dtype=torch.int64, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 def _byte_counts(region: torch.Tensor) -> tuple[int, int, int, int]:
-    """What elements must divide."""
+    """Return the byte counts of a region that the size of an element must divide."""
     return region.shape[1], region.stride(0), int(region.storage_offset()), region.data_ptr()

@@ -1,7 +1,8 @@
 """Copies between paged KV in CPU memory and host memory, in one background thread.
 
-The copies are plain ``memcpy`` through numpy, which releases the interpreter's lock, a run of neighbouring rows at a time.
-PyTorch operations are avoided: in a second thread they would start a second OpenMP team, which fights the model for cores.
+The copies are plain ``memcpy`` through numpy, which releases the interpreter's lock, for a run of neighbouring rows at a time.
+PyTorch operations are avoided: in a second thread they would start a second OpenMP team, which competes with the model for
+cores.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cargohold.protocol import Clock, TransferOutcome
 logger = logging.getLogger(__name__)
 
 RUN_BYTES = 4 * 1024**2
-"""Copy at most so much at a time in one store: a load that arrives waits no longer than this takes."""
+"""Maximum number of bytes copied at a time: a load waits for a store under way only as long as one such copy takes."""
 
 
 @dataclass(slots=True)
@@ -39,14 +40,14 @@ class CpuTransferWorker(TransferWorker):
     Args:
         regions: the paged KV, as two-dimensional byte arrays of ``num_blocks`` rows. A block is its rows in all regions,
             one after the other.
-        rows: the tier's memory; a row is as long as a block.
+        rows: this worker's shard of host memory; a row is as long as a block.
         clock: monotonic time in seconds.
     """
 
     def __init__(self, regions: Sequence[ByteRows], rows: ByteRows, clock: Clock) -> None:
         assert sum(region.shape[1] for region in regions) == rows.shape[1], "a row must be as long as a block"
         ends = np.cumsum([0] + [region.shape[1] for region in regions]).tolist()
-        # Each region beside the part of every row that belongs to it.
+        # Each region with its part of every row.
         self._pairs = [(region, rows[:, ends[at] : ends[at + 1]]) for at, region in enumerate(regions)]
         self._max_run = max(1, RUN_BYTES // rows.shape[1])
         self._clock = clock
@@ -58,7 +59,7 @@ class CpuTransferWorker(TransferWorker):
         self._thread.start()
 
     def submit(self, job: CopyJob) -> None:
-        """Queue a job."""
+        """Queue a job. If the thread has died, the job ends as failed."""
         pending = _Pending(job, self._clock())
         with self._changed:
             if not self._thread.is_alive():
@@ -68,7 +69,7 @@ class CpuTransferWorker(TransferWorker):
             self._changed.notify_all()
 
     def poll(self) -> list[CopyResult]:
-        """Results since the last call. If the thread has died, its jobs are among them, as failed."""
+        """Return the results since the last call. If the thread has died, all its jobs are among them, as failed."""
         with self._changed:
             if not self._thread.is_alive():
                 self._end_all(TransferOutcome.FAILED)
@@ -77,7 +78,7 @@ class CpuTransferWorker(TransferWorker):
         return results
 
     def finish_stores(self) -> None:
-        """Wait for the stores."""
+        """Wait until all stores have ended, or the thread has died."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queues[Direction.STORE] or not self._thread.is_alive())
 
@@ -104,7 +105,10 @@ class CpuTransferWorker(TransferWorker):
                     self._finish(pending, TransferOutcome.DONE)
 
     def _next(self) -> _Pending | None:
-        """The job to work on now; ``None`` when it is time to stop. A store that was started goes on when no load waits."""
+        """Wait for the job to work on now, and return it; ``None`` when the thread is to stop.
+
+        Loads go first: a store that was started goes on when no load waits. Jobs past their timeouts are abandoned.
+        """
         with self._changed:
             while True:
                 pending = next((queue[0] for queue in self._queues.values() if queue), None)
@@ -119,7 +123,7 @@ class CpuTransferWorker(TransferWorker):
                     return pending
 
     def _advance(self, pending: _Pending) -> bool:
-        """Copy the next run of rows; whether it was the last."""
+        """Copy the next run of rows; return whether none was left."""
         if not pending.started:
             pending.started = True
             pending.runs = consecutive_runs(pending.job.block_ids, pending.job.rows, self._max_run)

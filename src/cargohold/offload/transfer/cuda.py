@@ -6,7 +6,7 @@
     store stream     |            waits for it --->| copies of step n's stores
     load stream      | copies of loads (into blocks that nobody reads or writes before they have arrived)
 
-The thread that asks for copies never waits for them, nor for the model: see ``block_copies``.
+The thread that enqueues copies waits neither for them nor for the model: see ``block_copies``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _InFlight:
 
 
 class _Lane:
-    """One direction: its stream, what is enqueued there, and how."""
+    """One direction: its stream, the copies for it, and the jobs enqueued there."""
 
     def __init__(self, stream: torch.cuda.Stream, copies: BlockCopies) -> None:
         self.stream = stream
@@ -46,14 +46,14 @@ class _Lane:
 class CudaTransferWorker(TransferWorker):
     """Carries out jobs on two streams, one per direction, with the device's copy engines.
 
-    A job starts when what the model had enqueued before it is done, and cannot be abandoned.
+    A job starts when the work that the model had enqueued before it is done, and cannot be abandoned.
 
     Args:
         regions: the paged KV: two-dimensional ``uint8`` tensors of ``num_blocks`` rows on one device. A block is its rows in
             all regions, one after the other.
-        memory: the tier; its pages are locked as they come into use.
+        memory: this worker's shard of host memory; its pages are locked as they come into use.
         clock: monotonic time in seconds.
-        buffer_bytes: how much of the device's memory each direction takes where blocks lie in several regions.
+        buffer_bytes: bytes of device memory that each direction takes for a buffer if blocks lie in several regions.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class CudaTransferWorker(TransferWorker):
         self._results: list[CopyResult] = []
 
     def submit(self, job: CopyJob) -> None:
-        """Enqueue a job's copies behind what the model has enqueued so far."""
+        """Enqueue a job's copies behind the work that the model has enqueued so far."""
         submitted = self._clock()
         lane = self._lanes[job.direction]
         try:
-            # A store reads what the forward pass before it writes; a load must not overtake those who read its blocks last.
+            # A store reads what the forward pass before it writes; a load must not overtake the last readers of its blocks.
             lane.stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(lane.stream):
                 lane.copies.enqueue(job.direction, job.block_ids, job.rows)
@@ -84,7 +84,7 @@ class CudaTransferWorker(TransferWorker):
         lane.in_flight.append(_InFlight(job, submitted, done))
 
     def poll(self) -> list[CopyResult]:
-        """Jobs whose copies have completed. If the device has failed, all have."""
+        """Return the jobs whose copies have completed since the last call. If the device has failed, all jobs are returned."""
         for lane in self._lanes.values():
             try:
                 while lane.in_flight and lane.in_flight[0].done.query():
@@ -96,7 +96,7 @@ class CudaTransferWorker(TransferWorker):
         return results
 
     def finish_stores(self) -> None:
-        """Let the model wait for the stores: what it enqueues from now on overwrites nothing that they read."""
+        """Make the model's stream wait for the stores, so that work enqueued from now on overwrites no block that they read."""
         torch.cuda.current_stream(self._device).wait_stream(self._lanes[Direction.STORE].stream)
 
     def shutdown(self) -> None:
@@ -112,7 +112,7 @@ class CudaTransferWorker(TransferWorker):
         return _Lane(stream, StagedCopies(regions, memory, self._locks, buffer_bytes))
 
     def _drain(self, lane: _Lane) -> None:
-        """Wait for a stream; its jobs have ended then. After that nothing it was given reads or writes anything."""
+        """Wait until nothing enqueued on a lane's stream reads or writes any more, and end all its jobs."""
         outcome = TransferOutcome.DONE
         try:
             lane.stream.synchronize()
@@ -130,7 +130,7 @@ class CudaTransferWorker(TransferWorker):
         self._results.append(CopyResult(job, outcome, frozenset(), self._clock() - submitted))
 
     def _lock_pages(self, address: int, num_bytes: int) -> str | None:
-        # A failure stays the last error of the thread that met it, and would be taken for one of its next kernel's.
+        # A failure stays the last error of the thread that called this, and would be taken for an error of its next kernel.
         with torch.cuda.device(self._device):
             error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
         return f"CUDA error {error}" if error else None

@@ -1,4 +1,4 @@
-"""The transfer worker for the device that the paged KV is on."""
+"""Makes the transfer worker for the device that the paged KV is on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cargohold.protocol import Clock
 
 
 def make_transfer_worker(regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock) -> TransferWorker:
-    """A transfer worker between paged KV and host memory.
+    """Make a transfer worker between paged KV and host memory.
 
     Args:
         regions: the paged KV; see ``KVConnectorWorker.register_kv_caches``.
-        memory: this worker's shard of the tier.
+        memory: this worker's shard of host memory.
         clock: monotonic time in seconds.
     """
     if regions[0].is_cuda:

@@ -1,8 +1,8 @@
-"""Host memory whose pages are locked as they come into use, so that a device's copy engines reach them without staging.
+"""Locks pages of host memory as they come into use, so that a device's copy engines reach them without an extra buffer.
 
-Locking commits memory and takes a second for a few gigabytes, in which the driver may keep others waiting. So it is done in a
-thread, piece by piece, a little ahead of use: a tier of hundreds of gigabytes costs nothing at start, and its owner waits only
-for a piece that is wanted before its time.
+Locking commits memory and takes about a second for a few gigabytes, during which the driver may make other calls wait. So it is
+done in a thread, piece by piece, a little ahead of use: a tier of hundreds of gigabytes costs nothing at the start, and its
+owner waits only for a piece that it needs before the thread has got there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cargohold.offload.tier.host import ByteRows
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 64 * 1024**2
-"""Lock about so much at a time."""
+"""Approximate number of bytes to lock at a time."""
 
 _NUM_AHEAD: Final = 4
 _MAX_WAIT_S: Final = 30.0
@@ -29,17 +29,17 @@ _UNKNOWN, _LOCKED, _REFUSED = range(3)
 
 
 class PageLocks:
-    """Locks the pages that rows of host memory lie in, a piece of whole pages and whole rows at a time.
+    """Locks the pages that rows of host memory lie in, one piece of whole pages and whole rows at a time.
 
-    A piece never changes once it has been copied from or to: it is locked before, or never. When one cannot be locked, no other
-    is tried.
+    A piece is locked before the first copy from or to it, or never: its state does not change after that. When one piece cannot
+    be locked, no other is tried.
 
     Args:
         rows: the memory; starts at a page.
-        lock: locks the pages of an address and a number of bytes; tells why that failed, or ``None``. Called in a thread of
-            its own, and nowhere else.
-        unlock: unlocks the pages that were locked with an address.
-        piece_bytes: about how much to lock at a time.
+        lock: called with an address and a number of bytes; locks these pages, and returns why that failed, or ``None``. Called
+            only in a thread that this class starts.
+        unlock: called with the address that was given to ``lock``; unlocks the pages.
+        piece_bytes: approximate number of bytes to lock at a time.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PageLocks:
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         num_rows, row_bytes = rows.shape
-        # So many rows end where a page ends.
+        # The smallest number of rows that ends where a page ends.
         unit = mmap.PAGESIZE // gcd(mmap.PAGESIZE, row_bytes)
         self._piece_rows = unit * max(1, piece_bytes // (unit * row_bytes))
         self._row_bytes, self._end = row_bytes, rows.nbytes
@@ -65,13 +65,13 @@ class PageLocks:
         self._thread.start()
 
     def parts(self, row: int, length: int) -> Iterator[tuple[int, int, bool]]:
-        """Cut a run of rows where pieces end. Waits until their pages are locked, or are known not to be.
+        """Cut a run of rows into parts where pieces end. Waits for each part until it is locked, or known not to be.
 
         Yields:
             First row, number of rows, and whether their pages are locked.
 
         Raises:
-            RuntimeError: it took too long, or nobody locks pages any more.
+            RuntimeError: it took too long, or the thread that locks pages has stopped.
         """
         end = row + length
         while row < end:
@@ -81,7 +81,7 @@ class PageLocks:
             row = stop
 
     def close(self) -> None:
-        """Unlock everything. Nobody may be copying."""
+        """Stop the thread, and unlock all pages. No copy may be under way."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -92,7 +92,7 @@ class PageLocks:
                 self._states[piece] = _REFUSED
 
     def _is_locked(self, piece: int) -> bool:
-        state = self._states[piece]  # changes once
+        state = self._states[piece]  # changes only once, so no lock is needed to read it
         if state == _UNKNOWN:
             state = self._wait_for(piece)
         return state == _LOCKED
@@ -124,7 +124,7 @@ class PageLocks:
                 self._changed.notify_all()
 
     def _next(self) -> int | None:
-        """The piece to lock now; ``None`` when it is time to stop."""
+        """Wait for the piece to lock next, and return it; ``None`` when the thread is to stop."""
         with self._changed:
             while not self._is_closed:
                 while self._next_ahead < len(self._states) and self._states[self._next_ahead] != _UNKNOWN:
@@ -140,7 +140,7 @@ class PageLocks:
         return None
 
     def _lock_piece(self, piece: int) -> str | None:
-        """Why the piece cannot be locked, or ``None`` if it is from now on."""
+        """Lock a piece; return why that failed, or ``None``."""
         start, num_bytes = self._span(piece)
         try:
             fault = self._lock(self._address + start, num_bytes)
@@ -153,6 +153,6 @@ class PageLocks:
         return fault
 
     def _span(self, piece: int) -> tuple[int, int]:
-        """First byte, and number of bytes."""
+        """Return the offset of a piece's first byte, and its number of bytes."""
         start = piece * self._piece_rows * self._row_bytes
         return start, min(self._piece_rows * self._row_bytes, self._end - start)

@@ -1,4 +1,4 @@
-"""Runs of neighbours: what can be copied at once."""
+"""Runs of neighbouring blocks and rows, which can be copied at once."""
 
 from __future__ import annotations
 
