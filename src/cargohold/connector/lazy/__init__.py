@@ -1,4 +1,4 @@
-"""Copies down only what is about to be lost."""
+"""Lazy offloading: copies down only blocks that are about to be evicted."""
 
 from cargohold.connector.lazy.config import LazyOffloadConfig
 from cargohold.connector.lazy.factory import LazyOffloadingFactory

@@ -14,19 +14,19 @@ from cargohold.units import is_positive_int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyOffloadConfig:
-    """Keep in host memory what the device is about to evict. Checked when made; raises ``ConfigError`` naming the option.
+    """Options for keeping blocks in host memory that the device is about to evict.
 
-    Moves far fewer bytes than eager offloading where most blocks are used again before they are evicted; what is evicted
-    faster than it can be copied is lost.
+    Checked when created; raises ``ConfigError``, which names the option. Moves far fewer bytes than eager offloading if most
+    blocks are used again before they are evicted; blocks that are evicted faster than they can be copied are lost.
 
     Attributes:
         host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
-        lookahead_blocks: blocks ahead of eviction that are kept safe. By default twice what one step can allocate.
-        max_inflight_fraction: part of the device pool that stores in flight may hold at most.
+        lookahead_blocks: number of blocks ahead of eviction that are kept safe. By default twice what one step can allocate.
+        max_inflight_fraction: fraction of the device pool that stores in flight may hold.
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
         job_timeout_s: if a transfer has not ended on all workers after this time, something is broken, and the connector
             turns itself off.
-        tiers: below host memory, the fastest first; see ``OffloadConfig``.
+        tiers: the tiers below host memory, the fastest first; see ``OffloadConfig``.
         restore: see ``OffloadConfig``.
         restore_timeout_s: see ``OffloadConfig``.
         shutdown_timeout_s: see ``OffloadConfig``.
@@ -48,7 +48,7 @@ class LazyOffloadConfig:
             raise ConfigError("lookahead_blocks", self.lookahead_blocks, "it must be an integer from 1, or None")
 
     def common(self) -> OffloadConfig:
-        """The options that eager offloading has too, checked."""
+        """Return the options that eager offloading has too, checked."""
         return OffloadConfig(
             host_bytes=self.host_bytes,
             max_inflight_fraction=self.max_inflight_fraction,
@@ -61,7 +61,7 @@ class LazyOffloadConfig:
         )
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:
-        """``lookahead_blocks``, or what follows from the engine's step size."""
+        """Return ``lookahead_blocks``, or its default for the engine's step size."""
         if self.lookahead_blocks is not None:
             return self.lookahead_blocks
         return 2 * sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)

@@ -18,10 +18,10 @@ from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 
 @dataclass(frozen=True, slots=True)
 class LazyOffloadingFactory:
-    """Satisfies ``cargohold.protocol.KVConnectorFactory``.
+    """Makes the lazy offloading connector. Satisfies ``cargohold.protocol.KVConnectorFactory``.
 
-    Loads, and the workers' side, are the eager connector's; what differs is which blocks are stored, and that the host side
-    is a block pool like the device's.
+    Loads and the worker side are those of the eager connector. What differs is which blocks are stored, and that host memory is
+    managed by a block pool like the device's.
 
     Attributes:
         config: options.
@@ -30,7 +30,7 @@ class LazyOffloadingFactory:
     config: LazyOffloadConfig
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
-        """The scheduler side. Raises ``ConfigError`` if the tier cannot hold a block, or nothing would ever be evicted."""
+        """Make the scheduler side. Raises ``ConfigError`` if host memory cannot hold a block, or prefix caching is off."""
         if not environment.prefix_caching:
             raise ConfigError(
                 "prefix_caching", value=False, expected="lazy offloading keeps what the prefix cache evicts"
@@ -49,5 +49,5 @@ class LazyOffloadingFactory:
         return scheduler
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
-        """The worker side: the eager connector's."""
+        """Make the worker side, which is the eager connector's."""
         return OffloadingFactory(self.config.common()).make_worker_side(environment)

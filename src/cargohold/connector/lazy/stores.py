@@ -1,4 +1,4 @@
-"""What the lazy connector copies down: cached blocks that are about to be evicted, and that the tier does not have."""
+"""Stores of the lazy connector: cached blocks that are about to be evicted, and that host memory does not have."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class LazyStores:
     """Stores blocks shortly before they would be evicted.
 
     Args:
-        shared: the connector's common ground; its context must be bound before the first step.
-        requests: not needed, for blocks are stored after their requests have let go of them.
-        lookahead: blocks ahead of eviction that are kept safe.
+        shared: the state that the connector's parts share; its context must be bound before the first step.
+        requests: not used, because blocks are stored after their requests have given them back.
+        lookahead: number of blocks ahead of eviction that are kept safe.
     """
 
     def __init__(self, shared: Shared, requests: Mapping[str, RequestState], lookahead: int) -> None:
@@ -33,7 +33,7 @@ class LazyStores:
         self._scout: FreeQueueScout | None = None
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
-        """Save what would be lost next. What this step writes has nothing to do with it."""
+        """Yield the store of the blocks that would be evicted next. It does not depend on what this step computes."""
         del step
         context = self._context()
         if self._scout is None:
@@ -43,7 +43,7 @@ class LazyStores:
             yield from self._store(blocks, context)
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
-        """Put the blocks back where they were: at the head of the free queue. Now they can go without loss."""
+        """End a store: put its blocks back at the head of the free queue, where they were. Saved ones can go without loss."""
         end_store(self._shared, store, outcome)
         context = self._context()
         blocks = [context.get_block(block_id) for block_id in reversed(store.block_ids)]  # the next victim first
@@ -53,18 +53,18 @@ class LazyStores:
                 self._scout.note_saved(block)
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
-        """What it leaves is met on its way to eviction."""
+        """Do nothing: the request's blocks are found when they come near eviction."""
 
     @property
     def has_pending_work(self) -> bool:
-        """Nothing is evicted while nothing runs."""
+        """``False``: nothing is evicted while no request runs."""
         return False
 
     def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
-        """Save blocks, of which the first goes next.
+        """Yield the store of ``unsafe`` blocks, which are in eviction order.
 
-        Ends of prefixes are evicted before their beginnings, here and in the tier. There the order of storing is what counts,
-        so the last is stored first. Of which prefixes they are is not known.
+        Ends of prefixes are evicted before their beginnings, on the device and in host memory. There the order of storing
+        decides, so the last block is stored first. To which prefixes the blocks belong is not known.
         """
         by_key = {_key(block): block for block in reversed(unsafe)}
         handle = self._shared.manager.prepare_stores([StoreOffer((key,)) for key in by_key])
@@ -75,7 +75,7 @@ class LazyStores:
         blocks = [by_key[key] for key in handle.keys]
         context.touch(blocks)
         block_ids = tuple(block.block_id for block in blocks)
-        # Requests have let go of them: they are the connector's own.
+        # No request holds these blocks, so the store has no request ids.
         store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)
         yield start_store(self._shared, store, tuple(handle.slots))
 

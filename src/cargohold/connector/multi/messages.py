@@ -1,4 +1,4 @@
-"""What the two sides of a composed connector tell each other."""
+"""Messages between the two sides of a composed connector."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cargohold.protocol import ConnectorMetadata, EmptyMetadata, WorkerMetadata
 
 @dataclass(frozen=True, slots=True)
 class MultiMetadata:
-    """One step's messages.
+    """One step's message to the workers. Children are named by their position.
 
     Attributes:
-        children: each child's own message, by position; ``None`` for one that is turned off.
+        children: each child's own message, by position; ``None`` for a child that is turned off.
         new_loads: requests whose asynchronous load starts in this step.
         new_sends: requests that ended in the last step, and the children that keep their blocks.
-        stop: children whose workers are to stop, waiting for what they have in flight.
+        stop: children whose workers are to stop, after waiting for their transfers in flight.
         fail_loads: requests whose loads by stopped children will never be reported; workers report them as failed.
-        fail_step: a child that was to load KV for this very step has been turned off.
+        fail_step: whether a child that was to load KV for this very step has been turned off.
     """
 
     children: tuple[ConnectorMetadata | None, ...] = ()
@@ -32,18 +32,18 @@ class MultiMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ChildReport:
-    """What one child's workers say to its own scheduler side.
+    """The report of one child's workers to its scheduler side.
 
     Attributes:
         worker_meta: the child's own message.
-        error: the rule that the child's worker side broke; it has stopped.
+        error: the rule that the child's worker side broke; that side has stopped. ``None`` if it broke none.
     """
 
     worker_meta: WorkerMetadata | None = None
     error: str | None = None
 
     def aggregate(self, other: ChildReport) -> ChildReport:
-        """Both workers' reports."""
+        """Return both workers' reports of the child, merged."""
         mine, theirs = self.worker_meta, other.worker_meta
         # Each child's messages are of one type, so they know how to merge.
         merged: Any = theirs if mine is None else mine if theirs is None else mine.aggregate(theirs)
@@ -53,9 +53,10 @@ class ChildReport:
 
 @dataclass(frozen=True, slots=True)
 class UndeclaredReport(ChildReport):
-    """What another process sends for a child whose scheduler side declares no messages.
+    """The report from another process for a child whose scheduler side declares no messages.
 
-    Decoded as what it declares, a message would be an empty one: what it says would be missing, and nobody would know.
+    If a message were decoded as the declared ``EmptyMetadata``, its contents would silently be lost. So a message becomes an
+    error here.
     """
 
     worker_meta: Any = None
@@ -72,30 +73,30 @@ class MultiWorkerMetadata:
     """One step's reports.
 
     Attributes:
-        children: by position.
-        stopped: children that have stopped in this step, as they were told to.
+        children: the report of each child, by position.
+        stopped: positions of the children that have stopped in this step, as they were told to.
     """
 
     children: tuple[ChildReport, ...]
     stopped: tuple[int, ...] = ()
 
     def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
-        """Both workers' reports, child by child. All workers stop a child in the same step."""
+        """Merge both workers' reports, child by child. All workers stop a child in the same step."""
         pairs = zip(self.children, other.children, strict=True)
         return MultiWorkerMetadata(tuple(mine.aggregate(theirs) for mine, theirs in pairs), self.stopped)
 
 
 def metadata_type_for(children: Sequence[type]) -> type:
-    """``MultiMetadata`` with the children's own types in it, so that an executor can decode it.
+    """Return a ``MultiMetadata`` type with the children's own types in it, so that an executor can decode it.
 
-    A message to a child that declares none stays what it is; its guard refuses it.
+    A message to a child that declares no type is not decoded further; the child's guard refuses it.
     """
     types = tuple(Any if child is EmptyMetadata else child | None for child in children)
     return _specialized(MultiMetadata, tuple[types])  # type: ignore[valid-type]  # made here
 
 
 def worker_metadata_type_for(children: Sequence[type]) -> type:
-    """``MultiWorkerMetadata`` with the children's own types in it, so that an executor can decode it."""
+    """Return a ``MultiWorkerMetadata`` type with the children's own types in it, so that an executor can decode it."""
     reports = tuple(
         UndeclaredReport
         if child is EmptyMetadata
@@ -110,10 +111,10 @@ def _specialized(kind: type, children: object) -> type:
 
 
 def compose_job_id(child: int, job_id: int, num_children: int) -> int:
-    """One number for a child and its own job id, so that children need not agree on ids."""
+    """Make one job id from a child's position and its own job id, so that children need not agree on ids."""
     return job_id * num_children + child
 
 
 def split_job_id(job_id: int, num_children: int) -> tuple[int, int]:
-    """Child and its own job id."""
+    """Return the child's position and its own job id."""
     return job_id % num_children, job_id // num_children

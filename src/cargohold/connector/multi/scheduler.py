@@ -36,17 +36,17 @@ from cargohold.protocol import (
 class MultiConnectorScheduler(KVConnectorScheduler):
     """Composes any number of connectors; a child may itself be composed.
 
-    * A request is loaded by the first child that has something for it. "Not yet" from a child counts as an answer: those
+    * A request is loaded by the first child that has something for it. "Not yet" from a child counts as an answer: children
       behind it are not asked.
     * Every child is told of every request, step and end, and stores what it wants.
     * A request that several children keep is released when all of them are done.
     * A child that breaks a rule is turned off; the others go on.
 
-    Nothing that a child hands over is kept or changed, so it may use its objects again.
+    Objects that a child hands over are neither kept nor changed, so the child may reuse them.
 
     Args:
-        children: most preferred first.
-        environment: the engine.
+        children: the children, most preferred first.
+        environment: what the engine says of itself.
     """
 
     name = "multi"
@@ -57,9 +57,9 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         layout = environment.layout
         self._children = [ConnectorGuard(child, layout.num_blocks, len(layout.groups)) for child in children]
         self.worker_metadata_type = worker_metadata_type_for([child.worker_metadata_type for child in children])
-        # Who was found to have something for a waiting request, and whether it would load asynchronously.
+        # Per waiting request, the child that has something for it, and whether it would load asynchronously.
         self._chosen: dict[str, tuple[int, bool]] = {}
-        # Who loads for a request, asynchronously or in the step being planned.
+        # Per request, the child that loads for it asynchronously.
         self._loading: dict[str, int] = {}
         self._new_loads: list[str] = []
         self._loading_in_step: set[int] = set()
@@ -77,12 +77,12 @@ class MultiConnectorScheduler(KVConnectorScheduler):
     # --- requests come and go -----------------------------------------------------------------------------------------
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
-        """To all children; each can give back only what it took itself."""
+        """Pass the context to all children; each can give back only references that it took itself."""
         for child in self._children:
             child.bind_scheduler_context(context)
 
     def on_new_request(self, request: RequestView) -> None:
-        """To all children. If one refuses the request, those told before it are told that it ended."""
+        """Tell all children of the request. If one refuses it, the children told before are told that it ended."""
         for at, child in enumerate(self._children):
             try:
                 child.on_new_request(request)
@@ -93,7 +93,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
                 raise
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        """To all children. Parameters of more preferred children win where names collide."""
+        """Tell all children. If their parameters have equal names, those of more preferred children win."""
         self._chosen.pop(request.request_id, None)
         answers = [child.request_finished(request, block_ids) for child in self._children]
         keepers = tuple(at for at, (keeps, _) in enumerate(answers) if keeps)
@@ -105,7 +105,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return bool(keepers), params or None
 
     def explain(self, request_id: str) -> CacheReport:
-        """All children's reports: tokens per tier added up, notes marked with the child's name."""
+        """Return all children's reports merged: tokens per tier are summed, notes have the child's name in front."""
         restored: Counter[str] = Counter()
         notes: list[str] = []
         for child in self._children:
@@ -117,7 +117,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The first child's answer that is not "nothing"."""
+        """Return the answer of the first child that does not answer 0."""
         self._chosen.pop(request.request_id, None)
         for at, child in enumerate(self._children):
             num_tokens, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -129,7 +129,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return 0, False
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """The chosen child loads; the others are told that there is nothing to load."""
+        """Let the chosen child plan the load; tell the others that there is nothing to load."""
         choice = self._chosen.pop(request.request_id, None) if num_external_tokens else None
         chosen, is_async = choice or (None, False)
         if chosen is not None and is_async:
@@ -141,7 +141,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             child.update_state_after_alloc(request, blocks, num_external_tokens if at == chosen else 0)
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        """All children's messages, and who is to stop."""
+        """Return all children's messages, and which children are to stop."""
         metadata = [child.build_connector_meta(step) for child in self._children]
         messages = tuple(
             of_child if child.broken is None else None for child, of_child in zip(self._children, metadata, strict=True)
@@ -162,7 +162,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """To each child what is its own."""
+        """Pass each child its part of the output; turn off children whose workers broke a rule."""
         meta = output.worker_meta
         assert meta is None or isinstance(meta, MultiWorkerMetadata)
         for at in range(len(self._children)):
@@ -177,7 +177,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             self._learn_of_errors(meta)
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
-        """All children's locks and unlocks, in fresh tuples."""
+        """Return all children's locks and unlocks, in new tuples."""
         locks: list[int] = []
         unlocks, self._unlocks_of_stopped = self._unlocks_of_stopped, []
         for child in self._children:
@@ -190,30 +190,30 @@ class MultiConnectorScheduler(KVConnectorScheduler):
     # --- on demand ----------------------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[KVEvent]:
-        """All children's events; in order per child, and so per medium."""
+        """Return all children's events; in order per child, and so per medium."""
         return [event for child in self._children for event in child.take_events()]
 
     def has_pending_work(self) -> bool:
-        """While any child has, or one is being turned off."""
+        """Whether any child has pending work, or is being turned off, or keeps blocks that workers were not told of yet."""
         return bool(self._stopping or self._new_sends) or any(
             child.has_pending_work() or (child.broken is not None and at not in self._stopped)
             for at, child in enumerate(self._children)
         )
 
     def reset_cache(self) -> bool:
-        """All children are asked, whatever the others answer; ``True`` if all could."""
+        """Reset every child, whatever the others answer; return whether all could."""
         answers = [child.reset_cache() for child in self._children]
         return all(answers)
 
     def get_stats(self) -> Stats:
-        """All children's counters, under the child's name; those of equal names are summed."""
+        """Return all children's counters, with the child's name in front; counters of equal names are summed."""
         stats: Stats = {}
         for child in self._children:
             stats = add_stats(stats, {f"{child.name}.{name}": value for name, value in child.get_stats().items()})
         return stats
 
     def get_finished_count(self) -> int | None:
-        """What the children agree on. Raises ``ConfigError`` if they do not."""
+        """Return the count on which the children agree. Raises ``ConfigError`` if they do not agree."""
         counts = {child.get_finished_count() for child in self._children}
         if len(counts) > 1:
             raise ConfigError(
@@ -222,14 +222,14 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return counts.pop()
 
     def shutdown(self) -> None:
-        """All children."""
+        """Shut all children down."""
         for child in self._children:
             child.shutdown()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _own_output(self, at: int, output: KVConnectorOutput, meta: MultiWorkerMetadata | None) -> KVConnectorOutput:
-        """What concerns one child of what came from the workers."""
+        """Return the part of the workers' output that concerns child ``at``."""
         finished = output.finished
         jobs: dict[int, TransferOutcome] = {}
         for composed, outcome in finished.jobs.items():
@@ -243,7 +243,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             jobs=jobs,
             step_failed=finished.step_failed,
         )
-        # Blocks that one child could not load spoil what another stored from the same step: everybody learns of them.
+        # Blocks that one child could not load spoil stores of other children from the same step: all children learn of them.
         worker_meta = None if meta is None else meta.children[at].worker_meta
         return KVConnectorOutput(finished=own, invalid_block_ids=output.invalid_block_ids, worker_meta=worker_meta)
 
@@ -252,7 +252,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             if report.error is not None:
                 self._children[at].break_off(report.error)
         for at in meta.stopped:
-            # Nothing of it is in flight on any worker now.
+            # The child has no transfers in flight on any worker now.
             self._stopping.discard(at)
             self._stopped.add(at)
             self._unlocks_of_stopped += self._children[at].release().unlock_block_ids

@@ -35,7 +35,7 @@ class MultiConnectorWorker(KVConnectorWorker):
     """Runs the children's worker sides side by side, each contained.
 
     Args:
-        children: in the order of the scheduler side's.
+        children: the children's worker sides, in the same order as their scheduler sides.
     """
 
     name = "multi"
@@ -45,9 +45,9 @@ class MultiConnectorWorker(KVConnectorWorker):
         self.metadata_type = metadata_type_for([child.metadata_type for child in children])
         self._metadata = _NOTHING_TO_DO
         self._outputs: list[KVConnectorOutput] = []
-        # Ended requests, and the children that have not let go of their blocks on this worker.
+        # Ended requests, and the children that still keep their blocks on this worker.
         self._keepers: dict[str, set[int]] = {}
-        # Loads that have not ended on this worker; on others they may have.
+        # Requests whose loads have not ended on this worker; on other workers they may have.
         self._loading: set[str] = set()
 
     def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
@@ -56,7 +56,7 @@ class MultiConnectorWorker(KVConnectorWorker):
             child.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        """To each child its own; stops those that are to stop."""
+        """Pass each child its own message; stop the children that are to stop."""
         assert isinstance(metadata, MultiMetadata)
         self._metadata = metadata
         for request_id, keepers in metadata.new_sends.items():
@@ -66,7 +66,7 @@ class MultiConnectorWorker(KVConnectorWorker):
             self._children[at].stop()
         for at, child in enumerate(self._children):
             own = metadata.children[at] if metadata.children else None
-            # To a child that declares none, another process brings messages as tables.
+            # From another process, the message to a child that declares no type arrives as a dict.
             is_empty = own is None or (isinstance(own, dict) and not own)
             child.bind_connector_metadata(EmptyMetadata() if is_empty else own)
 
@@ -96,7 +96,7 @@ class MultiConnectorWorker(KVConnectorWorker):
             child.wait_for_save()
 
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        """What ended in any child. A request that several keep is passed on when all have let go of it."""
+        """Return what ended in any child. A request that several children keep is reported when all have released it."""
         self._outputs = [child.collect(finished_req_ids) for child in self._children]
         metadata = self._metadata
         is_quiet = all(output is NOTHING_TO_REPORT for output in self._outputs)
@@ -130,11 +130,11 @@ class MultiConnectorWorker(KVConnectorWorker):
         )
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
-        """Blocks that any child could not load."""
+        """Return the ids of blocks that any child could not load."""
         return frozenset[int]().union(*(output.invalid_block_ids for output in self._outputs))
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """Each child's own report; nothing if none has one."""
+        """Return each child's own report; ``None`` if no child has one and none has stopped."""
         metas = [output.worker_meta for output in self._outputs]
         errors = [child.take_error() for child in self._children]
         if self._metadata.stop or any(said is not None for said in (*metas, *errors)):
@@ -143,7 +143,7 @@ class MultiConnectorWorker(KVConnectorWorker):
         return None
 
     def get_stats(self) -> Stats:
-        """All children's counters, under the child's name."""
+        """Return all children's counters, with the child's name in front."""
         stats: Stats = {}
         for child, output in zip(self._children, self._outputs, strict=False):
             if output.stats:
@@ -151,13 +151,13 @@ class MultiConnectorWorker(KVConnectorWorker):
         return stats
 
     def clear_connector_metadata(self) -> None:
-        """All children."""
+        """Let all children forget this step's message."""
         self._metadata = _NOTHING_TO_DO
         self._outputs = []
         for child in self._children:
             child.clear_connector_metadata()
 
     def shutdown(self) -> None:
-        """All children."""
+        """Stop all children."""
         for child in self._children:
             child.stop()

@@ -1,4 +1,4 @@
-"""A wrapper around any connector that writes the block trace of the traffic it sees: hashes only, no text, no tokens."""
+"""A wrapper around any connector that writes a block trace of the traffic: only hashes of blocks, no text and no tokens."""
 
 from cargohold.connector.recording.factory import RecordingFactory
 

@@ -20,12 +20,14 @@ from cargohold.protocol import (
 
 @dataclass(frozen=True, slots=True)
 class RecordingFactory:
-    """Satisfies ``cargohold.protocol.KVConnectorFactory``. Raises ``ConfigError`` for a file that cannot be made.
+    """Makes a connector that records. Satisfies ``cargohold.protocol.KVConnectorFactory``.
+
+    Raises ``ConfigError`` if the path is empty, the file exists already, or its directory does not.
 
     Attributes:
-        inner: makes the connector that does the work; for none, ``NULL_CONNECTOR``.
-        file: where the trace goes; ``{pid}`` in it stands for the process's id, for engines with several replicas. The file
-            must not be there yet.
+        inner: makes the connector that does the work; ``NULL_CONNECTOR`` for none.
+        file: path of the trace; ``{pid}`` in it stands for the process's id, for engines with several replicas. The file must
+            not exist yet.
     """
 
     inner: KVConnectorFactory
@@ -41,7 +43,7 @@ class RecordingFactory:
             raise ConfigError("record", self.file, "there is no such directory")
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
-        """The inner scheduler side, recorded. Raises ``ConfigError`` if the file cannot be made."""
+        """Make the inner scheduler side and a wrapper that records it. Raises ``ConfigError`` if the file cannot be created."""
         inner = self.inner.make_scheduler_side(environment)
         try:
             file = TraceFile(self._path())
@@ -51,7 +53,7 @@ class RecordingFactory:
         return RecordingScheduler(inner, file, environment)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
-        """The inner worker side: there is nothing to record."""
+        """Make the inner worker side, where there is nothing to record."""
         return self.inner.make_worker_side(environment)
 
     def _path(self) -> Path:

@@ -1,4 +1,4 @@
-"""Scheduler side: passes everything on, and notes what was asked for and what was there."""
+"""Scheduler side of the recording connector: passes every call on, and notes what each request asked for and reused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cargohold.protocol import (
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of a request.
+    """The state of one request.
 
     Attributes:
-        device_tokens: found on the device when the connector was last asked.
-        admitted_ms: when it was admitted for the first time, in milliseconds since the start; ``None`` before.
-        reused_tokens: found then, on the device and below; less, once a load has failed.
+        device_tokens: number of tokens found on the device when the connector was last asked.
+        admitted_ms: time of its first admission, in milliseconds since the start; ``None`` before that.
+        reused_tokens: number of tokens found at its first admission, on the device and in tiers; reduced when a load fails.
         loading: its block tables while a load fills them; empty otherwise.
     """
 
@@ -36,15 +36,15 @@ class _Seen:
 
 
 class RecordingScheduler(ForwardingScheduler):
-    """A connector, recorded: a line for each request that was admitted, written when it ends.
+    """Wraps a connector and writes one line for each request that was admitted, when the request ends.
 
-    What a line says of reuse is what the engine itself decided when it first admitted the request, without what a load then
-    failed to bring. Requests that were never admitted asked for nothing and leave no line.
+    The reuse in a line is what the engine decided when it first admitted the request, without tokens that a load then failed to
+    bring. Requests that were never admitted leave no line.
 
     Args:
-        inner: does the work.
-        file: closed at the end.
-        environment: the engine's.
+        inner: the connector that does the work.
+        file: the trace; closed by ``shutdown``.
+        environment: what the engine says of itself.
     """
 
     def __init__(self, inner: KVConnectorScheduler, file: TraceFile, environment: SchedulerEnvironment) -> None:
@@ -95,13 +95,16 @@ class RecordingScheduler(ForwardingScheduler):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _next_ms(self) -> float:
-        """Now, but later than the last time: requests are replayed in the order in which they were admitted."""
+        """Return the time in milliseconds since the start, but always more than the last call did.
+
+        Requests are replayed in the order of these times, which must be the order in which they were admitted.
+        """
         now = round(1000 * (self._clock() - self._started), 3)
         self._last_ms = max(now, round(self._last_ms + 0.001, 3))
         return self._last_ms
 
     def _take_back(self, output: KVConnectorOutput) -> None:
-        """Of loads that failed, what was not brought was not reused."""
+        """Reduce the reused tokens of requests by those that a load failed to bring."""
         if output.invalid_block_ids:
             for seen in self._seen.values():
                 if seen.loading:
@@ -113,7 +116,7 @@ class RecordingScheduler(ForwardingScheduler):
             seen.loading = ()
 
     def _num_good_tokens(self, seen: _Seen, bad_blocks: AbstractSet[int]) -> int:
-        """Leading tokens in front of the first of these blocks, if they are being filled for the request."""
+        """Return how many leading tokens are reused if these blocks are bad, of those that a load fills for the request."""
         num_good = seen.reused_tokens
         for group, table in zip(self._groups, seen.loading, strict=True):
             first_bad = next((at for at, block_id in enumerate(table) if block_id in bad_blocks), None)

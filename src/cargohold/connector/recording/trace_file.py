@@ -1,4 +1,4 @@
-"""The file that a trace is written to."""
+"""Writes the file of a trace."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from cargohold.errors import ConfigError, one_line
 logger = logging.getLogger(__name__)
 
 _ID_BITS: Final = 53
-"""What every reader of JSON takes in exactly."""
+"""Number of bits of an id: every JSON reader represents such integers exactly."""
 _KEY_BYTES: Final = 16
 
 
 class TraceFile:
-    """Writes a JSON line per request, readable by its owner only. Whatever fails ends the trace, and nothing else.
+    """A file with one JSON line per request, readable only by its owner. A failure ends the trace, but not the engine.
 
-    Block hashes are digests of tokens, so whoever guesses a prompt could verify the guess. Written are digests of them under a
-    key that is drawn here and kept nowhere: within the file equal blocks have equal ids, and beyond it the ids mean nothing.
+    Block hashes are digests of tokens, so whoever guesses a prompt could verify the guess with them. So the file has digests of
+    the hashes under a random key that is not kept: within the file equal blocks have equal ids, and outside it the ids mean
+    nothing.
 
     Args:
-        path: must not exist.
+        path: path of the file, which must not exist.
 
     Raises:
-        ConfigError: the file cannot be made.
+        ConfigError: the file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +44,7 @@ class TraceFile:
             raise ConfigError("record", str(path), error.strerror or one_line(error)) from error
 
     def ids(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """What stands for blocks in this file."""
+        """Return the ids of blocks in this file."""
         key, shift = self._key, 64 - _ID_BITS
         # Python's own keyed hash (SipHash): a tenth of the time of a cryptographic one, in the scheduler's thread.
         return [(hash(key + block_hash) & 0xFFFF_FFFF_FFFF_FFFF) >> shift for block_hash in block_hashes]
@@ -65,7 +66,7 @@ class TraceFile:
             raise OSError(f"only {num_written} of {len(data)} bytes were written")
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file; ``write`` does nothing from now on."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
