@@ -1,4 +1,4 @@
-"""Pools of fixed-size blocks, what names their contents, and how much of a prefix they can give back."""
+"""Pools of fixed-size blocks, the hashes that name their contents, and how much of a prefix can be reused."""
 
 from cargohold.blocks.block import KVCacheBlock
 from cargohold.blocks.hashing import DIGEST_BYTES, extend_hashes, hash_block, root_hash

@@ -10,10 +10,10 @@ class KVCacheBlock:
 
     Attributes:
         block_id: index in the pool and in the KV tensors.
-        ref_cnt: references held. Zero means: in the free queue.
-        is_null: True for the placeholder, block 0 of a device pool.
-        block_hash: digest of the prefix it holds, while it is in the prefix cache.
-        group_id: KV-cache group whose KV it holds, while it is in the prefix cache.
+        ref_cnt: number of references held. Zero means that the block is in the free queue, unless it is the null block.
+        is_null: whether it is the null block, block 0 of a device pool.
+        block_hash: digest of the prefix that it holds; ``None`` unless it is in the prefix cache.
+        group_id: KV-cache group whose KV it holds; ``None`` unless it is in the prefix cache.
         prev_free, next_free: neighbours in the free queue, owned by ``FreeQueue``.
     """
 

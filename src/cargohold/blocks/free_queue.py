@@ -25,7 +25,7 @@ class FreeQueue:
         return self._len
 
     def append(self, block: KVCacheBlock) -> None:
-        """Put ``block`` at the tail: of all free blocks it will be evicted last."""
+        """Put ``block`` at the tail, so that it is evicted last of all free blocks."""
         last = self._head.prev_free
         assert last is not None and block.next_free is None, "the block is in the queue already"
         last.next_free = block
@@ -34,7 +34,7 @@ class FreeQueue:
         self._len += 1
 
     def prepend(self, block: KVCacheBlock) -> None:
-        """Put ``block`` at the head: of all free blocks it will be evicted first."""
+        """Put ``block`` at the head, so that it is evicted first of all free blocks."""
         first = self._head.next_free
         assert first is not None and block.next_free is None, "the block is in the queue already"
         first.prev_free = block
@@ -43,7 +43,7 @@ class FreeQueue:
         self._len += 1
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take ``block`` out, wherever it is."""
+        """Take ``block`` out of the queue, from any position."""
         before, behind = block.prev_free, block.next_free
         assert before is not None and behind is not None, "the block is not in the queue"
         before.next_free, behind.prev_free = behind, before
@@ -51,7 +51,7 @@ class FreeQueue:
         self._len -= 1
 
     def popleft(self) -> KVCacheBlock:
-        """Take out the next victim. The queue must not be empty."""
+        """Take out and return the next victim. The queue must not be empty."""
         block = self._head.next_free
         assert block is not None and block is not self._head, "the queue is empty"
         self.remove(block)

@@ -1,8 +1,8 @@
 """Block hashes: a chain of digests, so that equal hashes mean equal tokens *and* equal everything before them.
 
-Each hash covers its parent, its tokens, and whatever else changes the KV of that block (media, for instance). The chain
-starts at a root that covers what changes the KV of the whole prompt: salt and adapter. SHA-256 is used because a collision
-would hand one user's KV to another; a fast hash without collision resistance must not be used here.
+Each hash covers its parent, its tokens, and whatever else changes the KV of that block (pictures, for instance). The chain
+starts at a root hash that covers what changes the KV of the whole prompt: salt and adapter. SHA-256 is used because a collision
+would give one user's KV to another; a fast hash without collision resistance must not be used here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _ROOT_TAG = b"cargohold.prefix.v1"
 
 
 def root_hash(*, salt: str | None = None, adapter: str | None = None) -> bytes:
-    """Where the chain of a prompt starts.
+    """Return the root hash, with which the chain of a prompt's hashes starts.
 
     Args:
         salt: separates prompts that must not share KV, such as those of different tenants.
-        adapter: identity of what is added to the weights (a LoRA adapter's digest, say).
+        adapter: identity of the adapter that is added to the weights (a LoRA adapter's digest, say).
 
     ``None`` and the empty string are different.
     """
@@ -31,10 +31,10 @@ def root_hash(*, salt: str | None = None, adapter: str | None = None) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-    """Digest of one block: its parent's digest, its tokens, and ``extra``.
+    """Return the hash of one block: a digest of its parent's hash, its tokens, and ``extra``.
 
     Args:
-        parent: digest of the block before, or the root.
+        parent: hash of the block before, or the root hash.
         token_ids: the block's tokens, each in ``[0, 2**32)``.
         extra: anything else that changes this block's KV.
 
@@ -49,7 +49,7 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> b
 
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_tokens: int, root: bytes) -> None:
-    """Append to ``hashes`` the digest of every full block of ``token_ids`` that is not in it yet.
+    """Append to ``hashes`` the hash of every full block of ``token_ids`` that is not in it yet.
 
     Mutates ``hashes`` only. ``token_ids`` are all tokens from the start of the prompt.
     """

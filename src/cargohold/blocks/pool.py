@@ -1,4 +1,4 @@
-"""A pool of fixed-size blocks: reference counts, a hash index, an eviction order. Serves device and host alike."""
+"""A pool of fixed-size blocks: reference counts, a hash index, an eviction order. Used for the device and for host memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class BlockPool:
              +------------------------------------ allocate evicts from the head -----------+
 
     All operations are O(1) per block. Several blocks may hold the same prefix (two requests computed it at the same time);
-    the index keeps them all and ``lookup`` gives the oldest.
+    the index keeps all of them, and ``lookup`` returns the one cached first.
 
     Args:
         num_blocks: size of the pool, the null block included.
-        has_null_block: make block 0 the null block, which is never allocated, touched or freed.
-        on_removed: called with the hash and group of a prefix when the last block that held it left the cache.
+        has_null_block: whether block 0 is the null block, which is never allocated, touched or freed.
+        on_removed: called with the hash and group of a prefix when the last block that holds it leaves the prefix cache.
     """
 
     def __init__(
@@ -48,38 +48,38 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool, the null block included."""
+        """Number of blocks in the pool, the null block included."""
         return len(self._blocks)
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that can be allocated when nothing is referenced."""
+        """Number of blocks that can be allocated when none is referenced."""
         return len(self._blocks) - self._blocks[0].is_null
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody references, cached ones included."""
+        """Number of blocks without references, cached ones included."""
         return len(self._free)
 
     @property
     def num_cached_prefixes(self) -> int:
-        """Different prefixes that ``lookup`` can find."""
+        """Number of different prefixes that ``lookup`` can find."""
         return len(self._index)
 
     @property
     def null_block(self) -> KVCacheBlock:
-        """The placeholder for positions whose KV is not kept."""
+        """The null block: the placeholder for positions whose KV is not kept."""
         assert self._blocks[0].is_null, "this pool was made without a null block"
         return self._blocks[0]
 
     def get_block(self, block_id: int) -> KVCacheBlock:
-        """The block with that id. Raises ``IndexError`` where there is none."""
+        """Return the block with that id. Raises ``IndexError`` if there is none."""
         if block_id < 0:
             raise IndexError(f"block {block_id} does not exist")
         return self._blocks[block_id]
 
     def allocate(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take ``num_blocks`` from the head of the free queue, each with one reference; what they held is evicted.
+        """Take ``num_blocks`` blocks from the head of the free queue, each with one reference; their KV is evicted.
 
         Raises:
             OutOfBlocksError: fewer are free; nothing was changed.
@@ -126,19 +126,19 @@ class BlockPool:
                     self._free.append(block)
 
     def lookup(self, block_hash: bytes, group_id: int) -> KVCacheBlock | None:
-        """A block that holds the prefix ``block_hash`` for a group, or ``None``. Takes no reference."""
+        """Return a block that holds the prefix ``block_hash`` for a group, or ``None``. Takes no reference."""
         holders = self._index.get((block_hash, group_id))
         return None if holders is None else next(iter(holders.values()))
 
     def contains(self, block_hash: bytes, group_id: int) -> bool:
-        """Whether ``lookup`` would find something."""
+        """Whether ``lookup`` would find a block."""
         return (block_hash, group_id) in self._index
 
     def cache_block(self, block: KVCacheBlock, block_hash: bytes, group_id: int) -> bool:
-        """Let ``block``, full and referenced, be found by its prefix from now on.
+        """Let ``block``, which must be full and referenced, be found by its prefix from now on.
 
         Returns:
-            Whether the prefix is new to the cache, or was held by another block already.
+            ``True`` if the prefix is new to the cache; ``False`` if another block holds it already.
         """
         if block.is_null:
             raise NullBlockError("cache")
@@ -149,7 +149,7 @@ class BlockPool:
         return len(holders) == 1
 
     def uncache_block(self, block: KVCacheBlock) -> None:
-        """Take ``block`` out of the cache, because what it holds is not what its hash says. No-op if it is not in it."""
+        """Take ``block`` out of the prefix cache, for instance because its KV is not what its hash says. No-op if not in it."""
         if block.block_hash is not None:
             self._forget(block)
 
@@ -158,7 +158,7 @@ class BlockPool:
         return self._free.walk(None if after is None else self._blocks[after.block_id])
 
     def reset_cache(self) -> bool:
-        """Forget every cached prefix. ``False``, and nothing forgotten, while a block is referenced."""
+        """Forget every cached prefix. Return ``False``, and forget none, while a block is referenced."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         for block in self._blocks:

@@ -1,16 +1,16 @@
-"""How long a prefix can be reused, given which pieces of it are present: one pure function for device and tiers alike.
+"""Computes how much of a prefix can be reused, given which parts of it are present: one pure function for device and tiers.
 
-A *unit* is what is present or absent as a whole: a block of the device pool, or a chunk of a tier. A prefix of ``n`` tokens is
-usable for a group when every unit that a later query will read is present::
+A *unit* is present or absent as a whole: a block of the device pool, or a chunk of a tier. A prefix of ``n`` tokens is usable
+for a group when every unit that a later query will read is present::
 
     full attention      |#########################|           all units before n
-    sliding window      |.................########|           those that reach into the window behind n
-    chunked local       |....................#####|           those since the last multiple of the chunk
-    recurrent state     |........................#|           the last one
+    sliding window      |.................########|           units that reach into the window before n
+    chunked local       |....................#####|           units since the last multiple of ``window_tokens``
+    recurrent state     |........................#|           the last unit
                         0                         n
 
-The usable prefix is the longest that is usable for every group at once. A group can only shorten it, and shortening may put
-another group's window elsewhere, so the groups take turns until a full round changes nothing.
+The result is the longest prefix that is usable for every group. Each group can only shorten it, and shortening may move the
+window of another group, so the groups take turns until a full round changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cargohold.protocol import AttentionKind, KVCacheGroup
 ABSENT: Final = 0
 READY: Final = 1
 NOT_YET: Final = 2
-"""Asked for, answer outstanding."""
+"""State of a unit that was asked for and of which it is not known yet whether it is present."""
 
 _ABSENT = bytes([ABSENT])
 _READY = bytes([READY])
@@ -36,11 +36,11 @@ class UnitStates(Protocol):
     """Which units of one group are present."""
 
     def run(self, first: int, end: int) -> bytes:
-        """One state byte per unit from ``first``, up to ``end`` or to the first ``ABSENT`` one, which may be left out."""
+        """Return one state byte per unit in ``[first, end)``, up to the first ``ABSENT`` one, which may be left out."""
         ...
 
     def window(self, first: int, end: int) -> bytes:
-        """Exactly ``end - first`` state bytes."""
+        """Return one state byte for each unit in ``[first, end)``."""
         ...
 
 
@@ -51,7 +51,7 @@ class GroupUnits:
     Attributes:
         group: the group.
         unit_tokens: tokens per unit; a multiple of ``group.block_tokens``.
-        states: which of them are present.
+        states: tells which of them are present.
     """
 
     group: KVCacheGroup
@@ -64,7 +64,7 @@ class PrefixHit:
     """How far a prefix can be reused.
 
     Attributes:
-        num_tokens: its length, counting what is computed already; equal to it if there is nothing more.
+        num_tokens: length of the usable prefix, computed tokens included; never less than these.
         undecided: whether a unit answered ``NOT_YET``: then the length may still change, so ask again.
     """
 
@@ -75,17 +75,17 @@ class PrefixHit:
 def longest_hit(
     groups: Sequence[GroupUnits], num_tokens: int, num_computed_tokens: int = 0, limit_tokens: int | None = None
 ) -> PrefixHit:
-    """The longest prefix of a request that is usable for all groups.
+    """Return the longest prefix of a request that is usable for all groups.
 
     Units that end at or before ``num_computed_tokens`` are taken as present without being asked for. If nothing beyond them
-    is usable, ``num_computed_tokens`` is returned, whether or not it is a multiple of anything.
+    is usable, the length is ``num_computed_tokens``, which need not be a multiple of any unit.
 
     Args:
         groups: the groups' units.
-        num_tokens: tokens of the request. The last is computed even if all are present, for its logits, so windows never
-            start behind what it reads.
-        num_computed_tokens: leading tokens that are present already.
-        limit_tokens: length that is enough; ``num_tokens`` if ``None``.
+        num_tokens: number of tokens of the request. The last token is computed even if all are present, for its logits, so
+            the units that it reads are always required.
+        num_computed_tokens: number of leading tokens that are present already.
+        limit_tokens: maximum length of the prefix; ``num_tokens`` if ``None``.
     """
     probes = [_GroupProbe(group, num_tokens - 1, num_computed_tokens) for group in groups]
     length = num_tokens if limit_tokens is None else limit_tokens
@@ -99,7 +99,7 @@ def longest_hit(
 
 
 class _GroupProbe:
-    """One group's answers, remembered so that no unit is asked for twice."""
+    """Computes the usable prefix of one group; remembers states, so that no unit is asked for twice."""
 
     def __init__(self, units: GroupUnits, last_query: int, num_computed_tokens: int) -> None:
         self._group = units.group
@@ -108,13 +108,13 @@ class _GroupProbe:
         self._last_query = last_query
         self._num_local = num_computed_tokens // units.unit_tokens
         self._full_length: int | None = None
-        # Windowed groups: states of consecutive units from _known_from on, asked for from the right.
+        # For other than full attention: states of consecutive units from _known_from on, asked for from the right.
         self._known = b""
         self._known_from = 0
         self.undecided = False
 
     def shorten(self, length: int) -> int:
-        """The longest prefix of at most ``length`` tokens usable for this group; a multiple of its unit."""
+        """Return the length of the longest prefix of at most ``length`` tokens usable for this group, in whole units."""
         if self._group.kind is AttentionKind.FULL:
             return min(length, self._run_length(length)) // self._unit_tokens * self._unit_tokens
         return self._windowed(length)
@@ -124,7 +124,7 @@ class _GroupProbe:
             run = self._states.run(self._num_local, length // self._unit_tokens)
             absent_at = run.find(_ABSENT)
             num_present = len(run) if absent_at < 0 else absent_at
-            # A "not yet" goes on as if it were a hit, so that all look-ups get started.
+            # A "not yet" counts as present for now, so that units behind it are asked for as well.
             self.undecided |= _NOT_YET in run[:num_present]
             self._full_length = (self._num_local + num_present) * self._unit_tokens
         return self._full_length
@@ -137,8 +137,8 @@ class _GroupProbe:
             absent_at = self._last_absent(first, end)
             if absent_at is None:
                 return end * self._unit_tokens
-            # Any shorter prefix that still reaches beyond the absent unit needs it as well: first units never move right
-            # when a prefix gets shorter.
+            # Any shorter prefix that still reaches beyond the absent unit needs it as well: the first unit that a prefix needs
+            # never moves right when the prefix gets shorter.
             end = absent_at
         return 0
 
