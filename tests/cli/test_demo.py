@@ -80,7 +80,7 @@ def test_it_fails_if_an_answer_differs(cargohold: Command, chat_model: str, monk
             ("--num-device-blocks", "40"),
             "--num-device-blocks=40 .* longest conversation alone needs about [0-9]+ blocks",
         ),
-        (("--turns", "9"), "--turns.* 4"),
+        (("--turns", "9"), "--turns.*4;"),
         (("--num-device-blocks", "300", "--host-bytes", "1KiB"), "--host-bytes='1KiB' .* one chunk takes"),
     ],
 )
