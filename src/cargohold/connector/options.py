@@ -151,5 +151,5 @@ def _fits(value: object, hint: Any) -> bool:
 
 def _describe(hint: Any) -> str:
     names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
-    kinds = [kind for kind in _alternatives(hint) if kind is not os.PathLike]  # which nobody can write in JSON
+    kinds = [kind for kind in _alternatives(hint) if kind is not os.PathLike]  # JSON has no such values
     return " or ".join(names.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)

@@ -1,4 +1,4 @@
-"""What engine and connector say to each other. Standard library only: no torch, no engine."""
+"""The contract between engine and connector. Standard library only: no torch, no engine."""
 
 from cargohold.protocol.aggregation import OutputAggregator
 from cargohold.protocol.connector import KVConnectorScheduler, KVConnectorWorker

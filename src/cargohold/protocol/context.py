@@ -2,7 +2,7 @@
 
 An engine's own classes satisfy these protocols as they are, and a connector that uses them imports nothing from an engine.
 
-Rules, for whoever implements or uses them:
+Rules for engines that implement them and connectors that use them:
 
 * A block with ``ref_cnt == 0`` is in the free queue and may be evicted and reused at any allocation. ``touch`` takes it out.
 * References add up: two touches need two frees. Freeing more than was touched raises and changes nothing.

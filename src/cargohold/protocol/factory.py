@@ -1,4 +1,4 @@
-"""The factory through which an engine gets its connector without naming one, and what the two sides are told."""
+"""The factory through which an engine gets its connector without naming one, and the facts that it gives to both sides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerEnvironment:
-    """What the scheduler side of a connector is told about its engine.
+    """Facts about the engine, for the scheduler side of a connector.
 
     Attributes:
         layout: the paged KV cache.
@@ -59,7 +59,7 @@ class SchedulerEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
-    """What the worker side of a connector is told about its worker.
+    """Facts about a worker, for the worker side of a connector.
 
     Attributes:
         layout: the paged KV cache.

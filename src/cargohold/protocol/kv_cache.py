@@ -1,4 +1,4 @@
-"""What both sides know about the engine's paged KV cache: its groups, its blocks, its layout."""
+"""Facts about the engine's paged KV cache that both sides know: its groups, its blocks, its layout, the model."""
 
 from __future__ import annotations
 

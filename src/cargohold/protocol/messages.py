@@ -116,12 +116,12 @@ class FinishedTransfers:
 
 
 NOTHING_ENDED = FinishedTransfers()
-"""What workers report in most steps. Never changed."""
+"""No transfer has ended: the report of most steps. Never mutated."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorOutput:
-    """What one worker's connector (or, once aggregated, all of them) reports after a step.
+    """The report of one worker's connector after a step or, once aggregated, of all workers.
 
     Attributes:
         finished: transfers that ended; once aggregated, those that all expected workers have reported.
@@ -143,12 +143,12 @@ class KVConnectorOutput:
 
 
 NOTHING_TO_REPORT = KVConnectorOutput()
-"""What workers say after most steps. Never changed."""
+"""The empty output, as after most steps. Never mutated."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorSchedulerOutput:
-    """What the scheduler side of a connector asks of the scheduler after a step.
+    """The requests of a connector's scheduler side to the scheduler after a step.
 
     Attributes:
         lock_block_ids: blocks to take a reference on. Repeated ids add up.

@@ -1,4 +1,4 @@
-"""What a connector sees of a request and of a step: read-only protocols that an engine's own classes satisfy as they are."""
+"""A connector's view of requests and steps: read-only protocols that an engine's own classes satisfy as they are."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class RequestView(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens the user sent."""
+        """Number of tokens that the user sent."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose ids are known: the prompt and what was generated so far."""
+        """Number of tokens whose ids are known: the prompt and the tokens generated so far."""
         ...
 
     @property
@@ -92,12 +92,12 @@ class ScheduledRequest(Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is in the device pool before this step."""
+        """Number of tokens whose KV is in the device pool before this step."""
         ...
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens that this step computes.
+        """Number of tokens that this step computes.
 
         Under asynchronous scheduling, ``num_computed_tokens`` plus this may exceed the number of token ids that are known.
         """
@@ -111,7 +111,7 @@ class ScheduledRequest(Protocol):
 
 @runtime_checkable
 class StepView(Protocol):
-    """What the scheduler decided for one step."""
+    """The scheduler's plan for one step."""
 
     @property
     def scheduled(self) -> Sequence[ScheduledRequest]:

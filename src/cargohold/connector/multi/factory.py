@@ -22,7 +22,7 @@ Side = TypeVar("Side", KVConnectorScheduler, KVConnectorWorker)
 
 @dataclass(frozen=True, slots=True)
 class MultiConnectorFactory:
-    """Satisfies ``cargohold.protocol.KVConnectorFactory``.
+    """Makes a composed connector. Satisfies ``cargohold.protocol.KVConnectorFactory``.
 
     Attributes:
         children: factories of the connectors, most preferred first.
@@ -31,19 +31,19 @@ class MultiConnectorFactory:
     children: tuple[KVConnectorFactory, ...]
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> MultiConnectorScheduler:
-        """The scheduler side. Raises what a child raises that cannot work in this environment; none is left open."""
+        """Make the scheduler side. Raises the error of a child that cannot work in this environment; no child is left open."""
         with _all_or_none(child.make_scheduler_side(environment) for child in self.children) as sides:
             return MultiConnectorScheduler(sides, environment)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> MultiConnectorWorker:
-        """The worker side. Raises what a child raises that cannot be opened; none is left open."""
+        """Make the worker side. Raises the error of a child that cannot be opened; no child is left open."""
         with _all_or_none(child.make_worker_side(environment) for child in self.children) as sides:
             return MultiConnectorWorker(sides)
 
 
 @contextmanager
 def _all_or_none(children: Iterable[Side]) -> Iterator[list[Side]]:
-    """The sides, as they are made; whatever is raised until the end of the block shuts them down."""
+    """Make the sides and yield them; if anything raises, then or inside the ``with``, shut down those that were made."""
     with ExitStack() as on_failure:
         sides: list[Side] = []
         for side in children:

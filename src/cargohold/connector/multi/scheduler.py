@@ -46,7 +46,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
 
     Args:
         children: the children, most preferred first.
-        environment: what the engine says of itself.
+        environment: facts about the engine.
     """
 
     name = "multi"
@@ -194,7 +194,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return [event for child in self._children for event in child.take_events()]
 
     def has_pending_work(self) -> bool:
-        """Whether any child has pending work, or is being turned off, or keeps blocks that workers were not told of yet."""
+        """Whether any child has pending work, or is being stopped, or keeps blocks of which the workers do not know yet."""
         return bool(self._stopping or self._new_sends) or any(
             child.has_pending_work() or (child.broken is not None and at not in self._stopped)
             for at, child in enumerate(self._children)

@@ -44,7 +44,7 @@ class TierEvents:
         self._pending: dict[OffloadKey, BlockStored] = {}
 
     def note_store(self, request: RequestView, keys: ChunkKeys, stored: Sequence[OffloadKey], first_chunk: int) -> None:
-        """Remember what chunks consist of whose store begins.
+        """Remember the contents of chunks whose store begins.
 
         Args:
             request: the request whose chunks they are.

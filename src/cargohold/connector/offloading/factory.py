@@ -34,7 +34,7 @@ def scheduler_side(
 
     Args:
         config: options.
-        environment: what the engine says of itself.
+        environment: facts about the engine.
         host: the manager of host memory.
         tiers: how each tier below host memory is to be used, the fastest first.
         make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.

@@ -46,7 +46,7 @@ class Leftover:
         table, prints, start = self.tables[group], self.prints[group], self.starts[group]
         number = self.state.next_chunk[group] * blocks_per_chunk
         if number < start:
-            return self.state.next_chunk[group]  # chunks to be offered again, of whose blocks nothing is known here
+            return self.state.next_chunk[group]  # chunks to be offered again; ``prints`` has nothing about their blocks
         end = min(start + len(prints), number + limit * blocks_per_chunk)
         while number < end:
             if _print_of(table[number], context) != prints[number - start]:

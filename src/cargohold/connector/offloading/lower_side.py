@@ -27,7 +27,7 @@ class LowerSide:
     Args:
         lower: the tiers below host memory.
         manager: the manager of host memory.
-        environment: what the engine says of itself.
+        environment: facts about the engine.
         chunk_tokens: tokens per chunk, per group.
         only_if_faster: whether to bring chunks up only if that is expected to be faster than computing them.
     """
@@ -80,7 +80,7 @@ class LowerSide:
         return self.tiers.is_settling
 
     def take_events(self) -> Iterator[KVEvent]:
-        """Yield events of what became known about the tiers' contents since the last call."""
+        """Yield the events since the last call: chunks that a tier was found to have, or not to have any more."""
         for events in self._events:
             yield from events.take()
 

@@ -68,7 +68,7 @@ class Recalls:
         self._last_step = now
 
     def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
-        """Whether a request must wait for lower tiers before it is looked up in host memory. Starts what it waits for.
+        """Whether a request must wait for lower tiers before it is looked up in host memory. Starts what is needed for that.
 
         Mutates ``state``, host memory and lower tiers.
 
@@ -105,7 +105,7 @@ class Recalls:
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:
         """Ask the tiers, or bring up what they have; end ``recall`` if that is not worth while."""
-        recall.probes = ()  # what was asked has been answered
+        recall.probes = ()  # earlier probes have been answered
         unknown: list[OffloadKey] = []
         hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
         if hit.undecided:

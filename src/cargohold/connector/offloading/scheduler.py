@@ -1,4 +1,4 @@
-"""Scheduler side of the offloading connector: what to load and to store, and when it is safe."""
+"""Scheduler side of the offloading connector: decides which chunks to load and to store, and when that is safe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     Args:
         config: options.
-        environment: what the engine says of itself.
+        environment: facts about the engine.
         manager: plans which chunks the tier holds.
         make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.
         tier: name of the tier in reports.

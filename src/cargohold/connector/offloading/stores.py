@@ -1,4 +1,4 @@
-"""Stores: which chunks to copy down, and when they can be found.
+"""Stores: decides which chunks to copy down, and when they can be found.
 
 ``StorePlanner`` is the port; ``EagerStores`` copies every chunk in the step that completes it.
 """

@@ -44,7 +44,7 @@ class RecordingScheduler(ForwardingScheduler):
     Args:
         inner: the connector that does the work.
         file: the trace; closed by ``shutdown``.
-        environment: what the engine says of itself.
+        environment: facts about the engine.
     """
 
     def __init__(self, inner: KVConnectorScheduler, file: TraceFile, environment: SchedulerEnvironment) -> None:

@@ -1,4 +1,4 @@
-"""First in, first out: the baseline that shows what any knowledge of use is worth."""
+"""First in, first out: the baseline against which the value of knowing uses is measured."""
 
 from __future__ import annotations
 

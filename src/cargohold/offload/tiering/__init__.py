@@ -1,4 +1,4 @@
-"""Tiers below host memory, as the scheduler side sees them: what they hold, what to bring up and what to write down."""
+"""The scheduler side of the tiers below host memory: their known contents, and which chunks to bring up and write down."""
 
 from cargohold.offload.tier.config import Admission, WriteMode
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions

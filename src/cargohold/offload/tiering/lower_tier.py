@@ -1,4 +1,4 @@
-"""One tier below host memory, as the scheduler side sees it."""
+"""The scheduler side of one tier below host memory."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class LowerTier:
         self._announce_presence(keys, are_there)
 
     def take_events(self) -> list[ManagerEvent]:
-        """Return the events of what became known about the tier's contents since the last call, in order."""
+        """Return the events since the last call, in order: chunks that the tier was found to have, or not to have any more."""
         events, self._events = self._events, []
         return events
 

@@ -40,7 +40,7 @@ _OTHER_BYTES: Final = 32 * 1024
 """Part of a shard's budget that is kept for descriptions, locks and directories."""
 _LOCK_POLL_S: Final = 0.05
 _RANK: Final = re.compile(r"^rank \d+ ")
-"""The worker's rank at the start of a namespace's ``split``. A namespace without it is not that of another worker of ours."""
+"""The worker's rank at the start of a namespace's ``split``. Namespaces that differ only in it are of one engine's workers."""
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

@@ -160,7 +160,7 @@ class SlotIndex:
 
     def _ancestors(self, slot: int) -> Slots:
         chain: dict[int, None] = {}
-        while slot != NO_SLOT and slot not in chain:  # a header that somebody wrote may name its own descendant
+        while slot != NO_SLOT and slot not in chain:  # a forged header may name its own descendant as its parent
             chain[slot] = None
             slot = self._slot_of.get(self._parent_at[slot], NO_SLOT)
         return np.array(list(chain)[::-1], dtype=np.intp)

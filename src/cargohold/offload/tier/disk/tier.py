@@ -187,7 +187,7 @@ class DiskTier(Tier):
     def _reopen(self) -> _State:
         try:
             return self._open()
-        except ConfigError as error:  # what was possible at the start is not any more
+        except ConfigError as error:  # options that were possible at the start are not any more
             raise TierError(self.name, error.expected) from error
 
     # --- slots --------------------------------------------------------------------------------------------------------
