@@ -273,6 +273,21 @@ def test_a_closed_model_says_so(llama: MakeLLM) -> None:
         llm.generate(prompt(0, 5))
 
 
+def test_a_closed_model_leaves_no_thread_and_no_open_file(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    disk = DiskTierConfig(directory=tmp_path, max_bytes="1MiB", reserve_bytes=0)
+    offload: list[OffloadConfig | LazyOffloadConfig] = [
+        OffloadConfig(host_bytes="1MiB", tiers=[disk]),
+        LazyOffloadConfig(host_bytes="1MiB"),
+    ]
+    left = []
+    for number in range(3):
+        with LLM(tiny_model("llama"), offload=offload, record=tmp_path / f"{number}.jsonl") as llm:
+            llm.generate(prompt(number, 60), SamplingParams(max_tokens=2))
+            next(llm.stream(prompt(number, 60), SamplingParams(max_tokens=9)))
+        left.append((threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))))
+    assert left[1] == left[2], "the first may have loaded a library that keeps some"
+
+
 def test_a_model_that_is_forgotten_is_stopped_in_the_background(
     tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
