@@ -170,6 +170,6 @@ def test_a_disk_that_takes_no_uses_is_no_error(
 
     monkeypatch.setattr(os, "pwrite", fail)
     tier.touch([key(1)])
-    assert "was not saved" in caplog.text
+    assert "cannot save which chunks were used last" in caplog.text
     assert load(tier, 1) == payload(1)
     tier.close()
