@@ -17,10 +17,15 @@ from tests.connector.test_tiers_with_models import OPTIONS, ask, offload, prompt
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparing(FolderConfig):
     bytes_per_day: int
+    bytes_at_most: int
 
     @property
     def num_daily_bytes(self) -> int:
         return self.bytes_per_day
+
+    @property
+    def num_max_bytes(self) -> int:
+        return self.bytes_at_most
 
 
 def test_chunks_come_back_from_a_tier_of_ones_own(
@@ -35,11 +40,10 @@ def test_chunks_come_back_from_a_tier_of_ones_own(
     assert restored(again) == [{"folder": 100}] * 3
     assert any("folder" in name for name in second.stats()) and not any("shared" in name for name in second.stats())
     layout = second.plan.layout
-    several = tier_options(
-        offload(FolderConfig(path="a"), Sparing(path="b", bytes_per_day=3 * layout.block_bytes // 2)), layout
-    )
+    limited = Sparing(path="b", bytes_per_day=3 * layout.block_bytes // 2, bytes_at_most=5 * layout.block_bytes // 2)
+    several = tier_options(offload(FolderConfig(path="a"), limited), layout)
     assert [options.name for options in several] == ["folder", "folder2"]
-    assert [options.max_daily_chunks for options in several] == [None, 1]
+    assert [(options.max_daily_chunks, options.max_chunks) for options in several] == [(None, None), (1, 2)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

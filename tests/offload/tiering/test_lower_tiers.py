@@ -53,6 +53,7 @@ class World:
         num_workers: int = 1,
         *,
         max_inflight_chunks: int = 64,
+        max_chunks: int | None = None,
         max_daily_chunks: int | None = None,
         admission: Admission = Admission.ALL,
         write_mode: WriteMode = WriteMode.THROUGH,
@@ -71,6 +72,7 @@ class World:
                     admission=admission,
                     write_mode=write_mode,
                     max_inflight_chunks=max_inflight_chunks,
+                    max_chunks=max_chunks,
                     max_daily_chunks=max_daily_chunks,
                     has_index=has_index,
                     max_asked_chunks=max_asked_chunks,
@@ -1527,10 +1529,17 @@ def test_what_was_written_is_not_written_again_with_every_use() -> None:
     assert world.lower.tiers[0].stats["stored_chunks"] == 4
 
 
-def test_no_more_is_announced_than_can_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by reading: a disk evicts by itself, and all that was ever written to it was remembered for ever."""
-    monkeypatch.setattr("cargohold.offload.tiering.lower_tier.MAX_ANNOUNCED", 5)
-    world = World()
+@pytest.mark.parametrize("max_chunks", [None, 5])
+def test_no_more_is_announced_than_can_be_remembered_or_be_there(
+    monkeypatch: pytest.MonkeyPatch, max_chunks: int | None
+) -> None:
+    """Found by reading: a disk evicts by itself, and all that was ever written to it was remembered for ever.
+
+    And in a long run: of a disk for a dozen chunks, thousands were announced at the same time.
+    """
+    if max_chunks is None:
+        monkeypatch.setattr("cargohold.offload.tiering.lower_tier.MAX_ANNOUNCED", 5)
+    world = World(max_chunks=max_chunks)
     (tier,) = world.lower.tiers
     index: set[bytes] = set()
 

@@ -66,6 +66,7 @@ def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
         name=name,
         admission=Admission(tier.admission),
         write_mode=WriteMode(tier.write),
+        max_chunks=None if tier.num_max_bytes is None else tier.num_max_bytes // chunk_bytes,
         max_daily_chunks=None if tier.num_daily_bytes is None else tier.num_daily_bytes // chunk_bytes,
         has_index=tier.has_index,
         locality=tier.locality,

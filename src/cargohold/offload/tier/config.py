@@ -111,6 +111,11 @@ class TierConfig(ABC):
         return self.kind
 
     @property
+    def num_max_bytes(self) -> int | None:
+        """Maximum number of bytes that the tier may take, over all workers; ``None`` if the medium sets the limit."""
+        return None
+
+    @property
     def num_daily_bytes(self) -> int | None:
         """Maximum number of bytes written per day, over all workers; ``None`` for no limit."""
         return None

@@ -18,6 +18,7 @@ class TierOptions:
         name: the tier's name for users.
         admission: which chunks are written to it.
         write_mode: when they are written.
+        max_chunks: maximum number of chunks that it can hold; ``None`` if that is not known.
         max_daily_chunks: maximum number of chunks written per day; ``None`` for no limit.
         has_index: whether the tier keeps an index of its chunks. Then its answer to a probe does not show that its medium
             works, and its policy must be told of the use of chunks that host memory gives back, or it would evict them.
@@ -29,6 +30,7 @@ class TierOptions:
     name: str
     admission: Admission = Admission.ALL
     write_mode: WriteMode = WriteMode.THROUGH
+    max_chunks: int | None = None
     max_daily_chunks: int | None = None
     has_index: bool = True
     locality: Locality | None = None

@@ -29,7 +29,7 @@ ANSWERS_PER_SLOT = 4
 """Number of answers remembered, and of chunks remembered as used once, per slot of host memory; at most ``MAX_ANSWERS``."""
 MAX_ANSWERS = 2**18
 MAX_ANNOUNCED = 2**18
-"""Maximum number of a tier's chunks announced at the same time; beyond it, those heard of longest ago are withdrawn."""
+"""Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
 MAX_ANSWER_AGE_S = 10.0
 REMEASURE_S = 30.0
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
@@ -79,6 +79,7 @@ class LowerTier:
         self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
         # Chunks announced as present, if events are recorded; those heard of last are last.
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if config.record_events else None
+        self._max_announced = min(MAX_ANNOUNCED, MAX_ANNOUNCED if options.max_chunks is None else options.max_chunks)
         self._events: list[ManagerEvent] = []
 
     @property
@@ -235,7 +236,7 @@ class LowerTier:
                 removed.append(key)
                 del announced[key]
         # The tier evicts by itself and does not report it, so old announcements are withdrawn.
-        forgotten = [announced.popitem(last=False)[0] for _ in range(len(announced) - MAX_ANNOUNCED)]
+        forgotten = [announced.popitem(last=False)[0] for _ in range(len(announced) - self._max_announced)]
         if stored:
             self._events.append(ChunksStored(tuple(stored)))
         if removed or forgotten:
