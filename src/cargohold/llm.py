@@ -23,6 +23,7 @@ from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.event_publisher import ZmqEventPublisher
 from cargohold.engine.executor.factory import ExecutorKind, make_executor
 from cargohold.engine.executor.rank import RankSpec
+from cargohold.engine.inbox import Inbox
 from cargohold.engine.llm_engine import EngineLimits, LLMEngine
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.runners import HFRunners
@@ -92,7 +93,7 @@ class LLM:
             check_places(offload, self.plan.layout)
         self.engine = build_engine(self.plan, factory)
         self._turns = Turns()
-        self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._inboxes: dict[str, Inbox] = {}
         # Ids of requests whose calls have ended; the next turn aborts those that have not finished.
         self._abandoned: deque[str] = deque()
 
@@ -193,7 +194,7 @@ class LLM:
 
         However the generator ends, requests that have not finished are aborted, at the latest in the engine's next turn.
         """
-        inbox: deque[RequestOutput] = deque()
+        inbox = Inbox()
         positions: dict[str, int] = {}
         served_in = get_ident()
         try:
@@ -208,8 +209,7 @@ class LLM:
                     # Another thread's step may have brought something while this one waited for its turn.
                     if not inbox:
                         self._step()
-                while inbox:
-                    output = inbox.popleft()
+                while (output := inbox.take()) is not None:
                     num_left -= output.finished
                     yield positions[output.request_id], output
                     served_in = get_ident()
@@ -239,7 +239,7 @@ class LLM:
             # A step serves the requests of all streams and threads: another one may wait for this output.
             inbox = self._inboxes.get(output.request_id)
             if inbox is not None:
-                inbox.append(output)
+                inbox.put(output)
 
     def _end_abandoned(self) -> None:
         while self._abandoned:

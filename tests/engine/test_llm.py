@@ -171,6 +171,20 @@ def test_streams_may_be_read_in_turn(llama: MakeLLM) -> None:
     assert all(output.finished for output in seen[-1])
 
 
+def test_of_a_stream_that_is_not_read_one_output_is_kept(chat_model: str, make_llm: MakeLLM) -> None:
+    """Found by reading: each has the whole text so far, so unread ones took memory with the square of an answer's length."""
+    llm = make_llm(chat_model, num_device_blocks=40)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    whole = llm.generate("a slow reader", sampling)[0]
+    slow = llm.stream("a slow reader", sampling)
+    first = next(slow)
+    assert len(list(llm.stream("a fast one", sampling))) == 40
+    rest = list(slow)
+    assert len(rest) <= 2 and rest[-1].finished
+    assert (rest[-1].text, rest[-1].token_ids) == (whole.text, whole.token_ids)
+    assert whole.text and "".join(output.new_text for output in (first, *rest)) == whole.text
+
+
 def test_several_threads_may_ask_at_the_same_time(llama: MakeLLM) -> None:
     """Found by trying: the engine had stopped, for "the last step's output was not handed in"."""
     llm = llama(offload=OffloadConfig(host_bytes="1MiB"))
