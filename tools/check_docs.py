@@ -1,4 +1,4 @@
-"""Check the documentation: links lead somewhere, files keep to their length, and named files exist.
+"""Check the documentation: links lead somewhere, files and lines keep to their length, and named files exist.
 
 Run from the repository's root. Prints one line per problem, and exits with 1 if there are any.
 """
@@ -16,6 +16,8 @@ HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 SOURCE_PATH = re.compile(r"`((?:src|tests|benchmarks|docs|tools)/[\w./-]+)`")
 MAX_LINES = {"README.md": 150}
+MAX_COLUMNS = 140
+TABLE = "|"
 
 
 def main() -> int:
@@ -39,6 +41,9 @@ def problems_of(file: Path) -> Iterator[str]:
     num_lines = text.count("\n")
     if num_lines >= MAX_LINES.get(str(name), num_lines + 1):
         yield f"{name}: {num_lines} lines; it must stay under {MAX_LINES[str(name)]}"
+    for number, line in enumerate(text.splitlines(), 1):
+        if len(line) > MAX_COLUMNS and not line.startswith(TABLE):
+            yield f"{name}:{number}: {len(line)} columns; it must stay within {MAX_COLUMNS}"
     for target in LINK.findall(CODE.sub("", text)):
         if not target.startswith(("http://", "https://", "mailto:")) and not leads_somewhere(file, target):
             yield f"{name}: link to {target} leads nowhere"
