@@ -319,10 +319,8 @@ def test_the_engine_goes_on_without_a_tier_in_trouble_and_uses_it_when_it_is_bac
     assert restored(engine, "back") == {"disk": 44}
 
 
-def test_a_stalled_tier_delays_a_request_no_longer_than_allowed_and_the_next_ones_not_at_all() -> None:
-    tiering = SimulatedTiering(60, restore_timeout_s=2.0)
-    engine = make_engine(tiering)
-    tiering.media[0][0].stalls = True
+def waits_of_eight(engine: SimulatedEngine) -> list[float]:
+    """Serve eight prompts, one after the other; how long each took."""
     waited = []
     for at in range(8):
         began = engine.clock()
@@ -330,8 +328,16 @@ def test_a_stalled_tier_delays_a_request_no_longer_than_allowed_and_the_next_one
         while f"r{at}" not in engine.outputs:
             engine.step()
         waited.append(engine.clock() - began)
+    return waited
+
+
+def test_a_stalled_tier_delays_a_request_no_longer_than_allowed_and_the_next_ones_not_at_all() -> None:
+    tiering = SimulatedTiering(60, restore_timeout_s=2.0)
+    engine = make_engine(tiering)
+    tiering.media[0][0].stalls = True
+    waited = waits_of_eight(engine)
     assert max(waited) < 2.5
-    assert max(waited[4:]) < 0.1, "it is left alone by now"
+    assert max(waited[4:]) < 0.1, "it rests by now"
     began = engine.clock()
     engine.run()
     assert engine.clock() - began < 3.5, "nor does anybody wait long for what is to be written"
@@ -349,15 +355,9 @@ def test_a_tier_whose_loads_never_end_is_left_alone_too() -> None:
     engine = make_engine(tiering)
     (queue,) = tiering.all_queues()
     queue.held = frozenset({JobKind.LOAD})
-    waited = []
-    for at in range(8):
-        began = engine.clock()
-        engine.add(f"r{at}", prompt(at, 20), 1)
-        while f"r{at}" not in engine.outputs:
-            engine.step()
-        waited.append(engine.clock() - began)
+    waited = waits_of_eight(engine)
     assert max(waited) < 2.5 < sum(waited), "they waited, but not for long"
-    assert max(waited[4:]) < 0.1, "it is left alone by now"
+    assert max(waited[4:]) < 0.1, "it rests by now"
 
 
 def on_storage(engine: SimulatedEngine, kind: type[BlockStored | BlockRemoved]) -> set[bytes]:
