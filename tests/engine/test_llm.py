@@ -322,6 +322,26 @@ def test_a_model_that_is_forgotten_is_stopped_in_the_background(
         assert not thread.is_alive(), thread.name
 
 
+class AskedForEvents(NullConnectorScheduler):
+    """Counts how often it is asked for events."""
+
+    num_asked = 0
+
+    def take_events(self) -> tuple[()]:
+        type(self).num_asked += 1
+        return ()
+
+
+@pytest.mark.parametrize("kv_events", [False, True])
+def test_a_connector_is_asked_for_events_in_each_step_if_somebody_listens(
+    kv_events: bool, llama: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AskedForEvents, "num_asked", 0)
+    llm = llama(kv_events=kv_events, offload=ClassFactory(lambda _: AskedForEvents(), lambda _: NullConnectorWorker()))
+    llm.generate(prompt(0, 5), SamplingParams(max_tokens=3))
+    assert AskedForEvents.num_asked >= 3 if kv_events else AskedForEvents.num_asked == 0
+
+
 def test_events_that_nobody_takes_are_dropped_and_an_index_of_them_has_nothing_that_is_not_there(
     llama: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,11 +243,12 @@ class LLMEngine:
         output = self._executor.execute(step)
         updates = self.scheduler.update_from_output(output)
         self._stats = add_stats(self._stats, output.connector.stats)
-        events = self.scheduler.take_events()
-        if self._publisher is None:
-            self._events.add(events)
-        else:
-            self._publisher.publish(events)
+        if self.scheduler.emits_events:
+            events = self.scheduler.take_events()
+            if self._publisher is None:
+                self._events.add(events)
+            else:
+                self._publisher.publish(events)
         if not step.scheduled and not updates and output.connector.is_empty() and self.scheduler.has_work():
             self._sleep(IDLE_SLEEP_S)
         return self._outputs(updates)
@@ -356,6 +357,7 @@ def _stop_in_background(executor: Executor, connector: ConnectorGuard, publisher
 
     The garbage collector calls this in any thread and in the middle of anything, so it must not wait.
     """
+    # A thread that is no ``Thread`` would be listed as a dummy for ever after.
     stopping = Thread(target=_stop_all, args=(executor, connector, publisher), name="cargohold-stop", daemon=True)
     # ``Thread.start`` takes a lock, which this thread may hold already.
     start_new_thread(stopping.start, ())

@@ -66,10 +66,15 @@ def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
         name=name,
         admission=Admission(tier.admission),
         write_mode=WriteMode(tier.write),
-        max_chunks=None if tier.num_max_bytes is None else tier.num_max_bytes // chunk_bytes,
-        max_daily_chunks=None if tier.num_daily_bytes is None else tier.num_daily_bytes // chunk_bytes,
+        max_chunks=_chunks_in(tier.num_max_bytes, chunk_bytes),
+        max_daily_chunks=_chunks_in(tier.num_daily_bytes, chunk_bytes),
         has_index=tier.has_index,
         locality=tier.locality,
         max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // chunk_bytes)),
         max_asked_chunks=limits.max_urgent_chunks,
     )
+
+
+def _chunks_in(num_bytes: int | None, chunk_bytes: int) -> int | None:
+    """Return how many chunks a limit in bytes allows; ``None`` if there is no limit."""
+    return None if num_bytes is None else num_bytes // chunk_bytes

@@ -157,6 +157,11 @@ class Scheduler:
         updates, self._updates = self._updates, []
         return updates
 
+    @property
+    def emits_events(self) -> bool:
+        """Whether KV events are collected."""
+        return self._config.emit_events
+
     def take_events(self) -> list[KVEvent]:
         """KV events of the device pool and of the connector's tiers since the last call, in order per medium."""
         return [*self.kv.take_events(), *self.connector.take_events()]

@@ -28,8 +28,8 @@ If one does, its rename fails, and only that one store with it.
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
 _UNFINISHED: Final = re.compile(r"[0-9a-f]{32}/([0-9a-f]{2}/([0-9a-f]{2})+|[a-z.]+)#[0-9]+")
-_FULL: Final = re.compile(rf"\(os error ({errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG})\)")
-_BAD_PLACE: Final = f"(os error {errno.EIO})"
+_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PRIVATE: Final = 0o700
 
 
@@ -45,12 +45,12 @@ def make_directory(directory: Path) -> None:
 
 def is_full(error: Exception) -> bool:
     """Whether an error means that a file could not be written because there is no room."""
-    return _FULL.search(str(error)) is not None
+    return not _FULL.isdisjoint(_numbers_of(error))
 
 
 def is_bad_place(error: Exception) -> bool:
     """Whether an error means that the disk cannot read a file that is there."""
-    return _BAD_PLACE in str(error)
+    return errno.EIO in _numbers_of(error)
 
 
 def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
@@ -91,6 +91,11 @@ def delete_unfinished(store: ObjectStore, prefix: str = "", older_than_s: float 
                 (directory / path).unlink()
             except (FileNotFoundError, PermissionError):
                 continue  # finished or deleted meanwhile, or another user's, whose engines will delete it
+
+
+def _numbers_of(error: Exception) -> set[int]:
+    """Return the system's error numbers that the package names in an error's text; it gives them nowhere else."""
+    return set(map(int, _OS_ERROR.findall(str(error))))
 
 
 def _entries(directory: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:

@@ -79,7 +79,7 @@ class LowerTier:
         self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
         # Chunks announced as present, if events are recorded; those heard of last are last.
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if config.record_events else None
-        self._max_announced = min(MAX_ANNOUNCED, MAX_ANNOUNCED if options.max_chunks is None else options.max_chunks)
+        self._max_announced = MAX_ANNOUNCED if options.max_chunks is None else min(MAX_ANNOUNCED, options.max_chunks)
         self._events: list[ManagerEvent] = []
 
     @property
@@ -132,7 +132,7 @@ class LowerTier:
             self.backlog.postpone(keys)
         if self.options.admission is Admission.REUSED:
             ready = [key for key, state in zip(keys, states, strict=True) if state == READY]
-            self.backlog.add(self.wanted(ready), dict(zip(keys, (None, *keys), strict=False)))
+            self.backlog.add(self.wanted(ready), parents_in(keys))
 
     @property
     def num_writable(self) -> int:
@@ -250,6 +250,11 @@ class LowerTier:
         if len(self._seen) > self._max_seen:
             self._seen.popitem(last=False)
         return False
+
+
+def parents_in(keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:
+    """Return the chunk before each chunk of a prefix; ``None`` for the first."""
+    return dict(zip(keys, (None, *keys), strict=False))
 
 
 def mark(states: bytes, keys: Sequence[OffloadKey], marked: AbstractSet[OffloadKey], state: int) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.config import WriteMode
 from cargohold.offload.tier.jobs import JobKind
-from cargohold.offload.tiering.lower_tier import LowerTier
+from cargohold.offload.tiering.lower_tier import LowerTier, parents_in
 from cargohold.offload.tiering.task import TierTask
 from cargohold.offload.tiering.tasks import TaskTable
 
@@ -45,7 +45,7 @@ class Upkeep:
         asked = [key for key in tier.presence.not_heard_of(kept, LOOK_AFTER_S) if not tier.is_asked_for(key)]
         if not asked:
             return
-        parents = dict(zip(keys, (None, *keys), strict=False))
+        parents = parents_in(keys)
         tier.probing.update(asked)
         for part in reversed(tier.parts(asked)):
             self._tasks.want(TierTask(JobKind.PROBE, at, part, rewrites={key: parents[key] for key in part}))
