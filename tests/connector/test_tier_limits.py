@@ -83,7 +83,7 @@ def test_many_small_chunks_are_written_without_one_being_refused() -> None:
         setup.step()
         setup.finish()
         assert setup.queue.health().num_refused == 0
-        assert setup.lower.tiers[0].breaker.state is BreakerState.CLOSED
+        assert setup.lower.tiers[0].breakers.worst_state is BreakerState.CLOSED
         assert setup.lower.take_stats()["disk_stored_chunks"] == 4096
 
 
@@ -97,4 +97,4 @@ def test_many_waiting_prompts_are_asked_for_without_one_being_refused() -> None:
         setup.finish()
         assert all(probe.has_ended for probe in probes)
         assert setup.queue.health().num_refused == 0
-        assert setup.lower.tiers[0].breaker.state is BreakerState.CLOSED
+        assert setup.lower.tiers[0].breakers.worst_state is BreakerState.CLOSED

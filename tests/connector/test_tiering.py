@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from cargohold.connector.offloading.requests import Recall
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.offload.tier import JobKind, JobStatus, TierJob
-from cargohold.offload.tiering import Admission, Chain, Promotion, TierOptions, WriteMode
+from cargohold.offload.tiering import Admission, Chain, Promotion, TierOptions, WriteMode, promotions
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
 from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.simulation.layouts import GroupPlan, layout_of
@@ -319,13 +320,13 @@ def test_the_engine_goes_on_without_a_tier_in_trouble_and_uses_it_when_it_is_bac
     assert restored(engine, "back") == {"disk": 44}
 
 
-def waits_of_eight(engine: SimulatedEngine) -> list[float]:
-    """Serve eight prompts, one after the other; how long each took."""
+def waits_of(engine: SimulatedEngine, prompts: Sequence[list[int]]) -> list[float]:
+    """Serve prompts, one after the other; how long each took."""
     waited = []
-    for at in range(8):
-        began = engine.clock()
-        engine.add(f"r{at}", prompt(at, 20), 1)
-        while f"r{at}" not in engine.outputs:
+    for tokens in prompts:
+        name, began = f"r{len(engine.outputs)}", engine.clock()
+        engine.add(name, tokens, 1)
+        while name not in engine.outputs:
             engine.step()
         waited.append(engine.clock() - began)
     return waited
@@ -335,7 +336,7 @@ def test_a_stalled_tier_delays_a_request_no_longer_than_allowed_and_the_next_one
     tiering = SimulatedTiering(60, restore_timeout_s=2.0)
     engine = make_engine(tiering)
     tiering.media[0][0].stalls = True
-    waited = waits_of_eight(engine)
+    waited = waits_of(engine, [prompt(at, 20) for at in range(8)])
     assert max(waited) < 2.5
     assert max(waited[4:]) < 0.1, "it rests by now"
     began = engine.clock()
@@ -347,17 +348,66 @@ def test_a_stalled_tier_delays_a_request_no_longer_than_allowed_and_the_next_one
     assert not engine.connector.has_pending_work(), "and not again"
 
 
-def test_a_tier_whose_loads_never_end_is_left_alone_too() -> None:
-    """Found by a soak: each request cancelled its load a moment before that was late, so every one of them waited in vain."""
-    tiering = SimulatedTiering(60, restore_timeout_s=2.0)
-    for at in range(8):
-        serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 20))
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize("num_new_tokens", [0, 16])
+def test_a_tier_whose_loads_never_end_is_left_alone_too(num_new_tokens: int, has_index: bool) -> None:
+    """Found by a soak: each request cancelled its load a moment before that was late, so every one of them waited in vain.
+
+    And found by reading: if prompts had new tokens, they were written, and each write that succeeded ended the row of loads
+    that did not. So did look-ups of a tier without an index.
+    """
+    tiering = SimulatedTiering(400, [replace(DISK, has_index=has_index)], restore_timeout_s=2.0)
+    prompts = [prompt(at, 20) for at in range(80)]
+    for at, tokens in enumerate(prompts):
+        serve(make_engine(tiering), tiering, f"first {at}", tokens)
     engine = make_engine(tiering)
+    assert isinstance(engine.clock, VirtualClock)
     (queue,) = tiering.all_queues()
     queue.held = frozenset({JobKind.LOAD})
-    waited = waits_of_eight(engine)
+    longer = [tokens + [7] * num_new_tokens for tokens in prompts]
+    waited = waits_of(engine, longer[:8])
     assert max(waited) < 2.5 < sum(waited), "they waited, but not for long"
     assert max(waited[4:]) < 0.1, "it rests by now"
+
+    num_trials = 0
+    for number, tokens in enumerate(longer[8:70]):
+        engine.clock.advance(1.0)
+        (again,) = waits_of(engine, [tokens])
+        assert again < 0.1, f"request {number} paid for trying whether it is back"
+        num_trials += any(job.kind is JobKind.LOAD for job in queue.pending)
+    assert num_trials > 3, "it was tried"
+
+    queue.held = frozenset()
+    engine.clock.advance(60.0)
+    waits_of(engine, longer[70:72])
+    assert restored(engine, "r71") == {"disk": 20}, "it is used again after one load has succeeded"
+
+
+def test_who_waits_for_a_tier_that_is_always_too_slow_does_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: only loads that were done in time told how fast it is, so it was never known to be slower."""
+    monkeypatch.setattr(promotions, "BATCH_CHUNKS", 2)
+    tiering = SimulatedTiering(200, restore_timeout_s=2.0)
+    for at in range(9):
+        serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 41))
+    engine = make_engine(tiering)
+    assert isinstance(engine.clock, VirtualClock)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LOAD})
+    waited = []
+    for at in range(9):
+        engine.clock.advance(0.0 if at < 8 else 30.0)
+        began = done_at = engine.clock()
+        engine.add(f"r{at}", prompt(at, 41), 1)
+        while f"r{at}" not in engine.outputs:
+            engine.step()
+            if queue.pending and engine.clock() >= done_at + 0.5:  # three of five batches are done in time
+                queue.complete(queue.pending[0])
+                done_at = engine.clock()
+        waited.append(engine.clock() - began)
+    assert restored(engine, "r0") == {"disk": 24}, "with what has come, the request goes on"
+    assert 2.0 < waited[0] < 2.5
+    assert max(waited[1:8]) < 0.1, "computing is faster"
+    assert 2.0 < waited[8] < 2.5, "after a while it is tried again"
 
 
 def on_storage(engine: SimulatedEngine, kind: type[BlockStored | BlockRemoved]) -> set[bytes]:
@@ -774,6 +824,60 @@ class TestDoNoHarm:
         engine.clock.advance(31)
         serve(engine, tiering, "now", prompt(5, 60))
         assert restored(engine, "now") == {"disk": 60}
+
+    def ask_slowly(self, step_s: float, look_up_s: float, **options: Any) -> tuple[SimulatedEngine, SimulatedTiering]:
+        """An engine over a disk and a shared store: the store has needed ``look_up_s`` to say that it lacks a prompt."""
+        tiering = SimulatedTiering(200, [DISK, replace(SHARED, has_index=False)], **options)
+        for at in range(5):
+            serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 60))
+        shared = tiering.media[1][0].chunks
+        on_disk = list(tiering.media[0][0].chunks)
+        for key in on_disk[:15]:  # the first prompt is in the store alone, of the second the start is on disk as well
+            del tiering.media[0][0].chunks[key]
+        for key in on_disk[15 + 5 : 15 + 15]:
+            del tiering.media[0][0].chunks[key]
+        assert len(shared) == 75
+        engine = make_engine(tiering)
+        assert isinstance(engine.clock, VirtualClock)
+        clock = engine.clock
+        _, store = tiering.all_queues()
+        store.on_job = lambda job: clock.advance(look_up_s if job.kind is JobKind.PROBE else 0)
+        execute = engine.executor.execute
+
+        def slow(step: SchedulerStep) -> StepOutput:
+            if step.scheduled:
+                clock.advance(step_s * step.num_tokens / 32)
+            return execute(step)
+
+        engine.executor.execute = slow  # type: ignore[method-assign]  # time must pass somewhere
+        serve(engine, tiering, "new", prompt(9, 60))
+        return engine, tiering
+
+    def test_a_store_that_is_slow_to_say_what_it_has_is_not_asked_for_what_is_computed_sooner(self) -> None:
+        """Found by reading: each new prompt waited for every chunk to be looked up, however long that took."""
+        engine, tiering = self.ask_slowly(step_s=0.1, look_up_s=1.0)
+        assert isinstance(engine.clock, VirtualClock)
+        (waited,) = waits_of(engine, [prompt(10, 60)])
+        assert waited < 0.3
+        (note,) = [note for note in next(reversed(engine.outputs.values())).cache_report.notes if "asking" in note]
+        assert "faster than asking shared" in note
+        serve(engine, tiering, "there", prompt(0, 60))
+        assert restored(engine, "there") == {}
+        serve(engine, tiering, "partly on disk", prompt(1, 60))
+        assert restored(engine, "partly on disk") == {"disk": 20}, "that is known without asking the store"
+        engine.clock.advance(31.0)
+        serve(engine, tiering, "later", prompt(0, 60)[:48] + prompt(11, 12))
+        assert engine.requests["later"].times.load_wait_s > 1.0, "it was asked again"
+
+    @pytest.mark.parametrize(
+        ("step_s", "look_up_s", "options"), [(0.1, 0.01, {}), (2.0, 1.0, {}), (0.1, 1.0, {"restore": "always"})]
+    )
+    def test_a_store_is_asked_if_that_is_faster_or_wanted(
+        self, step_s: float, look_up_s: float, options: dict[str, Any]
+    ) -> None:
+        engine, tiering = self.ask_slowly(step_s=step_s, look_up_s=look_up_s, **options)
+        serve(engine, tiering, "there", prompt(0, 60))
+        assert restored(engine, "there") == {"shared": 60}
 
     def test_only_what_comes_in_time_is_brought_up_behind_what_the_device_has(self) -> None:
         engine, tiering = self.measure(step_s=9.0, job_s=0.2, restore_timeout_s=3.0)

@@ -319,7 +319,7 @@ def test_what_a_late_thread_answers_says_nothing_of_the_medium() -> None:
 
     def fault(operation: str) -> str | None:
         gate(operation)
-        return "gone" if operation == "probe" else None
+        return "gone" if operation == "store" else None
 
     config = QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=2))
     with queue_on(faulty(fault), config, gate) as setup:
@@ -328,7 +328,7 @@ def test_what_a_late_thread_answers_says_nothing_of_the_medium() -> None:
         setup.clock.advance(2.0)
         assert [result.status for result in setup.queue.poll()] == [JobStatus.EXPIRED]
         gate.opened.set()
-        assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.FAILED
+        assert setup.run(JobKind.STORE, [b"a"], [chunk(1)]).status is JobStatus.FAILED
         assert setup.state() is TierState.RESTING, "two failures in a row: what came between was not asked for any more"
 
 
@@ -488,13 +488,15 @@ def test_a_load_fails_with_its_first_bad_chunk() -> None:
 
 
 def test_a_touch_is_no_trial_and_proves_nothing() -> None:
-    def fault(operation: str) -> str | None:
-        return "gone" if operation == "store" else None
-
-    with queue_on(faulty(fault), QueueConfig(breaker=BreakerConfig(failures_to_open=3))) as setup:
+    trouble: list[str | None] = [None]
+    with queue_on(faulty(lambda _: trouble[0]), QueueConfig(breaker=BreakerConfig(failures_to_open=3))) as setup:
         for _ in range(3):
+            trouble[0] = None
             assert setup.run(JobKind.TOUCH, [b"a"]).status is JobStatus.DONE
-            assert setup.run(JobKind.STORE, [b"a"], [chunk(1)]).status is JobStatus.FAILED
+            trouble[0] = "gone"
+            assert setup.run(JobKind.TOUCH, [b"a"]).status is JobStatus.FAILED
+            assert setup.state() is TierState.ON
+            assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.FAILED
         assert setup.state() is TierState.RESTING, "three failures in a row, for touches do not count"
         setup.clock.advance(1.0)
         assert not setup.submit(JobKind.TOUCH, [b"a"])
@@ -515,7 +517,8 @@ def test_a_probe_answered_from_an_index_is_no_trial_either() -> None:
             assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE
             assert setup.run(JobKind.LOAD, [b"a"], [chunk(1)]).status is JobStatus.FAILED
         assert setup.state() is TierState.RESTING, "two failures in a row, for probes do not count"
-        assert not setup.submit(JobKind.PROBE, [b"a"])
+        assert not setup.submit(JobKind.LOAD, [b"a"], [chunk(1)])
+        assert setup.run(JobKind.STORE, [b"b"], [chunk(1)]).status is JobStatus.DONE
         setup.clock.advance(1.0)
         assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.DONE, "or no load would ever be tried"
         assert setup.state() is TierState.TRYING
@@ -527,24 +530,26 @@ def test_a_probe_answered_from_an_index_is_no_trial_either() -> None:
 @pytest.mark.parametrize("has_index", [True, False])
 def test_what_an_index_answers_for_the_medium_ends_no_trial(has_index: bool) -> None:
     """Found by reading: a store of what was there already, and a load of what was not, ended a disk's rest."""
-    trouble = ["gone"]
+    trouble: list[str] = []
 
-    def fault(operation: str) -> str | None:
-        return trouble[0] if trouble and operation == "load" else None
-
-    tier = faulty(fault)
+    tier = faulty(lambda _: trouble[0] if trouble else None)
     tier.has_index = has_index
     with queue_on(tier, QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=1))) as setup:
         setup.run(JobKind.STORE, [b"a"], [chunk(1)])
-        setup.run(JobKind.LOAD, [b"a"], [chunk(1)])
-        setup.clock.advance(1.0)
-        assert setup.run(JobKind.STORE, [b"a"], [chunk(1)]).answers == (StoreOutcome.PRESENT,)
-        assert setup.state() is (TierState.TRYING if has_index else TierState.ON), "who has no index asked the medium"
-        trouble.clear()
-        assert setup.run(JobKind.LOAD, [b"b"], [chunk(1)]).answers == (LoadOutcome.ABSENT,)
-        assert setup.state() is (TierState.TRYING if has_index else TierState.ON)
-        assert setup.run(JobKind.LOAD, [b"a"], [chunk(1)]).status is JobStatus.DONE
-        assert setup.state() is TierState.ON
+        for kind, key in ((JobKind.LOAD, b"a"), (JobKind.STORE, b"c")):
+            trouble[:] = ["gone"]
+            setup.run(kind, [key], [chunk(1)])
+            trouble.clear()
+            setup.clock.advance(1.0)
+            assert setup.state() is TierState.TRYING
+            if kind is JobKind.LOAD:
+                assert setup.run(kind, [b"b"], [chunk(1)]).answers == (LoadOutcome.ABSENT,)
+            else:
+                assert setup.run(kind, [b"a"], [chunk(1)]).answers == (StoreOutcome.PRESENT,)
+            expected = TierState.TRYING if has_index else TierState.ON
+            assert setup.state() is expected, "who has no index asked the medium"
+            assert setup.run(kind, [key], [chunk(1)]).status is JobStatus.DONE
+            assert setup.state() is TierState.ON
 
 
 def test_writes_that_fail_beside_chunks_that_are_there_are_failures_in_a_row() -> None:
@@ -570,15 +575,18 @@ def test_one_trial_at_a_time() -> None:
         gate(operation)
         return trouble[0]
 
-    config = QueueConfig(num_threads=2, breaker=BreakerConfig(failures_to_open=1))
+    config = QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=1))
     with queue_on(faulty(fault), config, gate) as setup:
         setup.run(JobKind.REMOVE, [b"a"])
         setup.clock.advance(1.0)
-        trial = setup.submit(JobKind.PROBE, [b"a"])
+        assert setup.submit(JobKind.PROBE, [b"a"])
+        gate.wait_for_arrival()
+        trial = setup.submit(JobKind.STORE, [b"a"], [chunk(1)])
         assert trial
         assert not setup.submit(JobKind.REMOVE, [b"a"])
         setup.queue.cancel(trial.job_id)  # says nothing of the medium: another may try
         trouble[0] = None
+        gate.opened.set()
         assert setup.submit(JobKind.REMOVE, [b"a"])
         assert setup.queue.drain(WAIT_S)
         assert setup.state() is TierState.ON
@@ -591,7 +599,7 @@ def test_a_job_without_chunks_is_no_trial() -> None:
     with queue_on(faulty(lambda _: trouble[0]), config) as setup:
         setup.run(JobKind.REMOVE, [b"a"])
         setup.clock.advance(1.0)
-        assert setup.run(JobKind.LOAD, []).status is JobStatus.DONE
+        assert setup.run(JobKind.REMOVE, []).status is JobStatus.DONE
         assert setup.state() is TierState.TRYING, "it proves nothing"
         trouble[0] = None
         assert setup.run(JobKind.REMOVE, [b"a"]).status is JobStatus.DONE
@@ -603,12 +611,12 @@ def test_what_is_no_trial_does_not_end_one_when_it_is_cancelled() -> None:
 
     def fault(operation: str) -> str | None:
         gate(operation)
-        return "gone" if operation == "store" else None
+        return "gone" if operation == "load" else None
 
     tier = faulty(fault)
     tier.has_index = True
     with queue_on(tier, QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=1)), gate) as setup:
-        assert setup.run(JobKind.STORE, [b"a"], [chunk(1)]).status is JobStatus.FAILED
+        assert setup.run(JobKind.LOAD, [b"a"], [bytearray(CHUNK)]).status is JobStatus.FAILED
         setup.clock.advance(1.0)
         probe = setup.submit(JobKind.PROBE, [b"a"])
         trial = setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
@@ -619,21 +627,28 @@ def test_what_is_no_trial_does_not_end_one_when_it_is_cancelled() -> None:
         assert setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
 
 
-def test_what_is_queued_fails_when_the_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_queued_fails_when_its_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate("probe")
+    trouble: list[str | None] = ["gone"]
 
     def fault(operation: str) -> str | None:
         gate(operation)
-        return "gone" if operation == "probe" else None
+        return trouble.pop() if trouble else None
 
     config = QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=1))
     with queue_on(faulty(fault), config, gate) as setup:
         setup.submit(JobKind.PROBE, [b"a"])
-        setup.submit(JobKind.STORE, [b"b"], [chunk(1)])  # which nothing else would keep from succeeding
+        setup.submit(JobKind.PROBE, [b"b"])  # which nothing else would keep from succeeding
+        setup.submit(JobKind.STORE, [b"b"], [chunk(1)])
         gate.opened.set()
         assert setup.queue.drain(WAIT_S)
-        assert [result.status for result in setup.queue.poll()] == [JobStatus.FAILED] * 2
-        assert "rests: after several failures in a row it is not asked for a while; the last: gone" in caplog.text
+        assert [(result.job.kind, result.status) for result in setup.queue.poll()] == [
+            (JobKind.PROBE, JobStatus.FAILED),
+            (JobKind.PROBE, JobStatus.FAILED),
+            (JobKind.STORE, JobStatus.DONE),
+        ]
+        told = "rests: after several failures in a row, there are no look-ups for a while; the last: gone"
+        assert told in caplog.text
 
 
 def test_hanging_threads_open_the_breaker() -> None:

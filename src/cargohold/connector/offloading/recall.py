@@ -14,13 +14,14 @@
                        over, with the chunks held until the request is admitted
 
 A deadline ends the wait at every point, in time in which the engine steps: chunks that have not come by then are computed.
-While the engine has no place for the request, its deadline is put off: the request would have to wait anyway.
+While the engine has no place for the request, its deadline is put off: the request would have to wait anyway. A request whose
+look-ups or loads try whether a tier works again that was resting waits for one step only, or it would pay for the trial.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.connector.offloading.jobs import Origins
@@ -29,6 +30,7 @@ from cargohold.connector.offloading.recall_plan import chains_to_promote, needed
 from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
+from cargohold.offload.tier.jobs import Access
 from cargohold.offload.tiering import Chain, LowerTiers
 
 PATIENCE = 0.5
@@ -94,7 +96,8 @@ class Recalls:
         if recall.promotion is not None and not recall.promotion.num_running:
             recall.is_over = True
         elif now >= recall.deadline:
-            state.notes.append(f"lower tiers took longer than {self._lower.config.restore_timeout_s:g} s")
+            waited = f"took longer than {self._lower.config.restore_timeout_s:g} s"
+            state.notes.append(f"lower tiers {'are only being tried again' if recall.is_trial else waited}")
             recall.give_up()
         elif recall.promotion is None and self._is_time(recall):
             self._begin(recall, state, num_computed_tokens, limit_tokens)
@@ -108,9 +111,14 @@ class Recalls:
         recall.probes = ()  # earlier probes have been answered
         unknown: list[OffloadKey] = []
         hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
+        if not (recall.indexed_only or self._is_worth_asking(state, num_computed_tokens, limit_tokens, len(unknown))):
+            recall.indexed_only = True
+            unknown.clear()
+            hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
         if hit.undecided:
-            recall.probes = self._lower.probe(list(dict.fromkeys(unknown)))
+            recall.probes = self._lower.probe(list(dict.fromkeys(unknown)), indexed_only=recall.indexed_only)
             self._look_again_later(recall)
+            self._limit_trial(recall, {probe.tier for probe in recall.probes}, Access.LOOK_UP)
             return
         num_tokens, chains = self._worth_while(state, num_computed_tokens, hit.num_tokens)
         if not chains:
@@ -124,6 +132,30 @@ class Recalls:
             return
         recall.promotion = promotion
         recall.is_over = not promotion.num_running
+        self._limit_trial(recall, {chain.tier for chain in chains}, Access.LOAD)
+
+    def _limit_trial(self, recall: Recall, tiers: Iterable[int], access: Access) -> None:
+        """Let a request wait for one step only if jobs for it try whether one of these tiers works again."""
+        if any(self._lower.tiers[at].is_tried(access) for at in tiers):
+            recall.is_trial = True
+            recall.deadline = self._clock()
+            self._lower.wake_at(recall.deadline)
+
+    def _is_worth_asking(
+        self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_unknown: int
+    ) -> bool:
+        """Whether asking tiers without an index takes no longer than computing all that they could give back."""
+        ask_s = self._lower.estimate_look_up_s(num_unknown) if num_unknown else None
+        if self._pace is None or not ask_s:
+            return True
+        compute_s = self._pace.predict(limit_tokens - self._host_hit(state, num_computed_tokens, limit_tokens))
+        if compute_s is None or ask_s <= compute_s:
+            return True
+        tiers = " and ".join(tier.name for tier in self._lower.tiers if not tier.options.has_index)
+        state.notes.append(
+            f"computing was expected to be faster than asking {tiers}: {compute_s:.3f} s against {ask_s:.3f} s"
+        )
+        return False
 
     def _is_time(self, recall: Recall) -> bool:
         """Whether it is time to look again for a request that waits for answers, slots or other requests' chunks."""
@@ -140,7 +172,8 @@ class Recalls:
         self, state: RequestState, num_computed_tokens: int, limit_tokens: int, unknown: list[OffloadKey]
     ) -> PrefixHit:
         """Return the longest prefix that all tiers together have. Adds chunks that tiers must be asked for to ``unknown``."""
-        deep = [DeepStates(self._host, self._lower, keys, unknown) for keys in state.keys]
+        only = state.recall is not None and state.recall.indexed_only
+        deep = [DeepStates(self._host, self._lower, keys, unknown, indexed_only=only) for keys in state.keys]
         groups = [
             GroupUnits(keys.group, keys.chunk_tokens, states) for keys, states in zip(state.keys, deep, strict=True)
         ]

@@ -41,6 +41,8 @@ class Recall:
         look_again_at: time before which the request is not looked at again unless its probes have ended, because looking
             costs time that other requests could use.
         promotion: the chunks that are being brought up; ``None`` before that begins.
+        indexed_only: whether only tiers with an index may be asked which chunks they have.
+        is_trial: whether jobs for it try whether a tier works again.
         is_over: whether the request need not wait any more.
     """
 
@@ -50,6 +52,8 @@ class Recall:
     probes: Sequence[TierTask] = ()
     look_again_at: float = 0.0
     promotion: Promotion | None = None
+    indexed_only: bool = False
+    is_trial: bool = False
     is_over: bool = False
 
     def end(self) -> None:

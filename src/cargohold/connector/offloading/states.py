@@ -67,11 +67,21 @@ class DeepStates:
         lower: the tiers below.
         keys: the request's chunks.
         unknown: mutated: chunks are added that a lower tier must be asked for first. They count as "not yet".
+        indexed_only: whether only tiers with an index may be asked.
     """
 
-    def __init__(self, host: OffloadManager, lower: LowerTiers, keys: ChunkKeys, unknown: list[OffloadKey]) -> None:
+    def __init__(
+        self,
+        host: OffloadManager,
+        lower: LowerTiers,
+        keys: ChunkKeys,
+        unknown: list[OffloadKey],
+        *,
+        indexed_only: bool = False,
+    ) -> None:
         self._host = host
         self._lower = lower
+        self._indexed_only = indexed_only
         self._keys = keys.keys
         self._unknown = unknown
 
@@ -108,7 +118,7 @@ class DeepStates:
 
     def _ask(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False) -> bytes:
         """Return the states that the tiers below give for chunks that host memory lacks."""
-        states = self._lower.lookup(keys, up_to_absent=up_to_absent)
+        states = self._lower.lookup(keys, up_to_absent=up_to_absent, indexed_only=self._indexed_only)
         if UNKNOWN in states:
             self._unknown += [key for key, state in zip(keys, states, strict=False) if state == UNKNOWN]
         return states.translate(_UNKNOWN_IS_NOT_YET)

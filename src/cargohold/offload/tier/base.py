@@ -66,7 +66,7 @@ class Tier(ABC):
     Attributes:
         name: the tier's name for users: ``disk``, ``shared``.
         chunk_bytes: bytes of the largest chunk.
-        has_index: whether the tier keeps an index of its chunks. Then an answer to a probe does not show that the medium works.
+        has_index: whether the tier keeps an index of its chunks, and answers probes without asking its medium.
     """
 
     name: str

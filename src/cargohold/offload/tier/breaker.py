@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier whose medium keeps failing rests for a while, so that it costs misses instead of waits.
+"""Circuit breakers: a tier whose medium keeps failing rests for a while, so that it costs misses instead of waits.
 
 ::
 
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier.jobs import JobKind
+from cargohold.offload.tier.jobs import ACCESS_OF, Access, JobKind
 from cargohold.protocol import Clock
 
 
@@ -78,14 +79,6 @@ class CircuitBreaker:
         state = self.state
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._has_trial)
 
-    def may_ask(self, kind: JobKind) -> bool:
-        """Whether a job that does not reach the medium is let through. Call none of the ``note_*`` methods for such a job.
-
-        While a trial is due, probes pass, because without them no load would ever become the trial. Touches do not: there is
-        no use in telling the tier what was used.
-        """
-        return self.state is BreakerState.CLOSED or (kind is JobKind.PROBE and self.would_admit())
-
     def admit(self) -> bool:
         """Let a job through if the state allows, and return whether it does. If so, call one ``note_*`` method at its end."""
         if not self.would_admit():
@@ -117,3 +110,61 @@ class CircuitBreaker:
     def note_cancelled(self) -> None:
         """Note that a job ended without showing whether the medium works."""
         self._has_trial = False
+
+
+class TierBreakers:
+    """The circuit breakers of one tier: one for each ``Access``, because one may work while another does not.
+
+    A disk may take writes into the operating system's cache while every load waits for the medium: if writes that succeed
+    closed the breaker again, requests would wait for loads in vain for ever. And what is on a full disk can still be loaded.
+
+    Touches tell nothing: a tier that fails to note the use of chunks is not worse for that. They pass while look-ups do, but
+    are no trials.
+
+    Args:
+        clock: monotonic time in seconds.
+        config: when an access rests, and for how long.
+    """
+
+    def __init__(self, clock: Clock, config: BreakerConfig) -> None:
+        self._breakers = {access: CircuitBreaker(clock, config) for access in Access}
+
+    def __getitem__(self, access: Access) -> CircuitBreaker:
+        """The breaker of one way of access."""
+        return self._breakers[access]
+
+    def of(self, kind: JobKind) -> CircuitBreaker:
+        """The breaker of the access that a job of this kind is."""
+        return self._breakers[ACCESS_OF[kind]]
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether a request may look for chunks now, and load them."""
+        return self._breakers[Access.LOOK_UP].would_admit() and self._breakers[Access.LOAD].would_admit()
+
+    @property
+    def worst_state(self) -> BreakerState:
+        """The state of the breaker that lets the fewest jobs through."""
+        states = {breaker.state for breaker in self._breakers.values()}
+        return next(state for state in _WORST_FIRST if state in states)
+
+    def admit(self, kind: JobKind) -> bool:
+        """Let a job through if its breaker allows, and return whether it does. If so, call one ``note_*`` method at its end."""
+        return self.of(kind).state is BreakerState.CLOSED if kind is JobKind.TOUCH else self.of(kind).admit()
+
+    def note_success(self, kind: JobKind) -> None:
+        """Note that a job was carried out."""
+        if kind is not JobKind.TOUCH:
+            self.of(kind).note_success()
+
+    def note_failure(self, kind: JobKind) -> bool:
+        """Note that a job failed or was late; return whether that opened its breaker."""
+        return kind is not JobKind.TOUCH and self.of(kind).note_failure()
+
+    def note_cancelled(self, kind: JobKind) -> None:
+        """Note that a job ended without showing whether the medium works."""
+        if kind is not JobKind.TOUCH:
+            self.of(kind).note_cancelled()
+
+
+_WORST_FIRST: Final = (BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED)

@@ -45,9 +45,9 @@ class TierState(Enum):
     ON = "on"
     """It takes all jobs."""
     TRYING = "trying"
-    """It takes one job at a time, to try whether the medium works again."""
+    """It takes look-ups, loads or writes one at a time, to try whether the medium works again."""
     RESTING = "resting"
-    """It takes no job, because the breaker is open."""
+    """It takes no look-ups, no loads or no writes, because their breaker is open."""
     OFF = "off"
     """It takes no job any more: it was shut down, or its threads kept dying."""
 

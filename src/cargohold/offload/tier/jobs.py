@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
@@ -22,14 +22,21 @@ class JobKind(Enum):
     """Mark chunks as used by a request that got them from elsewhere. Also answers which of them are there."""
 
 
-def reaches_medium(kind: JobKind, *, has_index: bool) -> bool:
-    """Whether a job of this kind shows that the medium works; only such a job can be the trial of a tier that rests.
+class Access(Enum):
+    """A way of using a medium. One may work while another does not; the values name them in messages."""
 
-    Args:
-        kind: what the job does.
-        has_index: whether the tier keeps an index of its chunks, so that a probe does not ask the medium.
-    """
-    return kind is not JobKind.TOUCH and not (has_index and kind is JobKind.PROBE)
+    LOOK_UP = "look-ups"
+    LOAD = "loads"
+    WRITE = "writes"
+
+
+ACCESS_OF: Final[Mapping[JobKind, Access]] = {
+    JobKind.PROBE: Access.LOOK_UP,
+    JobKind.TOUCH: Access.LOOK_UP,
+    JobKind.LOAD: Access.LOAD,
+    JobKind.STORE: Access.WRITE,
+    JobKind.REMOVE: Access.WRITE,
+}
 
 
 class JobStatus(Enum):

@@ -6,7 +6,8 @@ A tier blocks as long as its medium does: a network file system may hang for min
   job is live. So a thread that hangs does no harm: its job ends in time, and the job's buffers are free.
 * Jobs end at their deadline, whatever the threads do. Probes, touches and loads go before stores and removals. A job that
   finds the queue full is refused at once.
-* A circuit breaker lets a tier rest whose medium keeps failing; then one job at a time tries whether it works again.
+* Circuit breakers let a tier rest whose medium keeps failing; then one job at a time tries whether it works again. Look-ups,
+  loads and writes have a breaker each.
 * A thread that died is replaced, a few times; then the tier is turned off and an error is logged.
 """
 
@@ -15,14 +16,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from cargohold.offload.tier.base import StoreOutcome, Tier
-from cargohold.offload.tier.breaker import BreakerState, CircuitBreaker
+from cargohold.offload.tier.breaker import BreakerState, TierBreakers
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
 from cargohold.offload.tier.io_thread import IoThread
-from cargohold.offload.tier.jobs import FROM_INDEX, Answer, JobKind, JobStatus, TierJob, TierResult, reaches_medium
+from cargohold.offload.tier.jobs import ACCESS_OF, FROM_INDEX, Answer, JobKind, JobStatus, TierJob, TierResult
 from cargohold.offload.tier.ledger import URGENT, JobLedger, LiveJob, Piece
 from cargohold.protocol import Clock
 
@@ -54,7 +55,7 @@ class TierQueue:
         self._clock = clock
         self._changed = threading.Condition()
         self._ledger = JobLedger(clock)
-        self._breaker = CircuitBreaker(clock, self.config.breaker)
+        self._breakers = TierBreakers(clock, self.config.breaker)
         self._totals = Totals()
         self._is_off = False
         self._threads: list[IoThread] = []
@@ -70,12 +71,14 @@ class TierQueue:
     def submit(self, job: TierJob) -> bool:
         """Queue a job. Returns ``False`` if it is not taken, because the queue is full or the tier rests or is off."""
         with self._changed:
-            if self._is_off or self._is_full(job) or not self._may_pass(job):
+            if self._is_off or self._is_full(job) or not self._breakers.admit(job.kind):
                 self._totals.num_refused += 1
                 return False
             self._ledger.add(job)
-            if not job.keys and self._reaches_medium(job.kind):
-                self._breaker.note_cancelled()  # a job without chunks is done already; the medium was not asked
+            if not job.keys:
+                self._breakers.note_cancelled(
+                    job.kind
+                )  # a job without chunks is done already; the medium was not asked
             self._changed.notify_all()
         return True
 
@@ -92,16 +95,14 @@ class TierQueue:
         """Cancel a job that has not ended yet, because nobody waits for it any more."""
         with self._changed:
             live = self._ledger.find(job_id)
-            if live is None or not self._ledger.end(live, JobStatus.CANCELLED):
-                return
-            if self._reaches_medium(live.job.kind):
-                self._breaker.note_cancelled()
+            if live is not None and self._ledger.end(live, JobStatus.CANCELLED):
+                self._breakers.note_cancelled(live.job.kind)
 
     @property
     def state(self) -> TierState:
-        """Whether the queue takes jobs."""
+        """Whether the queue takes jobs; if not all of its breakers are in the same state, that of the worst."""
         with self._changed:
-            return TierState.OFF if self._is_off else _STATE_OF_BREAKER[self._breaker.state]
+            return TierState.OFF if self._is_off else _STATE_OF_BREAKER[self._breakers.worst_state]
 
     @property
     def is_off(self) -> bool:
@@ -210,19 +211,18 @@ class TierQueue:
 
     def _note_answers(self, piece: Piece, answers: list[Answer]) -> None:
         if self._ledger.answer(piece, answers):
-            if self._reaches_medium(piece.kind):
-                self._note_end(piece.live.answers)
+            self._note_end(piece.kind, piece.live.answers)
             self._changed.notify_all()
 
-    def _note_end(self, answers: Sequence[Answer | None]) -> None:
+    def _note_end(self, kind: JobKind, answers: Sequence[Answer | None]) -> None:
         """Tell the breaker what the answers of a job say about the medium."""
         told = set(answers) - (FROM_INDEX if self.tier.has_index else set())
         if told - {StoreOutcome.FAILED}:
-            self._breaker.note_success()
+            self._breakers.note_success(kind)
         elif told:
-            self._note_failure(self._totals.last_failure)
+            self._note_failure(kind, self._totals.last_failure)
         else:
-            self._breaker.note_cancelled()
+            self._breakers.note_cancelled(kind)
 
     def _may_go_on(self, piece: Piece) -> bool:
         """Whether to go on with a job though a chunk failed.
@@ -233,16 +233,9 @@ class TierQueue:
         num_failed = answers.count(StoreOutcome.FAILED) + 1
         return (
             piece.kind is JobKind.STORE
-            and self._breaker.state is BreakerState.CLOSED
+            and self._breakers.of(piece.kind).state is BreakerState.CLOSED
             and num_failed < min(len(answers), self.config.breaker.failures_to_open)
         )
-
-    def _may_pass(self, job: TierJob) -> bool:
-        """Whether the breaker lets a job through."""
-        return self._breaker.admit() if self._reaches_medium(job.kind) else self._breaker.may_ask(job.kind)
-
-    def _reaches_medium(self, kind: JobKind) -> bool:
-        return reaches_medium(kind, has_index=self.tier.has_index)
 
     def _is_full(self, job: TierJob) -> bool:
         is_urgent = job.kind in URGENT
@@ -253,21 +246,24 @@ class TierQueue:
         if not self._ledger.end(live, status, reason):
             return
         self._totals.note_failure(reason)
-        self._note_failure(reason)
+        self._note_failure(live.job.kind, reason)
         self._changed.notify_all()
 
-    def _note_failure(self, reason: str) -> None:
-        if self._breaker.note_failure():
+    def _note_failure(self, kind: JobKind, reason: str) -> None:
+        if self._breakers.note_failure(kind):
+            access = ACCESS_OF[kind]
             logger.warning(
-                "tier %s rests: after several failures in a row it is not asked for a while; the last: %s",
+                "tier %s rests: after several failures in a row, there are no %s for a while; the last: %s",
                 self.tier.name,
+                access.value,
                 reason,
             )
-            self._end_all(f"the tier rests: {reason}")
+            self._end_all(f"the tier rests: {reason}", [other for other in JobKind if ACCESS_OF[other] is access])
 
-    def _end_all(self, reason: str) -> None:
+    def _end_all(self, reason: str, kinds: Collection[JobKind] = tuple(JobKind)) -> None:
         for live in self._ledger.all():
-            self._ledger.end(live, JobStatus.FAILED, reason)
+            if live.job.kind in kinds:
+                self._ledger.end(live, JobStatus.FAILED, reason)
 
     def _new_thread(self) -> IoThread:
         return IoThread(self, self.tier, self._clock)

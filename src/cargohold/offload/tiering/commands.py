@@ -20,8 +20,8 @@ class TierOptions:
         write_mode: when they are written.
         max_chunks: maximum number of chunks that it can hold; ``None`` if that is not known.
         max_daily_chunks: maximum number of chunks written per day; ``None`` for no limit.
-        has_index: whether the tier keeps an index of its chunks. Then its answer to a probe does not show that its medium
-            works, and its policy must be told of the use of chunks that host memory gives back, or it would evict them.
+        has_index: whether the tier keeps an index of its chunks. Then it answers probes without asking its medium, and its
+            policy must be told of the use of chunks that host memory gives back, or it would evict them.
         locality: whether it is local or shared; see ``TierConfig``.
         max_inflight_chunks: maximum number of chunks being written at the same time; each keeps its slot in host memory.
         max_asked_chunks: maximum number of chunks in probes, touches and loads in flight at the same time.

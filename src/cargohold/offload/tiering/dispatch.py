@@ -70,11 +70,11 @@ class Dispatch:
     def writes(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
         """Yield commands that write as many chunks of the backlogs as may be in flight; pin the chunks."""
         for at, tier in enumerate(self._tiers):
-            while (room := tier.num_writable) and tier.is_usable:
+            while (room := tier.num_writable) and tier.is_writable:
                 batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._writable, tier))
                 if batch is None:
                     break
-                tier.breaker.admit()
+                tier.breakers.admit(JobKind.STORE)
                 pins = self._host.prepare_load(batch.keys)
                 task = TierTask(JobKind.STORE, at, batch.keys, pins.slots, batch.parents, pins=pins)
                 tier.begin_writing(task)
@@ -90,9 +90,7 @@ class Dispatch:
 
     def _may_go(self, task: TierTask) -> bool:
         tier = self._tiers[task.tier]
-        if tier.is_off:
-            return False
-        return tier.breaker.admit() if tier.is_tried_by(task.kind) else tier.breaker.may_ask(task.kind)
+        return not tier.is_off and tier.breakers.admit(task.kind)
 
     def _writable(self, tier: LowerTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks that a tier wants and host memory has."""

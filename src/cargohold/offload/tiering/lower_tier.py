@@ -9,9 +9,9 @@ from collections.abc import Set as AbstractSet
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
-from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, CircuitBreaker
+from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, TierBreakers
 from cargohold.offload.tier.config import Admission, WriteMode
-from cargohold.offload.tier.jobs import JobKind, reaches_medium
+from cargohold.offload.tier.jobs import ACCESS_OF, Access
 from cargohold.offload.tiering.allowance import Allowance
 from cargohold.offload.tiering.backlog import Backlog
 from cargohold.offload.tiering.commands import TieringConfig, TierOptions
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 UNKNOWN = 3
 """State of a chunk for which no tier was asked yet; ``LowerTiers.probe`` asks. Besides ``ABSENT``, ``READY``, ``NOT_YET``."""
 _STATES = {True: READY, False: ABSENT, None: UNKNOWN}
+_UNKNOWN_IS_ABSENT = bytes.maketrans(bytes([UNKNOWN]), bytes([ABSENT]))
 ANSWERS_PER_SLOT = 4
 """Number of answers remembered, and of chunks remembered as used once, per slot of host memory; at most ``MAX_ANSWERS``."""
 MAX_ANSWERS = 2**18
@@ -47,8 +48,9 @@ class LowerTier:
     Attributes:
         options: as given.
         presence: the tier's remembered answers.
-        breaker: decides whether the tier rests.
+        breakers: decide whether the tier rests.
         pace: how long bringing up chunks takes.
+        look_up_pace: how long it takes to ask a tier without an index which chunks it has.
         backlog: chunks that wait to be written to it.
         stats: counters since they were last taken.
         probing: chunks in probes that it has not answered.
@@ -60,8 +62,9 @@ class LowerTier:
     def __init__(self, options: TierOptions, host_capacity: int, clock: Clock, config: TieringConfig) -> None:
         self.options = options
         self.presence = Presence(min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity + 1024), MAX_ANSWER_AGE_S, clock)
-        self.breaker = CircuitBreaker(clock, BreakerConfig())
+        self.breakers = TierBreakers(clock, BreakerConfig())
         self.pace = Pace(clock, REMEASURE_S)
+        self.look_up_pace = Pace(clock, REMEASURE_S)
         self.backlog = Backlog(host_capacity)
         self.probing: set[OffloadKey] = set()
         self.touching: set[OffloadKey] = set()
@@ -88,22 +91,32 @@ class LowerTier:
         return self.options.name
 
     @property
-    def is_usable(self) -> bool:
-        """Whether the tier takes jobs: not if it is off, rests, or one job is trying whether it works again."""
-        return not self.is_off and self.breaker.would_admit()
+    def is_readable(self) -> bool:
+        """Whether requests may look for chunks in the tier: not if it is off, rests, or is being tried by another request."""
+        return not self.is_off and self.breakers.can_be_read
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the tier takes chunks: not if it is off, its writes rest, or one is trying whether they work again."""
+        return not self.is_off and self.breakers[Access.WRITE].would_admit()
+
+    def is_tried(self, access: Access) -> bool:
+        """Whether the next job of this kind, or the one in flight, tries whether the tier works again."""
+        return self.breakers[access].state is BreakerState.HALF_OPEN
 
     def parts(self, keys: Sequence[OffloadKey]) -> list[Sequence[OffloadKey]]:
         """Split keys into parts of as many as the tier's workers take in one job."""
         size = self.options.max_asked_chunks
         return [keys[first : first + size] for first in range(0, len(keys), size)]
 
-    def is_tried_by(self, kind: JobKind) -> bool:
-        """Whether a job of this kind shows that the medium works."""
-        return reaches_medium(kind, has_index=self.options.has_index)
+    def lookup(self, keys: Sequence[OffloadKey], *, indexed_only: bool = False) -> bytes:
+        """Return one byte per chunk: ``READY``, ``ABSENT``, ``NOT_YET`` if the tier is being asked, or ``UNKNOWN``.
 
-    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
-        """Return one byte per chunk: ``READY``, ``ABSENT``, ``NOT_YET`` if the tier is being asked, or ``UNKNOWN``."""
+        With ``indexed_only``, a tier without an index has nothing but what it is known to have.
+        """
         states = bytes(map(_STATES.__getitem__, self.presence.get(keys)))
+        if indexed_only and not self.options.has_index:
+            return states.translate(_UNKNOWN_IS_ABSENT)
         return mark(states, keys, self.probing, NOT_YET)
 
     def wanted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -193,18 +206,21 @@ class LowerTier:
             )
             self.clear()
 
-    def blame(self, reason: str) -> None:
-        """Count a job that failed or did not end in time; after several in a row the tier rests."""
+    def blame(self, task: TierTask, how: str) -> None:
+        """Count a job that failed or did not end in time, as ``how`` says; after several in a row the tier rests."""
         self.stats["failures"] += 1
         if self.is_off:
             return
-        was_trial = self.breaker.state is BreakerState.HALF_OPEN
-        if self.breaker.note_failure():
+        was_trial = self.breakers.of(task.kind).state is BreakerState.HALF_OPEN
+        if self.breakers.note_failure(task.kind):
+            access = ACCESS_OF[task.kind]
             # Workers log why each trial failed, so a failed trial is no news.
             level = logging.INFO if was_trial else logging.WARNING
-            logger.log(level, "tier %s is not asked for a while: %s", self.name, reason)
-            # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
-            self._withdraw()
+            what = f"a {task.kind.value} of {len(task.keys)} chunks {how}"
+            logger.log(level, "tier %s: no %s for a while: %s", self.name, access.value, what)
+            if access is not Access.WRITE:
+                # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
+                self._withdraw()
 
     def clear(self) -> None:
         """Forget what the tier holds, and the backlog, for a reset or because the tier is off."""

@@ -74,7 +74,7 @@ class LowerTiers:
         self._host = host
         self._tasks = TaskTable(self.clock)
         self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
-        self._promotions = Promotions(host, self._tasks, self.clock, config.restore_timeout_s)
+        self._promotions = Promotions(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s)
         self._upkeep = Upkeep(self.tiers, self._tasks)
         self._alarms: list[float] = []
         self._num_changes = 0
@@ -121,13 +121,13 @@ class LowerTiers:
             return True
         if now >= self._settles_at:
             return False
-        return bool(self._tasks) or any(tier.num_writable and tier.is_usable for tier in self.tiers)
+        return bool(self._tasks) or any(tier.num_writable and tier.is_writable for tier in self.tiers)
 
     @property
     def _is_loading(self) -> bool:
         return any(task.kind is JobKind.LOAD for task in self._tasks)
 
-    def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False) -> bytes:
+    def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, indexed_only: bool = False) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
 
         Host memory is not looked at, except that chunks being brought up into it are ``NOT_YET``.
@@ -135,8 +135,9 @@ class LowerTiers:
         Args:
             keys: the chunks.
             up_to_absent: whether to end before the first absent chunk.
+            indexed_only: whether only tiers with an index may be asked: what others have not said yet, they do not have.
         """
-        answers = [tier.lookup(keys) for tier in self.tiers if tier.is_usable]
+        answers = [tier.lookup(keys, indexed_only=indexed_only) for tier in self.tiers if tier.is_readable]
         states = reduce(_over, answers) if answers else _ABSENT * len(keys)
         states = mark(states, keys, self._promotions.arriving, NOT_YET)
         return states.partition(_ABSENT)[0] if up_to_absent else states
@@ -148,7 +149,7 @@ class LowerTiers:
         """
         tiers = [-1] * len(keys)
         for at, tier in enumerate(self.tiers):
-            if tier.is_usable:
+            if tier.is_readable:
                 answers = tier.presence.get(keys)
                 tiers = [
                     at if known < 0 and is_there else known for known, is_there in zip(tiers, answers, strict=True)
@@ -164,18 +165,32 @@ class LowerTiers:
         times = [self.tiers[at].pace.predict(count) for at, count in num_chunks.items()]
         return None if None in times else sum(time for time in times if time is not None)
 
+    def estimate_look_up_s(self, num_chunks: int) -> float | None:
+        """Return the estimated seconds until all tiers have said which of so many chunks they have; ``None`` if not known.
+
+        A tier with an index answers at once.
+        """
+        asked = [tier for tier in self.tiers if tier.is_readable and not tier.options.has_index]
+        times = [tier.look_up_pace.predict(num_chunks) for tier in asked]
+        return None if None in times else max((time for time in times if time is not None), default=0.0)
+
     # --- for requests -------------------------------------------------------------------------------------------------
 
-    def probe(self, keys: Sequence[OffloadKey]) -> list[TierTask]:
+    def probe(self, keys: Sequence[OffloadKey], *, indexed_only: bool = False) -> list[TierTask]:
         """Ask for chunks whose state is ``UNKNOWN``: each in the first usable tier that has not said that it is absent.
+
+        Args:
+            keys: the chunks.
+            indexed_only: see ``lookup``.
 
         Returns:
             The probes; ``has_ended`` becomes true on each when it is answered.
         """
-        rest = [key for key, state in zip(keys, self.lookup(keys), strict=True) if state == UNKNOWN]
+        states = self.lookup(keys, indexed_only=indexed_only)
+        rest = [key for key, state in zip(keys, states, strict=True) if state == UNKNOWN]
         probes: list[TierTask] = []
         for at, tier in enumerate(self.tiers):
-            if tier.is_usable:
+            if tier.is_readable and (tier.options.has_index or not indexed_only):
                 answers = tier.presence.get(rest)
                 asked = [key for key, is_there in zip(rest, answers, strict=True) if is_there is None]
                 rest = [key for key, is_there in zip(rest, answers, strict=True) if is_there is not None]
@@ -322,43 +337,39 @@ class LowerTiers:
         if task.is_cancelled:
             return
         tier.note_presence(task.keys, succeeded)  # a tier that does not answer counts as not having them
+        if outcome is TransferOutcome.DONE and not task.is_late:
+            tier.look_up_pace.note(len(task.keys), self.clock() - task.begun_at)
         if outcome is TransferOutcome.DONE and task.rewrites:
             gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
             self._note_new([tier], gone, task.rewrites)
 
     def _note_loaded(self, task: TierTask, succeeded: Sequence[bool]) -> None:
-        tier, promotion = self.tiers[task.tier], task.promotion
+        tier = self.tiers[task.tier]
         tier.stats["loaded_chunks"] += sum(succeeded)
         tier.stats["not_loaded_chunks"] += len(succeeded) - sum(succeeded)
         arrived = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
         # Chunks that came from a slower tier are worth writing to the faster ones.
         self._note_new(self.tiers[: task.tier], arrived, dict(zip(task.keys, task.parents, strict=True)))
-        if promotion is not None and promotion.was_undisturbed and not task.is_late:
-            tier.pace.note(promotion.num_wanted, self.clock() - promotion.started_at)
 
     def _turn_away(self, task: TierTask) -> None:
         task.is_cancelled = True
         self._conclude(task, TransferOutcome.ABANDONED)
 
     def _judge(self, task: TierTask, outcome: TransferOutcome) -> None:
-        """Tell the tier's breaker what a job's end says of the tier's health."""
+        """Tell the tier's breakers what a job's end says of the tier's health."""
         tier = self.tiers[task.tier]
         if task.is_late or task.kind is JobKind.TOUCH:
             return  # the tier was blamed for a late job already; a failed touch blames nobody
-        is_trial = tier.is_tried_by(task.kind)
         if outcome is TransferOutcome.DONE:
-            if is_trial:
-                tier.breaker.note_success()
+            tier.breakers.note_success(task.kind)
         elif task.is_cancelled:
-            if is_trial:
-                tier.breaker.note_cancelled()
+            tier.breakers.note_cancelled(task.kind)
         else:
-            how = "failed" if outcome is TransferOutcome.FAILED else "was not carried out"
-            tier.blame(f"a {task.kind.value} of {len(task.keys)} chunks {how}")
+            tier.blame(task, "failed" if outcome is TransferOutcome.FAILED else "was not carried out")
 
     def _give_up_late(self) -> None:
         for task in self._tasks.newly_late():
-            self.tiers[task.tier].blame(f"a {task.kind.value} of {len(task.keys)} chunks did not end in time")
+            self.tiers[task.tier].blame(task, "did not end in time")
             self._num_changes += 1
         self._promotions.release_expired()
 

@@ -51,9 +51,9 @@ class Promotion:
     _tiers: set[int] = field(default_factory=set)
 
     @property
-    def was_undisturbed(self) -> bool:
-        """Whether its duration tells how fast a tier is: all chunks arrived, from one tier, before it was released."""
-        return not self.is_released and len(self._tiers) == 1 and len(self.sources) == self.num_wanted
+    def only_tier(self) -> int | None:
+        """Index of the tier that all of its chunks come from; ``None`` if they come from several."""
+        return next(iter(self._tiers)) if len(self._tiers) == 1 else None
 
     def begin_job(self, tier: int, num_chunks: int) -> None:
         """Note that a job begins that brings up ``num_chunks`` chunks."""

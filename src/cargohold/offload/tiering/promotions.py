@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tier.jobs import JobKind
+from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.task import TierTask
 from cargohold.offload.tiering.tasks import TaskTable
@@ -20,6 +21,7 @@ class Promotions:
 
     Args:
         host: the manager of host memory.
+        tiers: the tiers; they learn how long their loads take.
         tasks: the table that load jobs are added to.
         clock: time in which the engine steps.
         timeout_s: maximum time that a request waits; afterwards it has the same time to be admitted.
@@ -30,8 +32,11 @@ class Promotions:
         num_never_there: number of chunks that host memory counts as removed although they had never arrived.
     """
 
-    def __init__(self, host: OffloadManager, tasks: TaskTable, clock: Clock, timeout_s: float) -> None:
+    def __init__(
+        self, host: OffloadManager, tiers: Sequence[LowerTier], tasks: TaskTable, clock: Clock, timeout_s: float
+    ) -> None:
         self._host = host
+        self._tiers = tiers
         self._tasks = tasks
         self._clock = clock
         self._timeout_s = timeout_s
@@ -78,6 +83,8 @@ class Promotions:
         self.num_never_there += len(task.keys) - len(good)
         if not promotion.is_released:
             promotion.pins.append(self._host.prepare_load(good))
+            if len(promotion.sources) == promotion.num_wanted and not task.is_late:
+                self._note_pace(promotion)
 
     def release_expired(self) -> None:
         """Release promotions that have expired, so that no request pins chunks for ever."""
@@ -122,8 +129,17 @@ class Promotions:
             parent = keys[-1]
         return True
 
+    def _note_pace(self, promotion: Promotion) -> None:
+        """Let the tier learn how long it took to bring up the chunks that have arrived, if all come from one tier."""
+        tier = promotion.only_tier
+        if tier is not None:
+            self._tiers[tier].pace.note(len(promotion.sources), self._clock() - promotion.started_at)
+
     def _forget(self, promotion: Promotion) -> None:
         self._live.discard(promotion)
+        if promotion.is_given_up and promotion.sources:
+            # Else a tier whose loads always take too long would never be known to be slow, and every request would wait for it.
+            self._note_pace(promotion)
         if promotion.num_running:  # seldom: its request mostly waits until all jobs have ended
             self._tasks.cancel(lambda task: task.promotion is promotion, in_flight=not promotion.is_given_up)
         self.num_released += 1

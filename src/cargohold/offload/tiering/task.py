@@ -24,6 +24,7 @@ class TierTask:
         reserved: for loads, the slots being filled.
         pins: for stores, the chunks being read.
         promotion: for loads, the promotion that waits for it.
+        begun_at: time at which it was handed out.
         deadline: time at which it must have ended; infinite until it is handed out.
         answers: one byte per chunk: 1 if all workers that have answered were successful, else 0.
         num_answers: number of workers that have answered.
@@ -42,6 +43,7 @@ class TierTask:
     reserved: StoreHandle | None = None
     pins: LoadHandle | None = None
     promotion: Promotion | None = None
+    begun_at: float = 0.0
     deadline: float = field(default=float("inf"))
     answers: bytes = b""
     num_answers: int = 0

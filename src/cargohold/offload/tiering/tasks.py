@@ -48,7 +48,8 @@ class TaskTable:
 
     def begin(self, job_id: int, task: TierTask, timeout_s: float) -> None:
         """Note that a task is handed out now under ``job_id``, and set its deadline."""
-        task.deadline = self._clock() + timeout_s
+        task.begun_at = self._clock()
+        task.deadline = task.begun_at + timeout_s
         self._in_flight[job_id] = task
         if task.kind is not JobKind.STORE:
             self._num_asked[task.tier] += len(task.keys)

@@ -35,7 +35,7 @@ class Upkeep:
     def note_used(self, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         """Learn that a request uses ``keys``, in prefix order, of which it gets ``kept`` from host memory."""
         for at, tier in enumerate(self._tiers):
-            if tier.is_usable:
+            if tier.is_readable:
                 if tier.options.write_mode is not WriteMode.BACK:
                     self._look_after(at, tier, kept, keys)
                 if tier.options.has_index:
