@@ -199,6 +199,18 @@ def test_what_is_asked_for_or_loaded_counts_as_used() -> None:
     assert used[2:] == [[b"b", b"c"]]
 
 
+def test_look_ups_and_loads_take_turns_and_writes_come_after_both() -> None:
+    """Found by simulation: prompts of which nothing was there waited until all that others wanted was loaded."""
+    ledger, _ = ledger_with(JobKind.STORE, 2)
+    keys = [bytes([at]) for at in range(3)]
+    ledger.add(TierJob(2, JobKind.LOAD, keys, 10.0, [memoryview(chunk(0)) for _ in keys]))
+    first = ledger.take()
+    for job_id in (3, 4, 5):
+        ledger.add(TierJob(job_id, JobKind.PROBE if job_id < 5 else JobKind.TOUCH, keys, 10.0))
+    taken = [piece.live.job.job_id for piece in (first, *iter(ledger.take, None)) if piece is not None]
+    assert taken == [2, 3, 2, 4, 2, 5, 1, 1]
+
+
 def test_loads_go_before_stores() -> None:
     order: deque[str] = deque()
     gate = Gate("probe")

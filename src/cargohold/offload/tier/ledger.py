@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cargohold.offload.manager.base import OffloadKey
-from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult
+from cargohold.offload.tier.jobs import ACCESS_OF, Access, Answer, JobKind, JobStatus, TierJob, TierResult
 from cargohold.protocol import Clock
 
 URGENT = frozenset({JobKind.PROBE, JobKind.LOAD, JobKind.TOUCH})
-"""Kinds of jobs that go first, because somebody waits for them or they take hardly any time."""
+"""Kinds of jobs that go before others, because somebody waits for them or they take hardly any time."""
 _ONE_BY_ONE = frozenset({JobKind.LOAD, JobKind.STORE})
 
 
@@ -85,8 +85,8 @@ class JobLedger:
     results: list[TierResult] = field(default_factory=list)
     num_chunks: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     _live: dict[int, LiveJob] = field(default_factory=dict)
-    _urgent: deque[LiveJob] = field(default_factory=deque)
-    _others: deque[LiveJob] = field(default_factory=deque)
+    _waiting: dict[Access, deque[LiveJob]] = field(default_factory=lambda: {access: deque() for access in Access})
+    _taken_last: Access = Access.WRITE
 
     def __len__(self) -> int:
         return len(self._live)
@@ -100,22 +100,25 @@ class JobLedger:
         if not job.keys:
             self.end(live, JobStatus.DONE)
         else:
-            queue = self._urgent if job.kind in URGENT else self._others
+            queue = self._waiting[ACCESS_OF[job.kind]]
             while queue and queue[0].end:
                 queue.popleft()  # while every thread hangs in the medium, nobody else removes jobs that have ended
             queue.append(live)
 
     def take(self) -> Piece | None:
-        """Return the next piece of work, or ``None``."""
-        for queue in (self._urgent, self._others):
-            while queue:
-                live = queue[0]
-                count = 0 if live.end else self._piece_size(live)
-                if live.num_taken + count >= len(live.answers) or live.end:
-                    queue.popleft()
-                if count:
-                    live.num_taken += count
-                    return Piece(live, live.num_taken - count, count)
+        """Return the next piece of work, or ``None``.
+
+        Look-ups and loads take turns: whoever asks what is there does not wait for all of what others load, nor are loads kept
+        back by look-ups without end. Writes come after both.
+        """
+        turns = (Access.LOOK_UP, Access.LOAD, Access.WRITE)
+        if self._taken_last is Access.LOOK_UP:
+            turns = (Access.LOAD, Access.LOOK_UP, Access.WRITE)
+        for access in turns:
+            piece = self._take_from(self._waiting[access])
+            if piece is not None:
+                self._taken_last = access
+                return piece
         return None
 
     def begin_copy(self, piece: Piece) -> bool:
@@ -162,6 +165,17 @@ class JobLedger:
     def all(self) -> Iterator[LiveJob]:
         """Iterate over a copy of the list of live jobs."""
         return iter(list(self._live.values()))
+
+    def _take_from(self, queue: deque[LiveJob]) -> Piece | None:
+        while queue:
+            live = queue[0]
+            count = 0 if live.end else self._piece_size(live)
+            if live.num_taken + count >= len(live.answers) or live.end:
+                queue.popleft()
+            if count:
+                live.num_taken += count
+                return Piece(live, live.num_taken - count, count)
+        return None
 
     def _piece_size(self, live: LiveJob) -> int:
         """Return how many chunks of a job one piece has. Loads and stores: one, so that several threads share the job."""

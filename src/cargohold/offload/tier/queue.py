@@ -4,8 +4,8 @@ A tier blocks as long as its medium does: a network file system may hang for min
 
 * Threads work on *staging* memory of their own. They read or write a job's buffers only for one short copy, and only while the
   job is live. So a thread that hangs does no harm: its job ends in time, and the job's buffers are free.
-* Jobs end at their deadline, whatever the threads do. Probes, touches and loads go before stores and removals. A job that
-  finds the queue full is refused at once.
+* Jobs end at their deadline, whatever the threads do. Probes, touches and loads go before stores and removals; look-ups
+  take turns with the chunks of loads. A job that finds the queue full is refused at once.
 * Circuit breakers let a tier rest whose medium keeps failing; then one job at a time tries whether it works again. Look-ups,
   loads and writes have a breaker each.
 * A thread that died is replaced, a few times; then the tier is turned off and an error is logged.
