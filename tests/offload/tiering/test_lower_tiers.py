@@ -1479,6 +1479,27 @@ def test_what_a_touch_finds_gone_is_written_again_in_its_time_and_not_at_once() 
     assert (store.kind, store.keys) == (JobKind.STORE, (KEYS[1],))
 
 
+def test_what_is_written_while_loads_rest_is_announced_when_it_can_be_loaded() -> None:
+    world = World(capacity=16)
+    fail_loads(world)
+    known = follow(world, set())
+    written(world, KEYS[4:6])
+    known = follow(world, known)
+    assert known == set(), "nobody can load it"
+    world.clock.advance(1.0)
+    promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
+    (trial,) = world.step()
+    world.end(trial, [True])
+    assert promotion is not None
+    promotion.release()
+    assert follow(world, known) == {KEYS[0]}
+    world.clock.advance(11.0)
+    world.manager.touch(KEYS[4:6])
+    (touch,) = world.step()
+    world.end(touch, [True, True])
+    assert follow(world, {KEYS[0]}) == {KEYS[0], KEYS[4], KEYS[5]}, "they were found"
+
+
 def breaker_state(world: World) -> BreakerState:
     return world.lower.tiers[0].breakers.worst_state
 

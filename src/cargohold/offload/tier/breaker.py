@@ -143,6 +143,11 @@ class TierBreakers:
         return self._breakers[Access.LOOK_UP].would_admit() and self._breakers[Access.LOAD].would_admit()
 
     @property
+    def can_be_relied_on(self) -> bool:
+        """Whether look-ups and loads work, as far as is known."""
+        return all(self._breakers[access].state is BreakerState.CLOSED for access in (Access.LOOK_UP, Access.LOAD))
+
+    @property
     def worst_state(self) -> BreakerState:
         """The state of the breaker that lets the fewest jobs through."""
         states = {breaker.state for breaker in self._breakers.values()}

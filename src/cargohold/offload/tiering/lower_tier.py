@@ -239,7 +239,8 @@ class LowerTier:
 
     def _announce_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         announced = self._announced
-        if announced is None or self.is_off:
+        # While it rests, chunks may still be written, but nobody could load them. They are announced when they are found.
+        if announced is None or self.is_off or not self.breakers.can_be_relied_on:
             return
         stored, removed = [], []
         for key, is_there in zip(keys, are_there, strict=True):
