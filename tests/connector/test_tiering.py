@@ -751,6 +751,18 @@ def test_tokens_are_those_without_offloading_under_any_schedule_of_jobs(
                 assert engine.tokens(request_id) == alone(prompt_ids, request.sampling.max_tokens)
 
 
+def compute_slowly(engine: SimulatedEngine, clock: VirtualClock, step_s: float) -> None:
+    """Let computing 32 tokens take ``step_s``."""
+    execute = engine.executor.execute
+
+    def slow(step: SchedulerStep) -> StepOutput:
+        if step.scheduled:
+            clock.advance(step_s * step.num_tokens / 32)
+        return execute(step)
+
+    engine.executor.execute = slow  # type: ignore[method-assign]  # time must pass somewhere
+
+
 class TestDoNoHarm:
     """Virtual time: a step of the engine takes 0.01 s, a job as long as the test lets it."""
 
@@ -765,14 +777,7 @@ class TestDoNoHarm:
         clock = engine.clock
         (queue,) = tiering.all_queues()
         queue.on_job = lambda job: clock.advance(job_s * len(job.keys) if job.kind is JobKind.LOAD else 0)
-        execute = engine.executor.execute
-
-        def slow(step: SchedulerStep) -> StepOutput:
-            if step.scheduled:
-                clock.advance(step_s * step.num_tokens / 32)
-            return execute(step)
-
-        engine.executor.execute = slow  # type: ignore[method-assign]  # time must pass somewhere
+        compute_slowly(engine, clock, step_s)
         for at in range(3):
             serve(engine, tiering, f"measured {at}", prompt(at, 60 + 4 * at))
         return engine, tiering
@@ -832,9 +837,9 @@ class TestDoNoHarm:
             serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 60))
         shared = tiering.media[1][0].chunks
         on_disk = list(tiering.media[0][0].chunks)
-        for key in on_disk[:15]:  # the first prompt is in the store alone, of the second the start is on disk as well
-            del tiering.media[0][0].chunks[key]
-        for key in on_disk[15 + 5 : 15 + 15]:
+        for key in (
+            on_disk[:15] + on_disk[20:30]
+        ):  # the first prompt is only in the store, of the second the start is on disk
             del tiering.media[0][0].chunks[key]
         assert len(shared) == 75
         engine = make_engine(tiering)
@@ -842,14 +847,7 @@ class TestDoNoHarm:
         clock = engine.clock
         _, store = tiering.all_queues()
         store.on_job = lambda job: clock.advance(look_up_s if job.kind is JobKind.PROBE else 0)
-        execute = engine.executor.execute
-
-        def slow(step: SchedulerStep) -> StepOutput:
-            if step.scheduled:
-                clock.advance(step_s * step.num_tokens / 32)
-            return execute(step)
-
-        engine.executor.execute = slow  # type: ignore[method-assign]  # time must pass somewhere
+        compute_slowly(engine, clock, step_s)
         serve(engine, tiering, "new", prompt(9, 60))
         return engine, tiering
 

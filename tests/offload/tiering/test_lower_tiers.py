@@ -441,11 +441,7 @@ def test_writes_and_look_ups_that_succeed_do_not_make_up_for_loads_that_fail() -
         (probe,) = world.step()
         world.end(probe, [False])
         assert answered.has_ended
-        promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
-        (load,) = world.step()
-        world.end(load, [False], TransferOutcome.FAILED)
-        assert promotion is not None
-        promotion.release()
+        fail_load(world, KEYS[0])
         world.learn(KEYS[:1])
     assert world.lower.lookup(KEYS[:1])[0] == ABSENT
 
@@ -1508,12 +1504,17 @@ def fail_loads(world: World) -> None:
     """Let three loads fail."""
     for _ in range(3):
         world.learn(KEYS[:1])
-        promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
-        (load,) = world.step()
-        world.end(load, [False], TransferOutcome.FAILED)
-        assert promotion is not None
-        promotion.release()
+        fail_load(world, KEYS[0])
     assert breaker_state(world) is BreakerState.OPEN
+
+
+def fail_load(world: World, key: bytes) -> None:
+    """Let a load of one chunk fail."""
+    promotion = world.lower.promote([Chain(0, [key], None)], ())
+    assert promotion is not None
+    (load,) = world.step()
+    world.end(load, [False], TransferOutcome.FAILED)
+    promotion.release()
 
 
 def test_a_touch_neither_tries_nor_blames_a_tier() -> None:
@@ -1567,11 +1568,7 @@ def test_a_tier_that_answers_from_memory_is_tried_by_loads() -> None:
         (probe,) = world.step()
         world.end(probe, [True])
         assert breaker_state(world) is BreakerState.HALF_OPEN
-        promotion = world.lower.promote([Chain(0, [key], None)], ())
-        assert promotion is not None
-        (load,) = world.step()
-        world.end(load, [False], TransferOutcome.FAILED)
-        promotion.release()
+        fail_load(world, key)
         cooldown *= 2
 
 

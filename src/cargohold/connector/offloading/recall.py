@@ -146,16 +146,10 @@ class Recalls:
     ) -> bool:
         """Whether asking tiers without an index takes no longer than computing all that they could give back."""
         ask_s = self._lower.estimate_look_up_s(num_unknown) if num_unknown else None
-        if self._pace is None or not ask_s:
+        if not ask_s:
             return True
-        compute_s = self._pace.predict(limit_tokens - self._host_hit(state, num_computed_tokens, limit_tokens))
-        if compute_s is None or ask_s <= compute_s:
-            return True
-        tiers = " and ".join(tier.name for tier in self._lower.tiers if not tier.options.has_index)
-        state.notes.append(
-            f"computing was expected to be faster than asking {tiers}: {compute_s:.3f} s against {ask_s:.3f} s"
-        )
-        return False
+        asked = (tier.name for tier in self._lower.tiers if not tier.options.has_index)
+        return not self._is_slower(ask_s, "asking", asked, state, num_computed_tokens, limit_tokens)
 
     def _is_time(self, recall: Recall) -> bool:
         """Whether it is time to look again for a request that waits for answers, slots or other requests' chunks."""
@@ -192,16 +186,36 @@ class Recalls:
             num_hit_tokens = self._deep_hit(state, num_computed_tokens, num_computed_tokens + part, []).num_tokens
             chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
             load_s = self._lower.estimate_s(_count(chains))
-        if self._pace is None or load_s is None or not chains:
+        if load_s is None or not chains:
             return num_hit_tokens, chains
-        compute_s = self._pace.predict(num_hit_tokens - self._host_hit(state, num_computed_tokens, num_hit_tokens))
-        if compute_s is None or load_s <= compute_s:
-            return num_hit_tokens, chains
-        tiers = " and ".join(self._lower.tiers[at].name for at in sorted(_count(chains)))
+        used = (self._lower.tiers[at].name for at in sorted(_count(chains)))
+        if self._is_slower(load_s, "loading from", used, state, num_computed_tokens, num_hit_tokens):
+            return num_computed_tokens, ()
+        return num_hit_tokens, chains
+
+    def _is_slower(
+        self,
+        seconds: float,
+        doing: str,
+        tiers: Iterable[str],
+        state: RequestState,
+        num_computed_tokens: int,
+        num_tokens: int,
+    ) -> bool:
+        """Whether ``doing`` something with tiers, which takes ``seconds``, takes longer than computing; if so, note it.
+
+        What counts is computing those of the first ``num_tokens`` tokens that neither the device nor host memory has.
+        """
+        if self._pace is None:
+            return False
+        compute_s = self._pace.predict(num_tokens - self._host_hit(state, num_computed_tokens, num_tokens))
+        if compute_s is None or seconds <= compute_s:
+            return False
+        names = " and ".join(tiers)
         state.notes.append(
-            f"computing was expected to be faster than loading from {tiers}: {compute_s:.3f} s against {load_s:.3f} s"
+            f"computing was expected to be faster than {doing} {names}: {compute_s:.3f} s against {seconds:.3f} s"
         )
-        return num_computed_tokens, ()
+        return True
 
     def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, host_name: str) -> Origins:
         """Return which tier each token about to be loaded came from."""

@@ -20,7 +20,7 @@ from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.jobs import ACCESS_OF, Access, Answer, JobKind, JobStatus, TierJob, TierResult
 from cargohold.protocol import Clock
 
-URGENT = frozenset({JobKind.PROBE, JobKind.LOAD, JobKind.TOUCH})
+URGENT = frozenset(kind for kind in JobKind if ACCESS_OF[kind] is not Access.WRITE)
 """Kinds of jobs that go before others, because somebody waits for them or they take hardly any time."""
 _ONE_BY_ONE = frozenset({JobKind.LOAD, JobKind.STORE})
 

@@ -23,7 +23,7 @@ from cargohold.offload.tier.base import StoreOutcome, Tier
 from cargohold.offload.tier.breaker import BreakerState, TierBreakers
 from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
 from cargohold.offload.tier.io_thread import IoThread
-from cargohold.offload.tier.jobs import ACCESS_OF, FROM_INDEX, Answer, JobKind, JobStatus, TierJob, TierResult
+from cargohold.offload.tier.jobs import ACCESS_OF, FROM_INDEX, Access, Answer, JobKind, JobStatus, TierJob, TierResult
 from cargohold.offload.tier.ledger import URGENT, JobLedger, LiveJob, Piece
 from cargohold.protocol import Clock
 
@@ -76,9 +76,8 @@ class TierQueue:
                 return False
             self._ledger.add(job)
             if not job.keys:
-                self._breakers.note_cancelled(
-                    job.kind
-                )  # a job without chunks is done already; the medium was not asked
+                # It is done already; the medium was not asked.
+                self._breakers.note_cancelled(job.kind)
             self._changed.notify_all()
         return True
 
@@ -258,11 +257,11 @@ class TierQueue:
                 access.value,
                 reason,
             )
-            self._end_all(f"the tier rests: {reason}", [other for other in JobKind if ACCESS_OF[other] is access])
+            self._end_all(f"the tier rests: {reason}", [access])
 
-    def _end_all(self, reason: str, kinds: Collection[JobKind] = tuple(JobKind)) -> None:
+    def _end_all(self, reason: str, accesses: Collection[Access] = tuple(Access)) -> None:
         for live in self._ledger.all():
-            if live.job.kind in kinds:
+            if ACCESS_OF[live.job.kind] in accesses:
                 self._ledger.end(live, JobStatus.FAILED, reason)
 
     def _new_thread(self) -> IoThread:
