@@ -165,6 +165,21 @@ def test_a_load_that_does_not_end_is_noticed_while_others_go_on() -> None:
     assert engine.tokens("stuck") == alone(prompt(1, 12), 3)
 
 
+def test_that_a_connector_fails_when_asked_for_work_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by seed 1895184: an idle engine did not tell its workers that the connector was turned off."""
+    engine = SimulatedEngine(simulated_layout(20), scripted_connector(Script()))
+    run_all(engine, {"request": (prompt(1, 9), 2)})
+
+    def fails(_: ScriptedScheduler) -> bool:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(ScriptedScheduler, "has_pending_work", fails)
+    assert engine.scheduler.has_work()
+    engine.run()
+    engine.scheduler.check_settled()
+    assert engine.scheduler.connector.broken is not None
+
+
 def test_a_load_may_take_as_long_as_it_may() -> None:
     script = Script()
     script.offers["slow"] = (8, True)

@@ -119,8 +119,8 @@ class Scheduler:
         return bool(
             self._roster
             or self._roster.transfers
-            or self._reports.must_drop_connector
             or self.connector.has_pending_work()
+            or self._reports.must_drop_connector  # asked last: the connector may have been turned off for how it answered
         )
 
     # --- stepping -----------------------------------------------------------------------------------------------------
