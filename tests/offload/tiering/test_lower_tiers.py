@@ -240,7 +240,7 @@ def test_when_no_slot_can_be_had_nothing_is_held() -> None:
     before = world.manager.generation
     busy.forfeit()
     promotion = world.lower.promote([Chain(0, KEYS, None)], ())
-    assert isinstance(promotion, Promotion) and promotion.num_wanted == 4
+    assert isinstance(promotion, Promotion) and world.manager.num_writing == 4
     assert world.manager.generation >= before
 
 
@@ -1308,25 +1308,57 @@ def test_how_long_a_tier_takes_is_known_for_a_while_and_measured_again_then() ->
     assert world.lower.estimate_s({0: 4}) is None
 
 
-@pytest.mark.parametrize("disturbed_by", ["nothing", "a miss", "another tier", "a release", "its deadline"])
-def test_how_long_a_tier_takes_is_judged_by_what_came_undisturbed(disturbed_by: str) -> None:
+@pytest.mark.parametrize(
+    ("happens", "estimate_s"),
+    [
+        ("nothing", 0.5),
+        ("a miss", 0.5),
+        ("only misses", 0.5),
+        ("another tier", 0.5),
+        ("a failure", None),
+        ("a release", None),
+        ("its deadline", None),
+        ("giving up", 0.5),
+    ],
+)
+def test_how_long_a_tier_takes_is_judged_by_jobs_that_were_not_cut_short(
+    happens: str, estimate_s: float | None
+) -> None:
     world = World(num_tiers=2)
     world.learn(KEYS[:2])
     world.learn(KEYS[2:3], tier=1)
     chains = [Chain(0, KEYS[:2], None), Chain(1, KEYS[2:3], KEYS[1])]
-    promotion = world.lower.promote(chains if disturbed_by == "another tier" else chains[:1], ())
+    promotion = world.lower.promote(chains if happens == "another tier" else chains[:1], ())
     assert promotion is not None
     loads = world.step()
     world.clock.advance(0.5)
-    if disturbed_by == "a release":
+    if happens == "a release":
         promotion.release()
-    if disturbed_by == "its deadline":
+    if happens == "giving up":
+        promotion.give_up()
+    if happens == "its deadline":
         world.clock.advance(3.0)
         for _ in range(3):
             world.step()
+    first, second = happens not in {"a miss", "only misses"}, happens != "only misses"
+    outcome = TransferOutcome.FAILED if happens == "a failure" else TransferOutcome.DONE
     for load in loads:
-        world.end(load, [disturbed_by != "a miss"] + [True] * (len(load.keys) - 1))
-    assert world.lower.estimate_s({0: 2}) == (0.5 if disturbed_by == "nothing" else None)
+        world.end(load, [first, second][: len(load.keys)], outcome)
+    assert world.lower.estimate_s({0: 2}) == estimate_s
+
+
+def test_each_tier_is_measured_by_itself_and_they_work_side_by_side() -> None:
+    """Found by simulation: a slow disk was never known to be slow while a part of each prompt came from elsewhere."""
+    world = World(num_tiers=2)
+    world.learn(KEYS[:2])
+    world.learn(KEYS[2:4], tier=1)
+    assert world.lower.promote([Chain(0, KEYS[:2], None), Chain(1, KEYS[2:4], KEYS[1])], ()) is not None
+    fast, slow = world.step()
+    for load, seconds in ((fast, 0.5), (slow, 1.0)):
+        world.clock.advance(seconds)
+        world.end(load, [True, True])
+    assert [world.lower.estimate_s({at: 2}) for at in range(2)] == [0.5, 1.5]
+    assert world.lower.estimate_s({0: 2, 1: 2}) == 1.5
 
 
 def test_a_tier_is_asked_for_what_another_could_not_give() -> None:

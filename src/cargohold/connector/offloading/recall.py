@@ -14,8 +14,10 @@
                        over, with the chunks held until the request is admitted
 
 A deadline ends the wait at every point, in time in which the engine steps: chunks that have not come by then are computed.
-While the engine has no place for the request, its deadline is put off: the request would have to wait anyway. A request whose
-look-ups or loads try whether a tier works again that was resting waits for one step only, or it would pay for the trial.
+It is a small multiple of the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``.
+While the engine has no place for the request, its deadline is put off: the request would have to wait anyway. A request
+whose look-ups or loads try whether a tier works again that was resting waits for one step only, or it would pay for the
+trial.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.connector.offloading.jobs import Origins
-from cargohold.connector.offloading.pacing import StepPace
+from cargohold.connector.offloading.pacing import LookUpGain, StepPace
 from cargohold.connector.offloading.recall_plan import chains_to_promote, needed_keys, sources_per_token
 from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
@@ -34,7 +36,7 @@ from cargohold.offload.tier.jobs import Access
 from cargohold.offload.tiering import Chain, LowerTiers
 
 PATIENCE = 0.5
-"""Fraction of ``restore_timeout_s`` that a load may take by its estimate, because estimates err."""
+"""Fraction of the time that a request waits at most which a load may take by its estimate, because estimates err."""
 LOOK_AGAIN_S = 0.02
 """Seconds until a request that waits for slots or for other requests' chunks looks again whether it can have them."""
 
@@ -53,8 +55,10 @@ class Recalls:
         self._lower = lower
         self._clock = lower.clock
         self._pace = pace
+        self._gain = LookUpGain()
         self._live: list[Recall] = []
         self._last_step = self._clock()
+        self._num_sizes = 0
 
     def note_step(self) -> None:
         """Learn that a step was scheduled; put off the deadlines of requests that the engine has not asked for since the last.
@@ -68,6 +72,10 @@ class Recalls:
                 recall.deadline += now - self._last_step
             recall.was_asked_for = False
         self._last_step = now
+        if self._pace is not None and self._pace.num_sizes > self._num_sizes:
+            self._num_sizes = self._pace.num_sizes
+            if not all(recall.is_limited for recall in self._live):
+                self._lower.wake_at(now)  # now it may be known how long computing takes
 
     def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
         """Whether a request must wait for lower tiers before it is looked up in host memory. Starts what is needed for that.
@@ -82,7 +90,8 @@ class Recalls:
         recall = state.recall
         if recall is None:
             deadline = self._clock() + self._lower.config.restore_timeout_s
-            recall = state.recall = Recall(deadline, alarm_at=deadline)
+            timeout_s = self._lower.config.restore_timeout_s
+            recall = state.recall = Recall(deadline, f"lower tiers took longer than {timeout_s:g} s", alarm_at=deadline)
             self._live.append(recall)
             self._lower.wake_at(deadline)
             state.notes += [
@@ -96,15 +105,18 @@ class Recalls:
         if recall.promotion is not None and not recall.promotion.num_running:
             recall.is_over = True
         elif now >= recall.deadline:
-            waited = f"took longer than {self._lower.config.restore_timeout_s:g} s"
-            state.notes.append(f"lower tiers {'are only being tried again' if recall.is_trial else waited}")
+            state.notes.append(recall.excuse)
             recall.give_up()
         elif recall.promotion is None and self._is_time(recall):
             self._begin(recall, state, num_computed_tokens, limit_tokens)
-        if not recall.is_over and now >= recall.alarm_at:
+        if recall.is_over:
+            return False
+        if not recall.is_limited:
+            recall.is_limited = self._limit_wait(recall, state, num_computed_tokens, limit_tokens)
+        if now >= recall.alarm_at:
             recall.alarm_at = recall.deadline  # it was put off
             self._lower.wake_at(recall.deadline)
-        return not recall.is_over
+        return True
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:
         """Ask the tiers, or bring up what they have; end ``recall`` if that is not worth while."""
@@ -117,9 +129,13 @@ class Recalls:
             hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
         if hit.undecided:
             recall.probes = self._lower.probe(list(dict.fromkeys(unknown)), indexed_only=recall.indexed_only)
+            recall.asks_media |= any(not self._lower.tiers[probe.tier].options.has_index for probe in recall.probes)
             self._look_again_later(recall)
             self._limit_trial(recall, {probe.tier for probe in recall.probes}, Access.LOOK_UP)
             return
+        if recall.asks_media:
+            recall.asks_media = False
+            self._note_gain(state, num_computed_tokens, hit.num_tokens, limit_tokens)
         num_tokens, chains = self._worth_while(state, num_computed_tokens, hit.num_tokens)
         if not chains:
             recall.end()
@@ -132,24 +148,59 @@ class Recalls:
             return
         recall.promotion = promotion
         recall.is_over = not promotion.num_running
+        recall.is_limited = self._limit_wait(recall, state, num_computed_tokens, num_tokens)
         self._limit_trial(recall, {chain.tier for chain in chains}, Access.LOAD)
+
+    def _limit_wait(self, recall: Recall, state: RequestState, num_computed_tokens: int, num_tokens: int) -> bool:
+        """Let a request wait from now on for no more than a small multiple of the time that computing takes.
+
+        What a tier did lately says nothing of what it does when it hangs: until its jobs count as failed, each request would
+        wait for ``restore_timeout_s``, even if it can be computed in a moment.
+
+        Returns:
+            Whether that time is known.
+        """
+        compute_s = self._compute_s(state, num_computed_tokens, num_tokens)
+        if compute_s is None:
+            return False
+        limit_s = compute_s / PATIENCE
+        excuse = f"lower tiers took longer than {limit_s:.3g} s, and computing is expected to take {compute_s:.3g} s"
+        self._bring_forward(recall, self._clock() + limit_s, excuse)
+        return True
+
+    def _bring_forward(self, recall: Recall, deadline: float, excuse: str) -> None:
+        """Let a request wait no longer than until ``deadline``, and note ``excuse`` for it if it stops then."""
+        if deadline < recall.deadline:
+            recall.deadline = recall.alarm_at = deadline
+            recall.excuse = excuse
+            self._lower.wake_at(deadline)
 
     def _limit_trial(self, recall: Recall, tiers: Iterable[int], access: Access) -> None:
         """Let a request wait for one step only if jobs for it try whether one of these tiers works again."""
         if any(self._lower.tiers[at].is_tried(access) for at in tiers):
-            recall.is_trial = True
-            recall.deadline = self._clock()
-            self._lower.wake_at(recall.deadline)
+            self._bring_forward(recall, self._clock(), "lower tiers are only being tried again")
 
     def _is_worth_asking(
         self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_unknown: int
     ) -> bool:
-        """Whether asking tiers without an index takes no longer than computing all that they could give back."""
+        """Whether asking tiers without an index is expected to save more time than it takes; if not, note it."""
         ask_s = self._lower.estimate_look_up_s(num_unknown) if num_unknown else None
         if not ask_s:
             return True
-        asked = (tier.name for tier in self._lower.tiers if not tier.options.has_index)
-        return not self._is_slower(ask_s, "asking", asked, state, num_computed_tokens, limit_tokens)
+        compute_s = self._compute_s(state, num_computed_tokens, limit_tokens)
+        if compute_s is None or ask_s <= self._gain.expected * compute_s:
+            return True
+        names = " and ".join(tier.name for tier in self._lower.tiers if not tier.options.has_index)
+        state.notes.append(
+            f"asking {names} was expected to take {ask_s:.3f} s, and to save {self._gain.expected * compute_s:.3f} s"
+        )
+        return False
+
+    def _note_gain(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, limit_tokens: int) -> None:
+        """Learn how much of what tiers without an index could have given back they have."""
+        num_here = self._host_hit(state, num_computed_tokens, limit_tokens)
+        if limit_tokens > num_here:
+            self._gain.note((max(num_hit_tokens, num_here) - num_here) / (limit_tokens - num_here))
 
     def _is_time(self, recall: Recall) -> bool:
         """Whether it is time to look again for a request that waits for answers, slots or other requests' chunks."""
@@ -188,34 +239,23 @@ class Recalls:
             load_s = self._lower.estimate_s(_count(chains))
         if load_s is None or not chains:
             return num_hit_tokens, chains
-        used = (self._lower.tiers[at].name for at in sorted(_count(chains)))
-        if self._is_slower(load_s, "loading from", used, state, num_computed_tokens, num_hit_tokens):
-            return num_computed_tokens, ()
-        return num_hit_tokens, chains
+        compute_s = self._compute_s(state, num_computed_tokens, num_hit_tokens)
+        if compute_s is None or load_s <= compute_s:
+            return num_hit_tokens, chains
+        names = " and ".join(self._lower.tiers[at].name for at in sorted(_count(chains)))
+        state.notes.append(
+            f"computing was expected to be faster than loading from {names}: {compute_s:.3f} s against {load_s:.3f} s"
+        )
+        return num_computed_tokens, ()
 
-    def _is_slower(
-        self,
-        seconds: float,
-        doing: str,
-        tiers: Iterable[str],
-        state: RequestState,
-        num_computed_tokens: int,
-        num_tokens: int,
-    ) -> bool:
-        """Whether ``doing`` something with tiers, which takes ``seconds``, takes longer than computing; if so, note it.
+    def _compute_s(self, state: RequestState, num_computed_tokens: int, num_tokens: int) -> float | None:
+        """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.
 
-        What counts is computing those of the first ``num_tokens`` tokens that neither the device nor host memory has.
+        ``None`` if that is not known, or if it is not to be asked.
         """
         if self._pace is None:
-            return False
-        compute_s = self._pace.predict(num_tokens - self._host_hit(state, num_computed_tokens, num_tokens))
-        if compute_s is None or seconds <= compute_s:
-            return False
-        names = " and ".join(tiers)
-        state.notes.append(
-            f"computing was expected to be faster than {doing} {names}: {compute_s:.3f} s against {seconds:.3f} s"
-        )
-        return True
+            return None
+        return self._pace.predict(num_tokens - self._host_hit(state, num_computed_tokens, num_tokens))
 
     def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, host_name: str) -> Origins:
         """Return which tier each token about to be loaded came from."""

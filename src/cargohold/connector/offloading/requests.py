@@ -35,25 +35,29 @@ class Recall:
 
     Attributes:
         deadline: time at which the request stops waiting; put off while the engine has no place for the request.
+        excuse: what to note for the request if it stops at the deadline.
         alarm_at: time at which the request is looked at again if nothing else happens: the deadline when the alarm was set.
         was_asked_for: whether the engine has asked for the request since the last step.
         probes: questions to the tiers that the request waits for.
         look_again_at: time before which the request is not looked at again unless its probes have ended, because looking
             costs time that other requests could use.
         promotion: the chunks that are being brought up; ``None`` before that begins.
+        asks_media: whether tiers without an index are asked, and what they have has not been noted yet.
         indexed_only: whether only tiers with an index may be asked which chunks they have.
-        is_trial: whether jobs for it try whether a tier works again.
+        is_limited: whether its deadline was compared with the time that computing takes.
         is_over: whether the request need not wait any more.
     """
 
     deadline: float
+    excuse: str
     alarm_at: float
     was_asked_for: bool = True
     probes: Sequence[TierTask] = ()
     look_again_at: float = 0.0
     promotion: Promotion | None = None
+    asks_media: bool = False
     indexed_only: bool = False
-    is_trial: bool = False
+    is_limited: bool = False
     is_over: bool = False
 
     def end(self) -> None:

@@ -161,9 +161,12 @@ class LowerTiers:
         heapq.heappush(self._alarms, time)
 
     def estimate_s(self, num_chunks: Mapping[int, int]) -> float | None:
-        """Return the estimated seconds to bring up the given number of chunks per tier; ``None`` if that is not known."""
+        """Return the estimated seconds to bring up the given number of chunks per tier; ``None`` if that is not known.
+
+        Tiers work side by side.
+        """
         times = [self.tiers[at].pace.predict(count) for at, count in num_chunks.items()]
-        return None if None in times else sum(time for time in times if time is not None)
+        return None if None in times else max((time for time in times if time is not None), default=0.0)
 
     def estimate_look_up_s(self, num_chunks: int) -> float | None:
         """Return the estimated seconds until all tiers have said which of so many chunks they have; ``None`` if not known.
@@ -317,7 +320,7 @@ class LowerTiers:
                 if outcome is TransferOutcome.DONE and not task.is_cancelled:
                     tier.note_touched(task.keys, succeeded)
             case JobKind.LOAD:
-                self._promotions.end_load(task, succeeded)
+                self._promotions.end_load(task, succeeded, is_done=outcome is TransferOutcome.DONE)
                 self._note_loaded(task, succeeded)
                 if outcome is TransferOutcome.DONE:
                     tier.note_presence(task.keys, succeeded)

@@ -23,6 +23,21 @@ class Chain:
     parent: OffloadKey | None
 
 
+@dataclass(slots=True)
+class _Part:
+    """What a promotion brings up from one tier.
+
+    Attributes:
+        num_running: number of jobs that have not ended.
+        num_arrived: number of chunks that have arrived.
+        has_failed: whether a job was not carried out as a whole.
+    """
+
+    num_running: int = 0
+    num_arrived: int = 0
+    has_failed: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Promotion:
     """Brings chunks into host memory for a request, and pins them there until it is released.
@@ -31,8 +46,6 @@ class Promotion:
         started_at: time at which it began.
         expires_at: time at which it is released at the latest.
         on_release: called when it is released.
-        num_running: number of its jobs that have not ended.
-        num_wanted: number of chunks for which slots were found.
         sources: index of the tier that each arrived chunk came from.
         pins: pins on its chunks in host memory.
         is_released: whether it was released.
@@ -42,28 +55,40 @@ class Promotion:
     started_at: float
     expires_at: float
     on_release: Callable[[Promotion], None]
-    num_running: int = 0
-    num_wanted: int = 0
     sources: dict[OffloadKey, int] = field(default_factory=dict)
     pins: list[LoadHandle] = field(default_factory=list)
     is_released: bool = False
     is_given_up: bool = False
-    _tiers: set[int] = field(default_factory=set)
+    _parts: dict[int, _Part] = field(default_factory=dict)
 
     @property
-    def only_tier(self) -> int | None:
-        """Index of the tier that all of its chunks come from; ``None`` if they come from several."""
-        return next(iter(self._tiers)) if len(self._tiers) == 1 else None
+    def num_running(self) -> int:
+        """Number of its jobs that have not ended."""
+        return sum(part.num_running for part in self._parts.values())
 
-    def begin_job(self, tier: int, num_chunks: int) -> None:
-        """Note that a job begins that brings up ``num_chunks`` chunks."""
-        self.num_running += 1
-        self.num_wanted += num_chunks
-        self._tiers.add(tier)
+    def num_measured(self, tier: int) -> int | None:
+        """Return how many chunks came from a tier since the beginning, if that says how fast it is; else ``None``.
 
-    def end_job(self, tier: int, arrived: Sequence[OffloadKey]) -> None:
-        """Note that a job has ended, and which chunks arrived."""
-        self.num_running -= 1
+        It does so once all jobs of the tier have ended: whether they found all chunks or not, for a tier may be slow to say
+        that it lacks a chunk; and even if the request has given up waiting meanwhile, or a tier whose loads always take too
+        long would never be known to be slow. The jobs of a request that needs its chunks no more are cut short.
+        """
+        part = self._parts[tier]
+        is_cut_short = self.is_released and not self.is_given_up
+        if part.num_running or is_cut_short or (part.has_failed and not (self.is_given_up and part.num_arrived)):
+            return None
+        return part.num_arrived
+
+    def begin_job(self, tier: int) -> None:
+        """Note that a job begins that brings up chunks from a tier."""
+        self._parts.setdefault(tier, _Part()).num_running += 1
+
+    def end_job(self, tier: int, arrived: Sequence[OffloadKey], *, is_done: bool) -> None:
+        """Note that a job has ended, which chunks arrived, and whether it was carried out as a whole."""
+        part = self._parts[tier]
+        part.num_running -= 1
+        part.num_arrived += len(arrived)
+        part.has_failed |= not is_done
         self.sources.update(dict.fromkeys(arrived, tier))
 
     def release(self) -> None:

@@ -67,13 +67,17 @@ class Promotions:
             return None
         return promotion
 
-    def end_load(self, task: TierTask, succeeded: Sequence[bool]) -> None:
-        """End a load job: chunks that arrived on all workers become ready and are pinned, the others are removed."""
+    def end_load(self, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
+        """End a load job: chunks that arrived on all workers become ready and are pinned, the others are removed.
+
+        ``is_done`` says whether the job was carried out as a whole, whatever it found.
+        """
         handle, promotion = task.reserved, task.promotion
         assert handle is not None and promotion is not None
         self.arriving.difference_update(task.keys)
         good = [key for key, is_good in zip(task.keys, succeeded, strict=True) if is_good]
-        promotion.end_job(task.tier, good)
+        promotion.end_job(task.tier, good, is_done=is_done)
+        self._note_pace(task, promotion)
         if not good:
             handle.forfeit()
             return
@@ -83,8 +87,6 @@ class Promotions:
         self.num_never_there += len(task.keys) - len(good)
         if not promotion.is_released:
             promotion.pins.append(self._host.prepare_load(good))
-            if len(promotion.sources) == promotion.num_wanted and not task.is_late:
-                self._note_pace(promotion)
 
     def release_expired(self) -> None:
         """Release promotions that have expired, so that no request pins chunks for ever."""
@@ -116,7 +118,7 @@ class Promotions:
                 handle.commit()
                 return not handle.deferred
             self.arriving.update(handle.keys)
-            promotion.begin_job(chain.tier, len(handle.keys))
+            promotion.begin_job(chain.tier)
             before = dict(zip(keys, (parent, *keys), strict=False))
             parents = [before[key] for key in handle.keys]
             self._tasks.want(
@@ -129,17 +131,14 @@ class Promotions:
             parent = keys[-1]
         return True
 
-    def _note_pace(self, promotion: Promotion) -> None:
-        """Let the tier learn how long it took to bring up the chunks that have arrived, if all come from one tier."""
-        tier = promotion.only_tier
-        if tier is not None:
-            self._tiers[tier].pace.note(len(promotion.sources), self._clock() - promotion.started_at)
+    def _note_pace(self, task: TierTask, promotion: Promotion) -> None:
+        """Let a tier learn how long it took to bring up its chunks, if the job that has ended was the last and tells that."""
+        num_chunks = promotion.num_measured(task.tier)
+        if num_chunks is not None and not task.is_late:
+            self._tiers[task.tier].pace.note(num_chunks, self._clock() - promotion.started_at)
 
     def _forget(self, promotion: Promotion) -> None:
         self._live.discard(promotion)
-        if promotion.is_given_up and promotion.sources:
-            # Else a tier whose loads always take too long would never be known to be slow, and every request would wait for it.
-            self._note_pace(promotion)
         if promotion.num_running:  # seldom: its request mostly waits until all jobs have ended
             self._tasks.cancel(lambda task: task.promotion is promotion, in_flight=not promotion.is_given_up)
         self.num_released += 1
