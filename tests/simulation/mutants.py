@@ -27,6 +27,7 @@ from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import TouchHolder
 from cargohold.connector.offloading.jobs import JobTable, Store
 from cargohold.connector.offloading.messages import OffloadingMetadata
+from cargohold.connector.offloading.recall import Recalls
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores
@@ -43,9 +44,12 @@ from cargohold.offload.policy.base import Slots
 from cargohold.offload.policy.fifo import FIFOPolicy
 from cargohold.offload.policy.lru import LRUPolicy
 from cargohold.offload.policy.oldest_first import OldestFirst
+from cargohold.offload.tier.breaker import CircuitBreaker, TierBreakers
+from cargohold.offload.tier.jobs import Access
 from cargohold.offload.tiering import Promotion
 from cargohold.offload.tiering.dispatch import Dispatch
 from cargohold.offload.tiering.promotions import Promotions
+from cargohold.offload.tiering.task import TierTask
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -418,7 +422,11 @@ def believes_one_worker_that_a_chunk_has_arrived(patch: Patch) -> None:
 @mutant(connector="tiered", workload="returning", faults="failed")
 def keeps_chunks_whose_promotion_failed(patch: Patch) -> None:
     end = Promotions.end_load
-    patch.setattr(Promotions, "end_load", lambda self, task, succeeded: end(self, task, [True] * len(succeeded)))
+
+    def good(self: Promotions, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
+        end(self, task, [True] * len(succeeded), is_done=is_done)
+
+    patch.setattr(Promotions, "end_load", good)
 
 
 @mutant(connector="tiered", workload="returning", faults="slow,restart")
@@ -448,6 +456,40 @@ def never_lets_go_of_what_it_has_promoted(patch: Patch) -> None:
 @mutant(connector="tiered", workload="stops")
 def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
     patch.setattr(Dispatch, "rename", lambda self: None)
+
+
+# --- patience with tiers below host memory ----------------------------------------------------------------------------
+
+
+@mutant(connector="tiered", workload="endurance", faults="hangs")
+def waits_longer_than_computing_takes(patch: Patch) -> None:
+    patch.setattr(Recalls, "_limit_wait", lambda *_: True)
+
+
+@mutant(connector="tiered", workload="endurance", faults="hangs")
+def never_leaves_a_tier_that_hangs_alone(patch: Patch) -> None:
+    patch.setattr(CircuitBreaker, "note_failure", lambda self: False)
+
+
+@mutant(connector="tiered", workload="endurance", faults="hangs")
+def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
+    original = TierBreakers.__init__
+
+    def one_for_all(self: TierBreakers, *arguments: Any) -> None:
+        original(self, *arguments)
+        self._breakers = dict.fromkeys(Access, self._breakers[Access.LOAD])
+
+    patch.setattr(TierBreakers, "__init__", one_for_all)
+
+
+@mutant(connector="tiered", workload="endurance")
+def never_learns_how_slow_loads_are(patch: Patch) -> None:
+    patch.setattr(Promotions, "_note_pace", lambda *_: None)
+
+
+@mutant(connector="tiered", workload="endurance")
+def always_asks_tiers_however_slow_they_are(patch: Patch) -> None:
+    patch.setattr(Recalls, "_skip_slow", lambda *_: False)
 
 
 # --- the device pool and the scheduler --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
 from cargohold.errors import ConfigError, one_line
 from cargohold.named import import_named, search_current_directory
 from cargohold.offload.policy import POLICIES
@@ -59,6 +60,11 @@ class ConnectorPlan:
     def has_lower_tiers(self) -> bool:
         """Whether there are tiers below host memory."""
         return any(tier.lower for tier in self.tiers)
+
+    @property
+    def restores_if_faster(self) -> bool:
+        """Whether there are tiers below host memory, and chunks are restored from them only if that is faster."""
+        return any(tier.lower and tier.options["restore"] == RESTORE_IF_FASTER for tier in self.tiers)
 
     @property
     def holds_copies(self) -> bool:
@@ -147,7 +153,7 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     kind = CONNECTORS[name]
     tiers = tuple(_draw_tier(random, is_lazy, options) for is_lazy in kind.is_lazy)
     if kind.has_lower:
-        tiers = (_with_lower(random, tiers[0]), *tiers[1:])
+        tiers = (_with_lower(random, tiers[0], options), *tiers[1:])
     return ConnectorPlan(name, tiers, kind.nesting, kind.with_context, kind.applies_locks)
 
 
@@ -199,7 +205,7 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
     return TierPlan(slots, None, {**common, **eager})
 
 
-def _with_lower(random: Random, tier: TierPlan) -> TierPlan:
+def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> TierPlan:
     media = tuple(
         MediumPlan(
             TierOptions(
@@ -208,6 +214,7 @@ def _with_lower(random: Random, tier: TierPlan) -> TierPlan:
                 write_mode=WriteMode.THROUGH if random.random() < 0.7 else WriteMode.BACK,
                 max_daily_chunks=random.choice((None, None, None, 40)),
                 max_inflight_chunks=random.choice((1, 4, 64)),
+                has_index=random.random() < 0.5,
             ),
             max_chunks=random.choice((random.randint(1, 20), 1000, 1000)),
             latency_s=random.choice((0.0, 0.01, 0.1)),
@@ -216,7 +223,7 @@ def _with_lower(random: Random, tier: TierPlan) -> TierPlan:
         for name in ("disk", "shared")[: random.randint(1, 2)]
     )
     restoring = {
-        "restore": random.choice(("always", "always", "if_faster")),
+        "restore": options.get("restore", random.choice((RESTORE_ALWAYS, RESTORE_ALWAYS, RESTORE_IF_FASTER))),
         "restore_timeout_s": random.choice((0.05, 0.5, 5.0)),
     }
     # Less room than a tier without lower tiers has: otherwise, nothing would ever have to be brought up.

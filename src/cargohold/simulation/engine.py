@@ -171,6 +171,7 @@ class SimulatedEngine:
         step = self.scheduler.schedule()
         self.last_step = (step, NO_OUTPUT)
         output = self.executor.execute(step)
+        self._pass_time(STEP_S)  # before the connector hears that the step has ended: it measures how long steps take
         self.last_step = (step, output)
         updates = self.scheduler.update_from_output(output)
         self._check_tokens(step)
@@ -179,7 +180,6 @@ class SimulatedEngine:
                 self.outputs[update.request.request_id] = update
             self.on_update(update)
         self.num_steps += 1
-        self._pass_time(STEP_S)
         return step, output
 
     def cached_prefixes(self) -> set[tuple[bytes, int | None]]:

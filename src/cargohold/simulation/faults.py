@@ -39,6 +39,8 @@ class Fault(Enum):
     """One worker reports ended transfers some steps after the others."""
     RAISES = "raises"
     """The connector raises, before or after any of its hooks: on a worker or in the scheduler. It must be turned off."""
+    HANGS = "hangs"
+    """For seconds on end, look-ups, loads or writes of a tier below host memory do not end before their deadlines."""
     RESTART = "restart"
     """The process dies and comes back; the tier outlives it."""
 
@@ -59,6 +61,7 @@ RATES: Mapping[Fault, tuple[float, float]] = {
     Fault.UNDECIDED: (0.05, 0.6),
     Fault.LATE_WORKER: (0.05, 0.5),
     Fault.RAISES: (0.0003, 0.003),
+    Fault.HANGS: (0.1, 0.6),
     Fault.RESTART: (0.1, 0.6),
 }
 """Range of each fault's rate, its probability at every occasion: per copy, per look-up, per stretch of time.

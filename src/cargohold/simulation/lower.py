@@ -13,14 +13,17 @@ from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.manager import make_manager
 from cargohold.offload.tier import Answer, JobKind, JobStatus, TierJob, TierResult
+from cargohold.offload.tier.jobs import ACCESS_OF, Access
 from cargohold.offload.tiering import TierOptions
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
-from cargohold.simulation.faults import Fault, FaultSource
+from cargohold.simulation.faults import Fault, FaultSource, Spells
 from cargohold.simulation.tiers import SimulatedMedium
 from cargohold.simulation.transfers import ByteRows, as_array
 
 GARBAGE = 0xA5
+HANG_S = 60.0
+"""Length in virtual seconds of the stretches for which ``Fault.HANGS`` is drawn."""
 _NEVER = float("inf")
 
 
@@ -31,7 +34,8 @@ class MediumPlan:
     Attributes:
         options: how it is used.
         max_chunks: most chunks that it holds; the oldest are evicted first.
-        latency_s: least virtual seconds that a job takes; drawn for each job, up to twice as much.
+        latency_s: least virtual seconds that a job takes; drawn for each job, up to twice as much. A tier with an index takes
+            none to be looked up.
         chunk_s: further seconds for each of the job's chunks.
     """
 
@@ -46,7 +50,8 @@ class MediumPlan:
         return (
             f"{options.name}: {self.max_chunks} chunks, {self.latency_s:g} s + {self.chunk_s:g} s each, "
             f"admission={options.admission.value}, write={options.write_mode.value}, "
-            f"max_daily_chunks={options.max_daily_chunks}, max_inflight_chunks={options.max_inflight_chunks}"
+            f"max_daily_chunks={options.max_daily_chunks}, max_inflight_chunks={options.max_inflight_chunks}, "
+            f"has_index={options.has_index}"
         )
 
 
@@ -81,6 +86,7 @@ class LinkedQueue:
         self._source = source
         self._is_gone = is_gone
         self._slowness = slowness
+        self._hangs = {access: Spells(source, Fault.HANGS, HANG_S) for access in Access}
         self._pending: list[_Pending] = []
         self._results: list[TierResult] = []
 
@@ -89,10 +95,14 @@ class LinkedQueue:
         if self._source.strikes(Fault.FULL):
             return False
         now, plan = self._source.clock(), self._plan
+        access = ACCESS_OF[job.kind]
         takes_s = plan.latency_s * (1 + self._source.random.random()) + plan.chunk_s * len(job.keys)
+        if access is Access.LOOK_UP and plan.options.has_index:
+            takes_s = 0.0
         if self._source.strikes(Fault.LATE):
             takes_s += self._source.random.choice((0.05, 0.5, 3.0))
-        self._pending.append(_Pending(job, now + takes_s * self._slowness()))
+        takes_s *= self._slowness()
+        self._pending.append(_Pending(job, _NEVER if self._hangs[access]() else now + takes_s))
         return True
 
     def poll(self) -> Sequence[TierResult]:

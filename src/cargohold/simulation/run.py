@@ -26,6 +26,7 @@ from cargohold.simulation.oracles import (
     LimitOracle,
     Oracle,
     OracleError,
+    PatienceOracle,
     PoolOracle,
     RequestOracle,
     TierOracle,
@@ -41,6 +42,8 @@ INSPECT_EVERY = 32
 
 LONGEST_NAP_S = 1.0
 """Most virtual time that passes at once while nothing happens."""
+WAITING_NAP_S = 0.05
+"""The same while requests wait, so that they are not kept waiting by the simulation: a connector has deadlines of its own."""
 
 
 @dataclass(slots=True)
@@ -100,9 +103,9 @@ class Run:
         self._is_reset_due = False
         self._deadline = self._latest_end()
         self._engine: Replica
-        self._requests: RequestOracle
         self._oracles: list[Oracle]
         self._each_step: list[Oracle]
+        self._each_update: list[Oracle]
 
     def play(self) -> RunResult:
         """Play to the end, or to the first failure, which is in the result: whatever the simulated code raises is caught."""
@@ -221,11 +224,12 @@ class Run:
             raise OracleError("liveness", self._complaint())
 
     def _sleep(self, next_action: float) -> None:
-        """Let time pass until something may happen. Faults strike by time, too, so at most ``LONGEST_NAP_S``."""
+        """Let time pass until something may happen. Faults strike by time, too, so time does not pass all at once."""
         if self._on_idle is not None:
             self._on_idle()
             return
-        wake_at = min(next_action, self._world.next_event(), self._clock.now + LONGEST_NAP_S)
+        nap_s = WAITING_NAP_S if any(self._engine.scheduler.waiting_requests()) else LONGEST_NAP_S
+        wake_at = min(next_action, self._world.next_event(), self._clock.now + nap_s)
         if wake_at > self._clock.now:
             self._clock.advance(wake_at - self._clock.now)
 
@@ -262,9 +266,8 @@ class Run:
         self._first_weights = self._weights
         engine.load_weights(self._weights)
         may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"
-        self._requests = RequestOracle(self._expected, may_fail=may_fail)
         self._oracles = [
-            self._requests,
+            RequestOracle(self._expected, may_fail=may_fail),
             CopyOracle(engine, holds=scenario.connector.holds_copies),
             TierOracle(engine, self._is_excused),
             LimitOracle(engine),
@@ -279,7 +282,12 @@ class Run:
             self._events = EventOracle(engine, self._index, knows_tiers=knows_tiers, outlived=before is not None)
             self._oracles.append(self._events)
         self._oracles.append(PoolOracle(engine))
+        if scenario.connector.restores_if_faster:
+            self._oracles.append(
+                PatienceOracle(engine, scenario.shape.link, self._world.source.struck, self._is_excused)
+            )
         self._each_step = [oracle for oracle in self._oracles if type(oracle).after_step is not Oracle.after_step]
+        self._each_update = [oracle for oracle in self._oracles if type(oracle).on_update is not Oracle.on_update]
         engine.on_update = self._on_update
 
     def _is_excused(self) -> bool:
@@ -287,7 +295,8 @@ class Run:
         return any(self._world.source.struck[fault] for fault in BREAKING)
 
     def _on_update(self, update: RequestUpdate) -> None:
-        self._requests.on_update(update)
+        for oracle in self._each_update:
+            oracle.on_update(update)
         if update.request.is_finished and not update.new_token_ids:
             restored = sum(update.cache_report.restored_tokens.values())
             self._result.tallies["restored tokens"] += restored

@@ -137,7 +137,9 @@ def check_names(workload: str, connector: str) -> None:
 def _draw_shape(random: Random, load: Workload, actions: tuple[Action, ...]) -> Shape:
     options = load.options
     groups = load.groups or _draw_groups(random)
-    max_step_tokens = random.choice((random.randint(1, 8), random.randint(4, 32), 64))
+    max_step_tokens = options.get(
+        "max_num_batched_tokens", random.choice((random.randint(1, 8), random.randint(4, 32), 64))
+    )
     longest = max(len(ask.prompt) + ask.max_tokens for ask in actions if isinstance(ask, Ask))
     needed = num_blocks_needed(groups, longest, max_step_tokens)
     # Mostly too few blocks to keep the prefixes of earlier requests: otherwise, tiers would be of no use.
@@ -152,11 +154,12 @@ def _draw_shape(random: Random, load: Workload, actions: tuple[Action, ...]) -> 
         "load_failure_policy": LoadFailurePolicy.FAIL if random.random() < 0.1 else LoadFailurePolicy.RECOMPUTE,
         "emit_events": options.get("emit_events", random.random() < 0.6),
     }
-    link = LinkProfile(
+    drawn = LinkProfile(
         latency_s=random.choice((0.0, 0.005, 0.03, 0.2)),
         block_s=random.choice((0.0, 0.001, 0.01)),
         lanes=random.choice((1, 1, 2, 4)),
     )
+    link = options.get("link", drawn)
     world_size = options.get("world_size", random.choice((1, 1, 1, 2)))
     return Shape(groups, needed + spare, world_size, scheduler, link)
 

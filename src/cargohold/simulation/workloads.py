@@ -8,9 +8,11 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Final
 
+from cargohold.connector.offloading.config import RESTORE_IF_FASTER
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.protocol import AttentionKind
 from cargohold.simulation.layouts import GroupPlan
+from cargohold.simulation.links import LinkProfile
 from cargohold.simulation.traffic import Ask, Tokens, Writer
 
 FULL: Final = GroupPlan()
@@ -222,6 +224,24 @@ def returning(load: Workload) -> None:
             writer.reset()
 
 
+def endurance(load: Workload) -> None:
+    """Many requests for a few prompts, one by one, for minutes: what is learned about tiers that hang or are slow must pay."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(16, 56) for _ in range(random.randint(4, 8))]
+    load.groups = (FULL,)
+    load.options |= {
+        "max_num_batched_tokens": random.choice((2, 4, 8)),
+        "num_spare_blocks": random.randint(0, 4),
+        "prefix_caching": True,
+        "link": LinkProfile(),
+        "tier_slots": random.randint(4, 16),
+        "restore": RESTORE_IF_FASTER,
+    }
+    for _ in range(random.randint(30, 60)):
+        writer.pause(4.0)
+        writer.ask(random.choice(documents) + writer.text(0, 3), random.randint(1, 3))
+
+
 def stops(load: Workload) -> None:
     """Answers that end early, at a stop token, and caches that are reset."""
     writer, random = load.writer, load.random
@@ -239,7 +259,7 @@ WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
         write.__name__.replace("_", "-"): write
         for write in (
             small, shared_prefix, multi_turn, agents, aborts, preemption, tiny_pool, windows, mixed_groups,
-            recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, stops,
+            recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance, stops,
         )
     }
 )  # fmt: skip

@@ -1295,7 +1295,7 @@ def test_a_handle_of_a_promotion_is_given_back_once() -> None:
 def test_how_long_a_tier_takes_is_known_for_a_while_and_measured_again_then() -> None:
     world = World()
     world.learn(KEYS[:4])
-    assert world.lower.estimate_s({0: 4}) is None
+    assert world.lower.estimate_s({0: 4}) == 0.0
     promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
     assert isinstance(promotion, Promotion)
     (load,) = world.step()
@@ -1305,7 +1305,7 @@ def test_how_long_a_tier_takes_is_known_for_a_while_and_measured_again_then() ->
     world.clock.advance(29)
     assert world.lower.estimate_s({0: 4}) == pytest.approx(1.5)
     world.clock.advance(2)
-    assert world.lower.estimate_s({0: 4}) is None
+    assert world.lower.estimate_s({0: 4}) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -1315,15 +1315,13 @@ def test_how_long_a_tier_takes_is_known_for_a_while_and_measured_again_then() ->
         ("a miss", 0.5),
         ("only misses", 0.5),
         ("another tier", 0.5),
-        ("a failure", None),
-        ("a release", None),
-        ("its deadline", None),
+        ("a failure", 0.0),
+        ("a release", 0.0),
+        ("its deadline", 0.0),
         ("giving up", 0.5),
     ],
 )
-def test_how_long_a_tier_takes_is_judged_by_jobs_that_were_not_cut_short(
-    happens: str, estimate_s: float | None
-) -> None:
+def test_how_long_a_tier_takes_is_judged_by_jobs_that_were_not_cut_short(happens: str, estimate_s: float) -> None:
     world = World(num_tiers=2)
     world.learn(KEYS[:2])
     world.learn(KEYS[2:3], tier=1)
@@ -1357,8 +1355,34 @@ def test_each_tier_is_measured_by_itself_and_they_work_side_by_side() -> None:
     for load, seconds in ((fast, 0.5), (slow, 1.0)):
         world.clock.advance(seconds)
         world.end(load, [True, True])
+        if load is fast:
+            assert world.lower.estimate_s({0: 2, 1: 2}) == 0.5, "as far as that is known"
     assert [world.lower.estimate_s({at: 2}) for at in range(2)] == [0.5, 1.5]
     assert world.lower.estimate_s({0: 2, 1: 2}) == 1.5
+
+
+def test_how_much_look_ups_find_is_averaged_and_one_success_counts_for_a_while() -> None:
+    world = World(has_index=False)
+    gain = world.lower.tiers[0].look_up_gain
+    assert gain.expected == 1.0, "before anything is known"
+    for at in range(60):
+        world.lower.probe([key_of(at, 0), key_of(at, 1)])
+        (probe,) = world.step()
+        world.end(probe, [at == 40, False])
+    assert 0.03 < gain.expected < 0.07, "half of what one of sixty asked for, and what is left of the beginning"
+    world.lower.probe([key_of(99, 0)])
+    (probe,) = world.step()
+    world.end(probe, [True])
+    assert gain.expected > 0.5
+
+
+def test_a_tier_that_is_skipped_is_not_asked_and_has_what_it_is_known_to_have() -> None:
+    world = World(num_tiers=2, has_index=False)
+    world.learn(KEYS[:1], tier=1)
+    assert list(world.lower.lookup(KEYS[:2], skipped={1})) == [READY, UNKNOWN]
+    (probe,) = world.lower.probe(KEYS[:2], skipped={1})
+    assert (probe.tier, list(probe.keys)) == (0, KEYS[1:2])
+    assert list(world.lower.lookup(KEYS[:2], skipped={0, 1})) == [READY, ABSENT]
 
 
 def test_a_tier_is_asked_for_what_another_could_not_give() -> None:

@@ -1,4 +1,4 @@
-"""Measures how fast the engine computes, by its steps, and what look-ups in tiers are good for."""
+"""Measures how fast the engine computes, by its steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ MAX_AGE_S: Final = 300.0
 """Age in seconds after which a measurement does not count: the machine does not change, but its use may."""
 _KEEP: Final = 0.8
 """Weight that earlier measurements keep with each new one."""
-_KEEP_LONG: Final = 0.95
-"""The same for what look-ups find in the long run."""
-_KEEP_LATEST: Final = 0.5
-"""The same for what they found lately."""
 _REACH: Final = 4
 """Steps more than this many times larger than the largest measured one are not predicted."""
 _MOST_STEPS: Final = 16
@@ -94,25 +90,3 @@ class StepPace:
         for steps in sorted(fresh, key=lambda steps: steps.num_tokens):
             pace.note(steps.num_tokens, steps.seconds)
         return pace.predict(num_tokens, times=-(-num_tokens // self._max_step_tokens))
-
-
-class LookUpGain:
-    """Predicts which part of what tiers are asked for they have.
-
-    Most prompts may be new: then a request that asks an object store, although that is faster than computing, waits in vain.
-    Both the average of many look-ups and that of the latest few count, whichever is more: a store in which one prompt in twenty
-    is found may be worth asking, and one that others have just filled is soon asked again.
-    """
-
-    def __init__(self) -> None:
-        self._long = self._latest = 1.0
-
-    @property
-    def expected(self) -> float:
-        """The part of the tokens asked for, from 0 to 1, that is expected to be found; 1 before anything is known."""
-        return max(self._long, self._latest)
-
-    def note(self, part: float) -> None:
-        """Add a look-up in which this part of the tokens asked for was found."""
-        self._long += (1 - _KEEP_LONG) * (part - self._long)
-        self._latest += (1 - _KEEP_LATEST) * (part - self._latest)

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.connector.offloading.jobs import Origins
-from cargohold.connector.offloading.pacing import LookUpGain, StepPace
+from cargohold.connector.offloading.pacing import StepPace
 from cargohold.connector.offloading.recall_plan import chains_to_promote, needed_keys, sources_per_token
 from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
@@ -55,7 +55,6 @@ class Recalls:
         self._lower = lower
         self._clock = lower.clock
         self._pace = pace
-        self._gain = LookUpGain()
         self._live: list[Recall] = []
         self._last_step = self._clock()
         self._num_sizes = 0
@@ -123,19 +122,14 @@ class Recalls:
         recall.probes = ()  # earlier probes have been answered
         unknown: list[OffloadKey] = []
         hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
-        if not (recall.indexed_only or self._is_worth_asking(state, num_computed_tokens, limit_tokens, len(unknown))):
-            recall.indexed_only = True
+        if self._skip_slow(recall, state, num_computed_tokens, limit_tokens, len(unknown)):
             unknown.clear()
             hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
         if hit.undecided:
-            recall.probes = self._lower.probe(list(dict.fromkeys(unknown)), indexed_only=recall.indexed_only)
-            recall.asks_media |= any(not self._lower.tiers[probe.tier].options.has_index for probe in recall.probes)
+            recall.probes = self._lower.probe(list(dict.fromkeys(unknown)), skipped=recall.skipped)
             self._look_again_later(recall)
             self._limit_trial(recall, {probe.tier for probe in recall.probes}, Access.LOOK_UP)
             return
-        if recall.asks_media:
-            recall.asks_media = False
-            self._note_gain(state, num_computed_tokens, hit.num_tokens, limit_tokens)
         num_tokens, chains = self._worth_while(state, num_computed_tokens, hit.num_tokens)
         if not chains:
             recall.end()
@@ -180,27 +174,31 @@ class Recalls:
         if any(self._lower.tiers[at].is_tried(access) for at in tiers):
             self._bring_forward(recall, self._clock(), "lower tiers are only being tried again")
 
-    def _is_worth_asking(
-        self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_unknown: int
+    def _skip_slow(
+        self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_unknown: int
     ) -> bool:
-        """Whether asking tiers without an index is expected to save more time than it takes; if not, note it."""
-        ask_s = self._lower.estimate_look_up_s(num_unknown) if num_unknown else None
-        if not ask_s:
-            return True
-        compute_s = self._compute_s(state, num_computed_tokens, limit_tokens)
-        if compute_s is None or ask_s <= self._gain.expected * compute_s:
-            return True
-        names = " and ".join(tier.name for tier in self._lower.tiers if not tier.options.has_index)
-        state.notes.append(
-            f"asking {names} was expected to take {ask_s:.3f} s, and to save {self._gain.expected * compute_s:.3f} s"
-        )
-        return False
+        """Skip tiers that are expected to take longer to answer than that saves, and note it; return whether there are any.
 
-    def _note_gain(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, limit_tokens: int) -> None:
-        """Learn how much of what tiers without an index could have given back they have."""
-        num_here = self._host_hit(state, num_computed_tokens, limit_tokens)
-        if limit_tokens > num_here:
-            self._gain.note((max(num_hit_tokens, num_here) - num_here) / (limit_tokens - num_here))
+        Mutates ``recall`` and ``state``. A tier with an index answers at once.
+        """
+        asked = [
+            (at, tier, ask_s)
+            for at, tier in enumerate(self._lower.tiers)
+            if num_unknown and at not in recall.skipped and tier.is_readable and not tier.options.has_index
+            if (ask_s := tier.look_up_pace.predict(num_unknown)) is not None
+        ]
+        compute_s = self._compute_s(state, num_computed_tokens, limit_tokens) if asked else None
+        if compute_s is None:
+            return False
+        num_skipped = len(recall.skipped)
+        for at, tier, ask_s in asked:
+            saved_s = tier.look_up_gain.expected * compute_s
+            if ask_s > saved_s:
+                recall.skipped.add(at)
+                state.notes.append(
+                    f"asking {tier.name} was expected to take {ask_s:.3f} s, and to save {saved_s:.3f} s"
+                )
+        return len(recall.skipped) > num_skipped
 
     def _is_time(self, recall: Recall) -> bool:
         """Whether it is time to look again for a request that waits for answers, slots or other requests' chunks."""
@@ -217,8 +215,8 @@ class Recalls:
         self, state: RequestState, num_computed_tokens: int, limit_tokens: int, unknown: list[OffloadKey]
     ) -> PrefixHit:
         """Return the longest prefix that all tiers together have. Adds chunks that tiers must be asked for to ``unknown``."""
-        only = state.recall is not None and state.recall.indexed_only
-        deep = [DeepStates(self._host, self._lower, keys, unknown, indexed_only=only) for keys in state.keys]
+        skipped = () if state.recall is None else state.recall.skipped
+        deep = [DeepStates(self._host, self._lower, keys, unknown, skipped) for keys in state.keys]
         groups = [
             GroupUnits(keys.group, keys.chunk_tokens, states) for keys, states in zip(state.keys, deep, strict=True)
         ]
@@ -231,13 +229,13 @@ class Recalls:
         chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
         load_s = self._lower.estimate_s(_count(chains))
         limit_s = PATIENCE * self._lower.config.restore_timeout_s
-        if load_s is not None and load_s > limit_s:
+        if load_s > limit_s:
             # Only as many tokens as are likely to come in time.
             part = int(limit_s / load_s * (num_hit_tokens - num_computed_tokens))
             num_hit_tokens = self._deep_hit(state, num_computed_tokens, num_computed_tokens + part, []).num_tokens
             chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
             load_s = self._lower.estimate_s(_count(chains))
-        if load_s is None or not chains:
+        if not load_s or not chains:
             return num_hit_tokens, chains
         compute_s = self._compute_s(state, num_computed_tokens, num_hit_tokens)
         if compute_s is None or load_s <= compute_s:

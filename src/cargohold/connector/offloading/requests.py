@@ -42,8 +42,7 @@ class Recall:
         look_again_at: time before which the request is not looked at again unless its probes have ended, because looking
             costs time that other requests could use.
         promotion: the chunks that are being brought up; ``None`` before that begins.
-        asks_media: whether tiers without an index are asked, and what they have has not been noted yet.
-        indexed_only: whether only tiers with an index may be asked which chunks they have.
+        skipped: indices of tiers that are not asked which chunks they have, because that would take too long.
         is_limited: whether its deadline was compared with the time that computing takes.
         is_over: whether the request need not wait any more.
     """
@@ -55,8 +54,7 @@ class Recall:
     probes: Sequence[TierTask] = ()
     look_again_at: float = 0.0
     promotion: Promotion | None = None
-    asks_media: bool = False
-    indexed_only: bool = False
+    skipped: set[int] = field(default_factory=set)
     is_limited: bool = False
     is_over: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -67,7 +67,7 @@ class DeepStates:
         lower: the tiers below.
         keys: the request's chunks.
         unknown: mutated: chunks are added that a lower tier must be asked for first. They count as "not yet".
-        indexed_only: whether only tiers with an index may be asked.
+        skipped: indices of tiers that are not to be asked.
     """
 
     def __init__(
@@ -76,12 +76,11 @@ class DeepStates:
         lower: LowerTiers,
         keys: ChunkKeys,
         unknown: list[OffloadKey],
-        *,
-        indexed_only: bool = False,
+        skipped: Container[int] = (),
     ) -> None:
         self._host = host
         self._lower = lower
-        self._indexed_only = indexed_only
+        self._skipped = skipped
         self._keys = keys.keys
         self._unknown = unknown
 
@@ -118,7 +117,7 @@ class DeepStates:
 
     def _ask(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False) -> bytes:
         """Return the states that the tiers below give for chunks that host memory lacks."""
-        states = self._lower.lookup(keys, up_to_absent=up_to_absent, indexed_only=self._indexed_only)
+        states = self._lower.lookup(keys, up_to_absent=up_to_absent, skipped=self._skipped)
         if UNKNOWN in states:
             self._unknown += [key for key, state in zip(keys, states, strict=False) if state == UNKNOWN]
         return states.translate(_UNKNOWN_IS_NOT_YET)

@@ -15,7 +15,7 @@ from cargohold.offload.tier.jobs import ACCESS_OF, Access
 from cargohold.offload.tiering.allowance import Allowance
 from cargohold.offload.tiering.backlog import Backlog
 from cargohold.offload.tiering.commands import TieringConfig, TierOptions
-from cargohold.offload.tiering.pace import Pace
+from cargohold.offload.tiering.pace import LookUpGain, Pace
 from cargohold.offload.tiering.presence import Presence
 from cargohold.offload.tiering.task import TierTask
 from cargohold.protocol import Clock
@@ -51,6 +51,7 @@ class LowerTier:
         breakers: decide whether the tier rests.
         pace: how long bringing up chunks takes.
         look_up_pace: how long it takes to ask a tier without an index which chunks it has.
+        look_up_gain: how many of the chunks that requests ask it for it has.
         backlog: chunks that wait to be written to it.
         stats: counters since they were last taken.
         probing: chunks in probes that it has not answered.
@@ -65,6 +66,7 @@ class LowerTier:
         self.breakers = TierBreakers(clock, BreakerConfig())
         self.pace = Pace(clock, REMEASURE_S)
         self.look_up_pace = Pace(clock, REMEASURE_S)
+        self.look_up_gain = LookUpGain()
         self.backlog = Backlog(host_capacity)
         self.probing: set[OffloadKey] = set()
         self.touching: set[OffloadKey] = set()
@@ -109,13 +111,13 @@ class LowerTier:
         size = self.options.max_asked_chunks
         return [keys[first : first + size] for first in range(0, len(keys), size)]
 
-    def lookup(self, keys: Sequence[OffloadKey], *, indexed_only: bool = False) -> bytes:
+    def lookup(self, keys: Sequence[OffloadKey], *, is_skipped: bool = False) -> bytes:
         """Return one byte per chunk: ``READY``, ``ABSENT``, ``NOT_YET`` if the tier is being asked, or ``UNKNOWN``.
 
-        With ``indexed_only``, a tier without an index has nothing but what it is known to have.
+        With ``is_skipped``, it has nothing but what it is known to have.
         """
         states = bytes(map(_STATES.__getitem__, self.presence.get(keys)))
-        if indexed_only and not self.options.has_index:
+        if is_skipped:
             return states.translate(_UNKNOWN_IS_ABSENT)
         return mark(states, keys, self.probing, NOT_YET)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import reduce
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
@@ -127,7 +127,7 @@ class LowerTiers:
     def _is_loading(self) -> bool:
         return any(task.kind is JobKind.LOAD for task in self._tasks)
 
-    def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, indexed_only: bool = False) -> bytes:
+    def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, skipped: Container[int] = ()) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
 
         Host memory is not looked at, except that chunks being brought up into it are ``NOT_YET``.
@@ -135,9 +135,11 @@ class LowerTiers:
         Args:
             keys: the chunks.
             up_to_absent: whether to end before the first absent chunk.
-            indexed_only: whether only tiers with an index may be asked: what others have not said yet, they do not have.
+            skipped: indices of tiers that are not to be asked: what they have not said yet, they do not have.
         """
-        answers = [tier.lookup(keys, indexed_only=indexed_only) for tier in self.tiers if tier.is_readable]
+        answers = [
+            tier.lookup(keys, is_skipped=at in skipped) for at, tier in enumerate(self.tiers) if tier.is_readable
+        ]
         states = reduce(_over, answers) if answers else _ABSENT * len(keys)
         states = mark(states, keys, self._promotions.arriving, NOT_YET)
         return states.partition(_ABSENT)[0] if up_to_absent else states
@@ -160,40 +162,31 @@ class LowerTiers:
         """Make ``num_changes`` grow at that time of ``clock``, because a request will not wait longer."""
         heapq.heappush(self._alarms, time)
 
-    def estimate_s(self, num_chunks: Mapping[int, int]) -> float | None:
-        """Return the estimated seconds to bring up the given number of chunks per tier; ``None`` if that is not known.
+    def estimate_s(self, num_chunks: Mapping[int, int]) -> float:
+        """Return the estimated seconds to bring up the given number of chunks per tier, as far as that is known.
 
-        Tiers work side by side.
+        Tiers work side by side. One of which nothing is known counts as fast, so that it is tried, and measured.
         """
         times = [self.tiers[at].pace.predict(count) for at, count in num_chunks.items()]
-        return None if None in times else max((time for time in times if time is not None), default=0.0)
-
-    def estimate_look_up_s(self, num_chunks: int) -> float | None:
-        """Return the estimated seconds until all tiers have said which of so many chunks they have; ``None`` if not known.
-
-        A tier with an index answers at once.
-        """
-        asked = [tier for tier in self.tiers if tier.is_readable and not tier.options.has_index]
-        times = [tier.look_up_pace.predict(num_chunks) for tier in asked]
-        return None if None in times else max((time for time in times if time is not None), default=0.0)
+        return max((time for time in times if time is not None), default=0.0)
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
-    def probe(self, keys: Sequence[OffloadKey], *, indexed_only: bool = False) -> list[TierTask]:
+    def probe(self, keys: Sequence[OffloadKey], *, skipped: Container[int] = ()) -> list[TierTask]:
         """Ask for chunks whose state is ``UNKNOWN``: each in the first usable tier that has not said that it is absent.
 
         Args:
             keys: the chunks.
-            indexed_only: see ``lookup``.
+            skipped: see ``lookup``.
 
         Returns:
             The probes; ``has_ended`` becomes true on each when it is answered.
         """
-        states = self.lookup(keys, indexed_only=indexed_only)
+        states = self.lookup(keys, skipped=skipped)
         rest = [key for key, state in zip(keys, states, strict=True) if state == UNKNOWN]
         probes: list[TierTask] = []
         for at, tier in enumerate(self.tiers):
-            if tier.is_readable and (tier.options.has_index or not indexed_only):
+            if tier.is_readable and at not in skipped:
                 answers = tier.presence.get(rest)
                 asked = [key for key, is_there in zip(rest, answers, strict=True) if is_there is None]
                 rest = [key for key, is_there in zip(rest, answers, strict=True) if is_there is not None]
@@ -342,6 +335,8 @@ class LowerTiers:
         tier.note_presence(task.keys, succeeded)  # a tier that does not answer counts as not having them
         if outcome is TransferOutcome.DONE and not task.is_late:
             tier.look_up_pace.note(len(task.keys), self.clock() - task.begun_at)
+            if not task.rewrites:
+                tier.look_up_gain.note(sum(succeeded) / len(task.keys))
         if outcome is TransferOutcome.DONE and task.rewrites:
             gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
             self._note_new([tier], gone, task.rewrites)

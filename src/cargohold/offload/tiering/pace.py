@@ -1,4 +1,4 @@
-"""Predicts how long work takes from how long it took lately."""
+"""Predicts how long work takes, and what it is good for, from how it went lately."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from cargohold.protocol import Clock
 
 _KEEP = 0.8
 """Weight that earlier measurements keep with each new one."""
+_KEEP_LONG = 0.95
+"""The same for what look-ups find in the long run."""
+_KEEP_LATEST = 0.5
+"""The same for what they found lately."""
 
 
 class Pace:
@@ -53,3 +57,25 @@ class Pace:
             # The time is proportional to the amount, with some noise.
             return 0.0, xy / xx
         return fixed, each
+
+
+class LookUpGain:
+    """Predicts which part of what a tier is asked for it has.
+
+    Most prompts may be new: then a request that asks an object store waits in vain, even if that is faster than computing.
+    Both the average of many look-ups and that of the latest few count, whichever is more: a store in which one prompt in twenty
+    is found may be worth asking, and one that others have just filled is soon asked again.
+    """
+
+    def __init__(self) -> None:
+        self._long = self._latest = 1.0
+
+    @property
+    def expected(self) -> float:
+        """The part of the chunks asked for, from 0 to 1, that is expected to be found; 1 before anything is known."""
+        return max(self._long, self._latest)
+
+    def note(self, part: float) -> None:
+        """Add a look-up in which this part of the chunks asked for was found."""
+        self._long += (1 - _KEEP_LONG) * (part - self._long)
+        self._latest += (1 - _KEEP_LATEST) * (part - self._latest)

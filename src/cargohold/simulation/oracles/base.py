@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 
 
@@ -30,6 +31,9 @@ class Oracle:
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Cheap checks, after every step."""
+
+    def on_update(self, update: RequestUpdate) -> None:
+        """Learn what has become of a request."""
 
     def inspect(self) -> None:
         """Thorough checks, which walk everything; made now and then."""
