@@ -491,6 +491,27 @@ def test_what_comes_after_a_request_has_given_up_tells_how_slow_a_tier_is() -> N
     assert any("computing was expected to be faster than loading from disk: 0.06" in note for note in notes), notes
 
 
+def test_of_two_tiers_the_one_that_is_too_slow_is_left_out() -> None:
+    """What is not worth loading is computed, not all of the prompt."""
+    tiering = SimulatedTiering(200, [DISK, SHARED])
+    for at in range(3):
+        serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 60))
+    on_disk = list(tiering.media[0][0].chunks)
+    for key in on_disk[:15] + on_disk[40:]:  # the first prompt, and the end of the last one, are only in the store
+        del tiering.media[0][0].chunks[key]
+    engine = make_engine(tiering, max_num_batched_tokens=8)
+    clock = engine.clock
+    assert isinstance(clock, VirtualClock)
+    serve(engine, tiering, "measured", prompt(1000, 8), 1)
+    _, store = tiering.all_queues()
+    store.on_job = lambda job: clock.advance(1.0 if job.kind is JobKind.LOAD else 0.0)
+    for at, restored_from in enumerate([{"shared": 60}, {"disk": 60}, {"disk": 40}]):
+        serve(engine, tiering, f"r{at}", prompt(at, 60))
+        assert restored(engine, f"r{at}") == restored_from
+    notes = [note for note in engine.outputs["r2"].cache_report.notes if "was expected" in note]
+    assert len(notes) == 1 and "faster than loading from shared: 0.0" in notes[0]
+
+
 def on_storage(engine: SimulatedEngine, kind: type[BlockStored | BlockRemoved]) -> set[bytes]:
     """Blocks in events of a kind since the last look, for lower tiers."""
     events = [event for event in engine.scheduler.take_events() if isinstance(event, kind)]

@@ -14,7 +14,7 @@
                        over, with the chunks held until the request is admitted
 
 A deadline ends the wait at every point, in time in which the engine steps: chunks that have not come by then are computed.
-It is a small multiple of the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``.
+It is twice the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``.
 While the engine has no place for the request, its deadline is put off: the request would have to wait anyway. A request
 whose look-ups or loads try whether a tier works again that was resting waits for one step only, or it would pay for the
 trial.
@@ -23,12 +23,13 @@ trial.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.connector.offloading.jobs import Origins
 from cargohold.connector.offloading.pacing import StepPace
-from cargohold.connector.offloading.recall_plan import chains_to_promote, needed_keys, sources_per_token
+from cargohold.connector.offloading.recall_plan import chains_to_promote, first_tokens, needed_keys, sources_per_token
 from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
@@ -39,6 +40,20 @@ PATIENCE = 0.5
 """Fraction of the time that a request waits at most which a load may take by its estimate, because estimates err."""
 LOOK_AGAIN_S = 0.02
 """Seconds until a request that waits for slots or for other requests' chunks looks again whether it can have them."""
+
+
+class _Plan(NamedTuple):
+    """What to bring up for a request.
+
+    Attributes:
+        num_tokens: number of leading tokens that host memory then has, computed tokens included.
+        chains: the chunks to bring up.
+        load_s: estimated seconds that takes; 0 if that is not known.
+    """
+
+    num_tokens: int
+    chains: Sequence[Chain]
+    load_s: float
 
 
 class Recalls:
@@ -88,8 +103,8 @@ class Recalls:
         """
         recall = state.recall
         if recall is None:
-            deadline = self._clock() + self._lower.config.restore_timeout_s
             timeout_s = self._lower.config.restore_timeout_s
+            deadline = self._clock() + timeout_s
             recall = state.recall = Recall(deadline, f"lower tiers took longer than {timeout_s:g} s", alarm_at=deadline)
             self._live.append(recall)
             self._lower.wake_at(deadline)
@@ -130,23 +145,23 @@ class Recalls:
             self._look_again_later(recall)
             self._limit_trial(recall, {probe.tier for probe in recall.probes}, Access.LOOK_UP)
             return
-        num_tokens, chains = self._worth_while(state, num_computed_tokens, hit.num_tokens)
-        if not chains:
+        plan = self._worth_while(state, num_computed_tokens, hit.num_tokens)
+        if not plan.chains:
             recall.end()
             return
-        needed = needed_keys(state, num_computed_tokens, num_tokens)
+        needed = needed_keys(state, num_computed_tokens, plan.num_tokens)
         kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
-        promotion = self._lower.promote(chains, kept)
+        promotion = self._lower.promote(plan.chains, kept)
         if promotion is None:
             self._look_again_later(recall)
             return
         recall.promotion = promotion
         recall.is_over = not promotion.num_running
-        recall.is_limited = self._limit_wait(recall, state, num_computed_tokens, num_tokens)
-        self._limit_trial(recall, {chain.tier for chain in chains}, Access.LOAD)
+        recall.is_limited = self._limit_wait(recall, state, num_computed_tokens, plan.num_tokens)
+        self._limit_trial(recall, {chain.tier for chain in plan.chains}, Access.LOAD)
 
     def _limit_wait(self, recall: Recall, state: RequestState, num_computed_tokens: int, num_tokens: int) -> bool:
-        """Let a request wait from now on for no more than a small multiple of the time that computing takes.
+        """Let a request wait from now on for no more than twice the time that computing takes.
 
         What a tier did lately says nothing of what it does when it hangs: until its jobs count as failed, each request would
         wait for ``restore_timeout_s``, even if it can be computed in a moment.
@@ -222,29 +237,56 @@ class Recalls:
         ]
         return longest_hit(groups, state.request.num_tokens, num_computed_tokens, limit_tokens)
 
-    def _worth_while(
-        self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int
-    ) -> tuple[int, Sequence[Chain]]:
-        """Return how many leading tokens to restore with the help of lower tiers, and which chunks to bring up for that."""
-        chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
-        load_s = self._lower.estimate_s(_count(chains))
+    def _worth_while(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> _Plan:
+        """Return what is worth bringing up for a hit: all of it, a part, or nothing."""
+        plan = self._plan(state, num_computed_tokens, num_hit_tokens)
         limit_s = PATIENCE * self._lower.config.restore_timeout_s
-        if load_s > limit_s:
+        if plan.load_s > limit_s:
             # Only as many tokens as are likely to come in time.
-            part = int(limit_s / load_s * (num_hit_tokens - num_computed_tokens))
-            num_hit_tokens = self._deep_hit(state, num_computed_tokens, num_computed_tokens + part, []).num_tokens
-            chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_hit_tokens)
-            load_s = self._lower.estimate_s(_count(chains))
-        if not load_s or not chains:
-            return num_hit_tokens, chains
-        compute_s = self._compute_s(state, num_computed_tokens, num_hit_tokens)
-        if compute_s is None or load_s <= compute_s:
-            return num_hit_tokens, chains
-        names = " and ".join(self._lower.tiers[at].name for at in sorted(_count(chains)))
-        state.notes.append(
-            f"computing was expected to be faster than loading from {names}: {compute_s:.3f} s against {load_s:.3f} s"
+            part = int(limit_s / plan.load_s * (num_hit_tokens - num_computed_tokens))
+            plan = self._cut(state, num_computed_tokens, num_computed_tokens + part)
+        return self._soonest(state, num_computed_tokens, plan) if plan.load_s else plan
+
+    def _soonest(self, state: RequestState, num_computed_tokens: int, plan: _Plan) -> _Plan:
+        """Return ``plan``, the part of it before the chunks of a tier, or nothing: whatever is expected to take least time.
+
+        What is not brought up is computed. If that is faster for some of it, it is noted for the request.
+        """
+        compute_s = self._compute_s(state, num_computed_tokens, plan.num_tokens)
+        if self._pace is None or compute_s is None:
+            return plan
+        num_here = self._host_hit(state, num_computed_tokens, plan.num_tokens)
+        best, best_s = plan, plan.load_s
+        for other in self._parts(state, num_computed_tokens, plan):
+            rest_s = self._pace.predict(plan.num_tokens - max(num_here, other.num_tokens)) or 0.0
+            if other.load_s + rest_s < best_s:
+                best, best_s = other, other.load_s + rest_s
+        left_out = sorted(_count(plan.chains).keys() - _count(best.chains).keys())
+        if left_out:
+            names = " and ".join(self._lower.tiers[at].name for at in left_out)
+            state.notes.append(
+                f"computing was expected to be faster than loading from {names}: {best_s:.3f} s against {plan.load_s:.3f} s"
+            )
+        return best
+
+    def _parts(self, state: RequestState, num_computed_tokens: int, plan: _Plan) -> Iterator[_Plan]:
+        """Yield nothing, and the parts of a plan before the first chunk of each tier."""
+        yield _Plan(num_computed_tokens, (), 0.0)
+        if len(_count(plan.chains)) > 1:
+            firsts = first_tokens(state, self._host, self._lower, num_computed_tokens, plan.num_tokens)
+            for first in sorted(firsts.values()):
+                if first > num_computed_tokens:
+                    yield self._cut(state, num_computed_tokens, first)
+
+    def _cut(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> _Plan:
+        """Return the plan for a hit of at most ``limit_tokens`` tokens."""
+        return self._plan(
+            state, num_computed_tokens, self._deep_hit(state, num_computed_tokens, limit_tokens, []).num_tokens
         )
-        return num_computed_tokens, ()
+
+    def _plan(self, state: RequestState, num_computed_tokens: int, num_tokens: int) -> _Plan:
+        chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_tokens)
+        return _Plan(num_tokens, chains, self._lower.estimate_s(_count(chains)))
 
     def _compute_s(self, state: RequestState, num_computed_tokens: int, num_tokens: int) -> float | None:
         """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.

@@ -28,8 +28,20 @@ def chains_to_promote(
     return [
         chain
         for keys in state.keys
-        for chain in _chains(keys, _needed(state, keys, num_computed_tokens, num_hit_tokens), host, lower)
+        for _, chain in _chains(keys, _needed(state, keys, num_computed_tokens, num_hit_tokens), host, lower)
     ]
+
+
+def first_tokens(
+    state: RequestState, host: OffloadManager, lower: LowerTiers, num_computed_tokens: int, num_hit_tokens: int
+) -> dict[int, int]:
+    """Return, for each tier that chunks must be brought up from, the first token that one of these chunks stands for."""
+    firsts: dict[int, int] = {}
+    for keys in state.keys:
+        for index, chain in _chains(keys, _needed(state, keys, num_computed_tokens, num_hit_tokens), host, lower):
+            first = index * keys.chunk_tokens
+            firsts[chain.tier] = min(first, firsts.get(chain.tier, first))
+    return firsts
 
 
 def sources_per_token(
@@ -73,7 +85,8 @@ def _slice(keys: ChunkKeys, needed: range) -> list[OffloadKey]:
     return keys.keys[needed.start : needed.stop]
 
 
-def _chains(keys: ChunkKeys, needed: range, host: OffloadManager, lower: LowerTiers) -> Iterator[Chain]:
+def _chains(keys: ChunkKeys, needed: range, host: OffloadManager, lower: LowerTiers) -> Iterator[tuple[int, Chain]]:
+    """Yield the chains of one group, each with the number of its first chunk."""
     own = _slice(keys, needed)
     absent = [at for at, state in enumerate(host.lookup(own)) if state == ABSENT]
     tiers = lower.tiers_of([own[at] for at in absent])
@@ -83,5 +96,5 @@ def _chains(keys: ChunkKeys, needed: range, host: OffloadManager, lower: LowerTi
         if tier < 0:
             continue
         run = [place for _, (place, _) in group]
-        before = needed.start + run[0] - 1
-        yield Chain(tier, own[run[0] : run[-1] + 1], keys.keys[before] if before >= 0 else None)
+        first = needed.start + run[0]
+        yield first, Chain(tier, own[run[0] : run[-1] + 1], keys.keys[first - 1] if first else None)

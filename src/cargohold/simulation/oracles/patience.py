@@ -26,8 +26,8 @@ ALLOWED_PART = 0.2
 """All other requests together may wait in vain for this part of the time that computing takes them."""
 
 
-LONGEST_WAIT = 4
-"""A request may wait for so many times the time that computing takes: twice that for look-ups, and again for loads."""
+LONGEST_WAIT = 3
+"""A request may wait for so many times the time that computing takes: twice, and a deadline is only noticed in a step."""
 _HARMLESS: Final = frozenset({Fault.HANGS, Fault.RESTART})
 """Faults that delay no copy between host memory and device."""
 
