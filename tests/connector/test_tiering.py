@@ -491,9 +491,10 @@ def test_what_comes_after_a_request_has_given_up_tells_how_slow_a_tier_is() -> N
     assert any("computing was expected to be faster than loading from disk: 0.06" in note for note in notes), notes
 
 
-def test_of_two_tiers_the_one_that_is_too_slow_is_left_out() -> None:
-    """What is not worth loading is computed, not all of the prompt."""
-    tiering = SimulatedTiering(200, [DISK, SHARED])
+@pytest.mark.parametrize("timeout_s", [60.0, 1.5])
+def test_of_two_tiers_the_one_that_is_too_slow_is_left_out(timeout_s: float) -> None:
+    """What is not worth loading is computed, not all of the prompt, even if the slow tier would not be done in time."""
+    tiering = SimulatedTiering(200, [DISK, SHARED], restore_timeout_s=timeout_s)
     for at in range(3):
         serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 60))
     on_disk = list(tiering.media[0][0].chunks)

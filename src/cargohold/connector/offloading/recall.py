@@ -239,27 +239,28 @@ class Recalls:
 
     def _worth_while(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> _Plan:
         """Return what is worth bringing up for a hit: all of it, a part, or nothing."""
-        plan = self._plan(state, num_computed_tokens, num_hit_tokens)
+        plan = self._soonest(state, num_computed_tokens, self._plan(state, num_computed_tokens, num_hit_tokens))
         limit_s = PATIENCE * self._lower.config.restore_timeout_s
-        if plan.load_s > limit_s:
-            # Only as many tokens as are likely to come in time.
-            part = int(limit_s / plan.load_s * (num_hit_tokens - num_computed_tokens))
-            plan = self._cut(state, num_computed_tokens, num_computed_tokens + part)
-        return self._soonest(state, num_computed_tokens, plan) if plan.load_s else plan
+        if plan.load_s <= limit_s:
+            return plan
+        # Only as many tokens as are likely to come in time.
+        part = int(limit_s / plan.load_s * (plan.num_tokens - num_computed_tokens))
+        return self._soonest(
+            state, num_computed_tokens, self._cut(state, num_computed_tokens, num_computed_tokens + part)
+        )
 
     def _soonest(self, state: RequestState, num_computed_tokens: int, plan: _Plan) -> _Plan:
         """Return ``plan``, the part of it before the chunks of a tier, or nothing: whatever is expected to take least time.
 
         What is not brought up is computed. If that is faster for some of it, it is noted for the request.
         """
-        compute_s = self._compute_s(state, num_computed_tokens, plan.num_tokens)
-        if self._pace is None or compute_s is None:
+        if self._pace is None or not plan.load_s:
             return plan
         num_here = self._host_hit(state, num_computed_tokens, plan.num_tokens)
         best, best_s = plan, plan.load_s
         for other in self._parts(state, num_computed_tokens, plan):
-            rest_s = self._pace.predict(plan.num_tokens - max(num_here, other.num_tokens)) or 0.0
-            if other.load_s + rest_s < best_s:
+            rest_s = self._pace.predict(plan.num_tokens - max(num_here, other.num_tokens))
+            if rest_s is not None and other.load_s + rest_s < best_s:
                 best, best_s = other, other.load_s + rest_s
         left_out = sorted(_count(plan.chains).keys() - _count(best.chains).keys())
         if left_out:
