@@ -24,8 +24,6 @@ NUM_STEPS = 4
 """Steps that each wait may cost: look-ups and loads are handed out and reported with steps."""
 ALLOWED_PART = 0.2
 """All other requests together may wait in vain for this part of the time that computing takes them."""
-
-
 LONGEST_WAIT = 3
 """A request may wait for so many times the time that computing takes: twice, and a deadline is only noticed in a step."""
 _HARMLESS: Final = frozenset({Fault.HANGS, Fault.RESTART})
