@@ -940,9 +940,8 @@ class TestDoNoHarm:
             serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 60))
         shared = tiering.media[1][0].chunks
         on_disk = list(tiering.media[0][0].chunks)
-        for key in (
-            on_disk[:15] + on_disk[20:30]
-        ):  # the first prompt is only in the store, of the second the start is on disk
+        # The first prompt is only in the store; of the second, the start is on disk.
+        for key in on_disk[:15] + on_disk[20:30]:
             del tiering.media[0][0].chunks[key]
         assert len(shared) == 75
         engine = make_engine(tiering)

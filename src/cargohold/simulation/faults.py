@@ -40,7 +40,7 @@ class Fault(Enum):
     RAISES = "raises"
     """The connector raises, before or after any of its hooks: on a worker or in the scheduler. It must be turned off."""
     HANGS = "hangs"
-    """For seconds on end, look-ups, loads or writes of a tier below host memory do not end before their deadlines."""
+    """For a minute, look-ups, loads or writes of a tier below host memory do not end before their deadlines."""
     RESTART = "restart"
     """The process dies and comes back; the tier outlives it."""
 

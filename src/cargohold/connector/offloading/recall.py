@@ -14,22 +14,21 @@
                        over, with the chunks held until the request is admitted
 
 A deadline ends the wait at every point, in time in which the engine steps: chunks that have not come by then are computed.
-It is twice the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``.
-While the engine has no place for the request, its deadline is put off: the request would have to wait anyway. A request
-whose look-ups or loads try whether a tier works again that was resting waits for one step only, or it would pay for the
-trial.
+It is twice the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``. While the
+engine has no place for the request, its deadline is put off: the request would have to wait anyway. A request whose look-ups
+or loads try whether a tier works again that was resting waits for one step only, or it would pay for the trial.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.connector.offloading.jobs import Origins
 from cargohold.connector.offloading.pacing import StepPace
-from cargohold.connector.offloading.recall_plan import chains_to_promote, first_tokens, needed_keys, sources_per_token
+from cargohold.connector.offloading.recall_plan import chains_to_promote, needed_keys, sources_per_token
 from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
@@ -48,11 +47,13 @@ class _Plan(NamedTuple):
     Attributes:
         num_tokens: number of leading tokens that host memory then has, computed tokens included.
         chains: the chunks to bring up.
+        first_tokens: for each tier that chunks are brought up from, the first token that one of them stands for.
         load_s: estimated seconds that takes; 0 if that is not known.
     """
 
     num_tokens: int
     chains: Sequence[Chain]
+    first_tokens: Mapping[int, int]
     load_s: float
 
 
@@ -158,7 +159,7 @@ class Recalls:
         recall.promotion = promotion
         recall.is_over = not promotion.num_running
         recall.is_limited = self._limit_wait(recall, state, num_computed_tokens, plan.num_tokens)
-        self._limit_trial(recall, {chain.tier for chain in plan.chains}, Access.LOAD)
+        self._limit_trial(recall, plan.first_tokens, Access.LOAD)
 
     def _limit_wait(self, recall: Recall, state: RequestState, num_computed_tokens: int, num_tokens: int) -> bool:
         """Let a request wait from now on for no more than twice the time that computing takes.
@@ -262,7 +263,7 @@ class Recalls:
             rest_s = self._pace.predict(plan.num_tokens - max(num_here, other.num_tokens))
             if rest_s is not None and other.load_s + rest_s < best_s:
                 best, best_s = other, other.load_s + rest_s
-        left_out = sorted(_count(plan.chains).keys() - _count(best.chains).keys())
+        left_out = sorted(plan.first_tokens.keys() - best.first_tokens.keys())
         if left_out:
             names = " and ".join(self._lower.tiers[at].name for at in left_out)
             state.notes.append(
@@ -272,10 +273,9 @@ class Recalls:
 
     def _parts(self, state: RequestState, num_computed_tokens: int, plan: _Plan) -> Iterator[_Plan]:
         """Yield nothing, and the parts of a plan before the first chunk of each tier."""
-        yield _Plan(num_computed_tokens, (), 0.0)
-        if len(_count(plan.chains)) > 1:
-            firsts = first_tokens(state, self._host, self._lower, num_computed_tokens, plan.num_tokens)
-            for first in sorted(firsts.values()):
+        yield _Plan(num_computed_tokens, (), {}, 0.0)
+        if len(plan.first_tokens) > 1:
+            for first in sorted(plan.first_tokens.values()):
                 if first > num_computed_tokens:
                     yield self._cut(state, num_computed_tokens, first)
 
@@ -286,8 +286,8 @@ class Recalls:
         )
 
     def _plan(self, state: RequestState, num_computed_tokens: int, num_tokens: int) -> _Plan:
-        chains = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_tokens)
-        return _Plan(num_tokens, chains, self._lower.estimate_s(_count(chains)))
+        chains, first_tokens = chains_to_promote(state, self._host, self._lower, num_computed_tokens, num_tokens)
+        return _Plan(num_tokens, chains, first_tokens, self._lower.estimate_s(_count(chains)))
 
     def _compute_s(self, state: RequestState, num_computed_tokens: int, num_tokens: int) -> float | None:
         """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.

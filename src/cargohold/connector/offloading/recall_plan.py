@@ -23,25 +23,19 @@ def needed_keys(state: RequestState, num_computed_tokens: int, num_hit_tokens: i
 
 def chains_to_promote(
     state: RequestState, host: OffloadManager, lower: LowerTiers, num_computed_tokens: int, num_hit_tokens: int
-) -> list[Chain]:
-    """Return the needed chunks that host memory lacks and a lower tier has, in chains of one tier each."""
-    return [
-        chain
-        for keys in state.keys
-        for _, chain in _chains(keys, _needed(state, keys, num_computed_tokens, num_hit_tokens), host, lower)
-    ]
+) -> tuple[list[Chain], dict[int, int]]:
+    """Return the needed chunks that host memory lacks and a lower tier has, in chains of one tier each.
 
-
-def first_tokens(
-    state: RequestState, host: OffloadManager, lower: LowerTiers, num_computed_tokens: int, num_hit_tokens: int
-) -> dict[int, int]:
-    """Return, for each tier that chunks must be brought up from, the first token that one of these chunks stands for."""
-    firsts: dict[int, int] = {}
+    Also return, for each of these tiers, the first token that one of its chunks stands for.
+    """
+    chains: list[Chain] = []
+    first_tokens: dict[int, int] = {}
     for keys in state.keys:
         for index, chain in _chains(keys, _needed(state, keys, num_computed_tokens, num_hit_tokens), host, lower):
+            chains.append(chain)
             first = index * keys.chunk_tokens
-            firsts[chain.tier] = min(first, firsts.get(chain.tier, first))
-    return firsts
+            first_tokens[chain.tier] = min(first, first_tokens.get(chain.tier, first))
+    return chains, first_tokens
 
 
 def sources_per_token(

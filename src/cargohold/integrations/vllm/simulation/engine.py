@@ -151,9 +151,8 @@ class VllmEngine:
             if self._random.random() < 0.5:
                 self._run_workers(len(self._in_flight))
         self._run_workers(1)
-        self.clock.advance(
-            STEP_S
-        )  # before the connector hears that the step has ended: it measures how long steps take
+        # Before the connector hears that the step has ended: it measures how long steps take.
+        self.clock.advance(STEP_S)
         self.last_step = self._account(self._in_flight.popleft())
         self.num_steps += 1
         return self.last_step
