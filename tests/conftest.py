@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cargohold import LLM
+from cargohold.garbage import made_for_good
 from tests.command import cargohold, chat_model
 from tests.servers import Server, s3_server
 
@@ -42,6 +43,13 @@ _LONGEST_FILES = (
 )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spare the garbage collector what test modules import, and the tests themselves: they stay to the end."""
+    with made_for_good():
+        return (yield)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first: each file is run by one process, and at the end the others would wait for a long one."""
     here = Path(__file__).parent
@@ -58,9 +66,11 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(models_dir: Path) -> Callable[[str], str]:
     """Path of a tiny random model by kind; see ``tests.models``."""
-    import torch  # noqa: PLC0415  # tests of scheduler-side code run without it
+    with made_for_good():
+        import torch  # noqa: PLC0415  # tests of scheduler-side code run without it
+        from transformers import AutoModelForCausalLM  # noqa: F401, PLC0415  # made when it is asked for
 
-    from tests.models import save_model  # noqa: PLC0415  # imports torch
+        from tests.models import save_model  # noqa: PLC0415  # imports torch
 
     torch.set_num_threads(1)  # on models this small, threads wait for each other longer than they work
     return lambda kind: save_model(kind, models_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -239,6 +240,21 @@ class NumpyWorker(ProbingWorker):
 
     def get_stats(self) -> Stats:
         return {"ranks": np.float64(1)}
+
+
+class CollectorWorker(ProbingWorker):
+    """Reports whether the garbage collector was on when it was made, is on now, and looks at what was made before it."""
+
+    def __init__(self, environment: WorkerEnvironment) -> None:
+        super().__init__(environment)
+        self.calls.append(f"made while it is {'on' if gc.isenabled() else 'off'}")
+
+    def start_load_kv(self) -> None:
+        everything = gc.get_objects()
+        self.calls.append(f"now it is {'on' if gc.isenabled() else 'off'}")
+        self.calls.append(
+            f"it looks at {'this worker' if any(seen is self for seen in everything) else 'later objects'}"
+        )
 
 
 @dataclass(frozen=True)

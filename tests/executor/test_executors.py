@@ -30,6 +30,7 @@ from cargohold.protocol import (
 from cargohold.simulation import simulated_layout
 from tests.executor.ranks import (
     Calls,
+    CollectorWorker,
     CountlessWorker,
     NumpyWorker,
     Opaque,
@@ -155,6 +156,15 @@ def test_jobs_end_when_the_last_rank_has_reported_them(kind: str, make_executor:
 @pytest.mark.parametrize("kind", MANY)
 def test_stats_of_all_ranks_are_added_up(kind: str, make_executor: MakeExecutor) -> None:
     assert make_executor(kind).execute(step(0)).connector.stats == {"ranks": 2}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_what_a_rank_has_loaded_is_never_looked_at_for_garbage(kind: str, make_executor: MakeExecutor) -> None:
+    output = make_executor(kind, connectors=Probing(CollectorWorker)).execute(step(0))
+    for calls in calls_of(output):
+        assert "made while it is off" in calls
+        assert "now it is on" in calls
+        assert "it looks at later objects" in calls
 
 
 def test_stats_that_were_counted_with_numpy_can_be_carried(make_executor: MakeExecutor) -> None:

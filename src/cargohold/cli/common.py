@@ -13,6 +13,7 @@ from rich.markup import escape
 from cargohold.cli.console import errors
 from cargohold.engine.model.source import is_kept_converted
 from cargohold.engine.outputs import RequestMetrics
+from cargohold.garbage import made_for_good
 from cargohold.llm import LLM
 
 
@@ -25,7 +26,7 @@ def remark(text: str, style: str = "dim") -> None:
 def loaded(model: str, **options: Any) -> Iterator[LLM]:
     """An ``LLM``, loaded behind a spinner, closed at the end."""
     once = "" if is_kept_converted(model) else "; the first time it is converted, which takes about 20 s"
-    with errors.status(f"loading {escape(model)}{once}"):
+    with errors.status(f"loading {escape(model)}{once}"), made_for_good():
         quiet_transformers()
         llm = LLM(model, **options)
     with llm:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, islice
 from time import monotonic
 
 from cargohold.errors import ConfigError
+from cargohold.garbage import collected_in_one_go
 from cargohold.simulation.faults import Fault
 from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import ANY, Scenario, check_names, draw_scenario
@@ -96,7 +95,7 @@ class Totals:
 def play_seed(recipe: Recipe, seed: int) -> SeedReport:
     """Play one seed; never raises."""
     try:
-        with garbage_in_one_go():
+        with collected_in_one_go():
             result = recipe.run(recipe.scenario(seed)).play()
     except Exception as error:  # noqa: BLE001  # a bug of the harness is a failure like any other
         return SeedReport(seed, failure=f"while the scenario was set up: {error!r}")
@@ -149,16 +148,3 @@ def _in_pool(
         for future in ended:
             del running[future]
             yield future.result()
-
-
-@contextmanager
-def garbage_in_one_go() -> Iterator[None]:
-    """Collect garbage only once, at the end of the ``with`` block: before a run's world is dropped, there is hardly any."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-            gc.collect(0)  # looks only at objects made meanwhile, not at older ones

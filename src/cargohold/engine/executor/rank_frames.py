@@ -17,6 +17,7 @@ from cargohold.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from cargohold.garbage import made_for_good
 
 _READY, _OUTPUT, _ERROR, _REFUSED = b"R", b"O", b"E", b"X"
 """First byte of a frame: the rank has started; a step's output; the rank cannot go on; the rank refuses to start."""
@@ -31,9 +32,10 @@ class FramedRank:
         self._worker: RankWorker | None = None
 
     def start(self, spec: RankSpec, place: RankPlace) -> bytes:
-        """Load the rank's shard of the model."""
+        """Load the rank's shard of the model, in a process that is the rank's alone."""
         try:
-            self._worker = RankWorker(spec, place, time.monotonic)
+            with made_for_good():
+                self._worker = RankWorker(spec, place, time.monotonic)
         except (ConfigError, ModelError) as error:
             return _encode_refusal(error)
         except Exception:  # noqa: BLE001  # whatever it is, the engine must learn of it

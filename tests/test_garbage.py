@@ -1,0 +1,75 @@
+"""When the garbage collector looks at what is made."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from cargohold.garbage import collected_in_one_go, made_for_good
+from tests.command import Command
+
+
+class Ring:
+    """Refers to itself, so that only the garbage collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def dropped_ring() -> weakref.ref[Ring]:
+    return weakref.ref(Ring())
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Leave to other tests a collector that is on, and looks at nothing that there is (see ``tests.conftest``)."""
+    yield
+    gc.enable()
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def test_garbage_of_work_is_collected_at_its_end() -> None:
+    with collected_in_one_go():
+        ring = dropped_ring()
+        more = [Ring() for _ in range(10_000)]  # enough to be looked at, if anything were
+        assert ring() is not None
+    assert ring() is None
+    assert len(more) == 10_000
+    assert gc.isenabled()
+
+
+def test_what_is_made_for_good_is_never_looked_at_again() -> None:
+    with made_for_good():
+        kept = dropped_ring()
+    later = dropped_ring()
+    gc.collect()
+    assert kept() is not None
+    assert later() is None
+    assert gc.isenabled()
+
+
+def test_also_when_it_fails() -> None:
+    with pytest.raises(RuntimeError), made_for_good():
+        raise RuntimeError
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError), collected_in_one_go():
+        raise RuntimeError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    with made_for_good(), collected_in_one_go():
+        pass
+    assert not gc.isenabled()
+
+
+def test_a_command_never_looks_at_its_model_again(cargohold: Command, chat_model: str) -> None:
+    gc.unfreeze()
+    assert cargohold("run", chat_model, "--prompt", "Ships", "--max-tokens", "2").status == 0
+    assert gc.get_freeze_count() > 100_000
