@@ -7,13 +7,15 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from cargohold import LLM
+from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier import SharedTierConfig
+from cargohold.offload.tier.object_tier import ObjectTier
 from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
 from tests.models import VOCAB_SIZE
 from tests.servers import BUCKET, Server, key_value_server, set_credentials
@@ -72,6 +74,28 @@ def test_engines_share_a_bucket(
     again = ask(make_llm(model, offload=config, **OPTIONS), prompts())
     assert tokens(again) == expected
     assert restored(again) == [{"shared": 100}] * 3
+
+
+def test_of_a_new_prompt_an_object_store_is_asked_for_the_first_chunks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    asked: list[int] = []
+
+    class Counting(ObjectTier):
+        def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+            if len(keys) > 1:  # not one that is about to be stored
+                asked.append(len(keys))
+            return super().probe(keys)
+
+    monkeypatch.setattr("cargohold.offload.tier.object_tier.ObjectTier", Counting)
+    model, options = tiny_model("llama"), {**OPTIONS, "block_tokens": 2}
+    config = offload(SharedTierConfig(url=f"file://{tmp_path}"))
+    ask(make_llm(model, offload=config, **options), prompts(1))
+    assert asked == [32], "of 50"
+    asked.clear()
+    again = ask(make_llm(model, offload=config, **options), prompts(1))
+    assert asked == [32, 18]
+    assert restored(again) == [{"shared": 100}]
 
 
 STORING = """

@@ -206,6 +206,8 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
 
 
 def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> TierPlan:
+    # From a source of its own, so that seeds which have found something still draw the same otherwise.
+    aside = Random(str(tier))  # noqa: S311  # repeatable, on purpose
     media = tuple(
         MediumPlan(
             TierOptions(
@@ -215,6 +217,7 @@ def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> T
                 max_daily_chunks=random.choice((None, None, None, 40)),
                 max_inflight_chunks=random.choice((1, 4, 64)),
                 has_index=random.random() < 0.5,
+                num_asked_at_once=aside.choice((None, 1, 4)),
             ),
             max_chunks=random.choice((random.randint(1, 20), 1000, 1000)),
             latency_s=random.choice((0.0, 0.01, 0.1)),

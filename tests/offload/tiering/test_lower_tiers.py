@@ -59,6 +59,7 @@ class World:
         write_mode: WriteMode = WriteMode.THROUGH,
         has_index: bool = True,
         max_asked_chunks: int = 65536,
+        num_asked_at_once: int | None = None,
         host: OffloadManager | None = None,
     ) -> None:
         self.clock = VirtualClock()
@@ -76,6 +77,7 @@ class World:
                     max_daily_chunks=max_daily_chunks,
                     has_index=has_index,
                     max_asked_chunks=max_asked_chunks,
+                    num_asked_at_once=num_asked_at_once,
                 )
                 for at in range(num_tiers)
             ],
@@ -1374,6 +1376,37 @@ def test_how_much_look_ups_find_is_averaged_and_one_success_counts_for_a_while()
     (probe,) = world.step()
     world.end(probe, [True])
     assert gain.expected > 0.5
+
+
+def test_what_a_look_up_in_several_rounds_finds_counts_once_and_of_all_that_it_wanted() -> None:
+    in_rounds, at_once = World(has_index=False, num_asked_at_once=2), World(has_index=False)
+    for found in (0, 1, 2, 5, 7, 3):
+        keys = [key_of(found, at) for at in range(NUM_CHUNKS)]
+        at_once.lower.probe(keys)
+        (probe,) = at_once.step()
+        at_once.end(probe, [at < found for at in range(len(keys))])
+        num_asked = 0
+        while UNKNOWN in in_rounds.lower.lookup(keys, up_to_absent=True):
+            in_rounds.lower.probe(keys, num_asked={0: num_asked})
+            (probe,) = in_rounds.step()
+            assert list(probe.keys) == keys[num_asked : num_asked + len(probe.keys)]
+            in_rounds.end(probe, [num_asked + at < found for at in range(len(probe.keys))])
+            num_asked += len(probe.keys)
+        assert num_asked <= max(2, 5 * found)
+        gain, expected = (world.lower.tiers[0].look_up_gain.expected for world in (in_rounds, at_once))
+        assert gain == pytest.approx(expected)
+
+
+def test_a_look_up_is_expected_to_take_what_its_first_question_takes_and_a_part_of_the_rest() -> None:
+    tier = World(has_index=False, num_asked_at_once=2).lower.tiers[0]
+    assert tier.look_up_s(10, 0, 0.5) is None, "before anything is known"
+    for num_chunks in (2, 10):
+        tier.look_up_pace.note(num_chunks, 0.1 * num_chunks)
+    assert tier.look_up_s(10, 0, 0.0) == pytest.approx(0.2)
+    assert tier.look_up_s(10, 0, 0.5) == pytest.approx(0.6)
+    assert tier.look_up_s(10, 0, 1.0) == pytest.approx(1.0)
+    assert tier.look_up_s(10, 2, 0.0) == pytest.approx(0.8), "four times as many as before"
+    assert tier.look_up_s(1, 0, 0.0) == pytest.approx(0.1)
 
 
 def test_a_tier_that_is_skipped_is_not_asked_and_has_what_it_is_known_to_have() -> None:

@@ -72,6 +72,7 @@ def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
         locality=tier.locality,
         max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // chunk_bytes)),
         max_asked_chunks=limits.max_urgent_chunks,
+        num_asked_at_once=tier.num_asked_at_once,
     )
 
 

@@ -142,7 +142,11 @@ class Recalls:
             unknown.clear()
             hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
         if hit.undecided:
-            recall.probes = self._lower.probe(list(dict.fromkeys(unknown)), skipped=recall.skipped)
+            recall.probes = self._lower.probe(
+                list(dict.fromkeys(unknown)), skipped=recall.skipped, num_asked=recall.num_asked
+            )
+            for probe in recall.probes:
+                recall.num_asked[probe.tier] += len(probe.keys)
             self._look_again_later(recall)
             self._limit_trial(recall, {probe.tier for probe in recall.probes}, Access.LOOK_UP)
             return
@@ -198,18 +202,19 @@ class Recalls:
         Mutates ``recall`` and ``state``. A tier with an index answers at once.
         """
         asked = [
-            (at, tier, ask_s)
+            (at, tier)
             for at, tier in enumerate(self._lower.tiers)
             if num_unknown and at not in recall.skipped and tier.is_readable and not tier.options.has_index
-            if (ask_s := tier.look_up_pace.predict(num_unknown)) is not None
         ]
         compute_s = self._compute_s(state, num_computed_tokens, limit_tokens) if asked else None
         if compute_s is None:
             return False
         num_skipped = len(recall.skipped)
-        for at, tier, ask_s in asked:
-            saved_s = tier.look_up_gain.expected * compute_s
-            if ask_s > saved_s:
+        for at, tier in asked:
+            num_asked = recall.num_asked[at]
+            part = 1.0 if num_asked else tier.look_up_gain.expected  # a tier that had the first chunks may have all
+            ask_s, saved_s = tier.look_up_s(num_unknown, num_asked, part), part * compute_s
+            if ask_s is not None and ask_s > saved_s:
                 recall.skipped.add(at)
                 state.notes.append(
                     f"asking {tier.name} was expected to take {ask_s:.3f} s, and to save {saved_s:.3f} s"

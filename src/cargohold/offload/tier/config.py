@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 KEY_SOURCE: Final = re.compile(r"(file|env):[^\0\n]+")
 REPLICA_DIRECTORY: Final = "replica-{}"
 """Subdirectory, by replica number, in which all engine replicas but the first keep their chunks."""
+PARALLEL_PROBES: Final = 32
+"""Number of objects that a worker asks an object store for at the same time."""
 MAX_THREADS: Final = 256
 """Maximum of ``num_threads``: each thread has memory for a chunk."""
 
@@ -118,6 +120,15 @@ class TierConfig(ABC):
     @property
     def num_daily_bytes(self) -> int | None:
         """Maximum number of bytes written per day, over all workers; ``None`` for no limit."""
+        return None
+
+    @property
+    def num_asked_at_once(self) -> int | None:
+        """Number of chunks for which the medium answers in one round trip, where each question has its price.
+
+        A request then asks for so many chunks of its prompt first, and for more only if these are there. ``None`` to ask for
+        all of them at once.
+        """
         return None
 
 
@@ -274,6 +285,11 @@ class SharedTierConfig(TierConfig):
     def num_max_bytes(self) -> int | None:
         """``max_bytes`` as a number."""
         return None if self.max_bytes is None else parse_bytes("max_bytes", self.max_bytes)
+
+    @property
+    def num_asked_at_once(self) -> int | None:
+        """See ``TierConfig``. A server takes any number of questions in one round trip, an object store one per request."""
+        return None if self.scheme in REDIS_SCHEMES else PARALLEL_PROBES
 
     @property
     def scheme(self) -> str:

@@ -23,7 +23,7 @@ from obstore.store import LocalStore, from_url
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.codec import ChunkCodec
-from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.offload.tier.config import PARALLEL_PROBES, SharedTierConfig
 from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there
 from cargohold.offload.tier.others import warn_of_readers, warn_of_writers
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PARALLEL_PROBES: Final = 32
 _NO_KEY: Final = b"\0"
 _ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
 _NO_CREDENTIALS: Final = (
@@ -162,7 +161,7 @@ class ObjectTier(SharedTier):
         return True
 
     async def _exist(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        slots = asyncio.Semaphore(_PARALLEL_PROBES)
+        slots = asyncio.Semaphore(PARALLEL_PROBES)
 
         async def exists(key: OffloadKey) -> bool:
             async with slots:

@@ -25,6 +25,8 @@ class TierOptions:
         locality: whether it is local or shared; see ``TierConfig``.
         max_inflight_chunks: maximum number of chunks being written at the same time; each keeps its slot in host memory.
         max_asked_chunks: maximum number of chunks in probes, touches and loads in flight at the same time.
+        num_asked_at_once: number of chunks for which it answers in one round trip; ``None`` for any number. See
+            ``TierConfig.num_asked_at_once``.
     """
 
     name: str
@@ -36,6 +38,7 @@ class TierOptions:
     locality: Locality | None = None
     max_inflight_chunks: int = 64
     max_asked_chunks: int = 65536
+    num_asked_at_once: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

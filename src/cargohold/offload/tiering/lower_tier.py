@@ -33,6 +33,7 @@ MAX_ANNOUNCED = 2**18
 """Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
 MAX_ANSWER_AGE_S = 10.0
 REMEASURE_S = 30.0
+_GROWTH = 4
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
 
 
@@ -110,6 +111,31 @@ class LowerTier:
         """Split keys into parts of as many as the tier's workers take in one job."""
         size = self.options.max_asked_chunks
         return [keys[first : first + size] for first in range(0, len(keys), size)]
+
+    def num_to_ask(self, num_chunks: int, num_asked: int) -> int:
+        """Return how many of ``num_chunks`` to ask for now in a look-up that has asked for ``num_asked`` before.
+
+        Where a question has its price for each chunk, the first few are asked for first: most prompts are new, and what is
+        behind an absent chunk is of no use. If they are there, four times as many follow.
+        """
+        at_once = self.options.num_asked_at_once
+        return num_chunks if at_once is None else min(num_chunks, max(at_once, _GROWTH * num_asked))
+
+    def look_up_s(self, num_chunks: int, num_asked: int, part: float) -> float | None:
+        """Return the seconds that a look-up of ``num_chunks`` takes if ``part`` of them is there; ``None`` if not known."""
+        first_s = self.look_up_pace.predict(self.num_to_ask(num_chunks, num_asked))
+        whole_s = self.look_up_pace.predict(num_chunks)
+        if first_s is None or whole_s is None:
+            return None
+        return first_s + part * (whole_s - first_s)
+
+    def note_look_up(self, task: TierTask, num_found: int, took_s: float) -> None:
+        """Learn how long a probe took and, if its look-up ends with it, what part of what that wanted is there."""
+        self.look_up_pace.note(len(task.keys), took_s)
+        goes_on = task.num_after > 0 and num_found == len(task.keys)
+        if not goes_on and not task.rewrites:
+            num_wanted = task.num_before + len(task.keys) + task.num_after
+            self.look_up_gain.note((task.num_before + num_found) / num_wanted)
 
     def lookup(self, keys: Sequence[OffloadKey], *, is_skipped: bool = False) -> bytes:
         """Return one byte per chunk: ``READY``, ``ABSENT``, ``NOT_YET`` if the tier is being asked, or ``UNKNOWN``.

@@ -18,6 +18,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import reduce
+from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
@@ -39,6 +40,7 @@ PROGRESS_S = 3.0
 """Seconds without the end of a job after which an idle engine does not step on, until a job has ended again."""
 
 _ABSENT = bytes([ABSENT])
+_NOTHING_ASKED: Mapping[int, int] = MappingProxyType({})
 _HARMLESS = frozenset({JobKind.PROBE, JobKind.TOUCH})
 """Kinds of jobs that move no chunk, so that nobody needs to wait for them."""
 
@@ -172,12 +174,17 @@ class LowerTiers:
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
-    def probe(self, keys: Sequence[OffloadKey], *, skipped: Container[int] = ()) -> list[TierTask]:
+    def probe(
+        self, keys: Sequence[OffloadKey], *, skipped: Container[int] = (), num_asked: Mapping[int, int] = _NOTHING_ASKED
+    ) -> list[TierTask]:
         """Ask for chunks whose state is ``UNKNOWN``: each in the first usable tier that has not said that it is absent.
 
+        Some may have to be asked for again, with what is still unknown once the probes are answered.
+
         Args:
-            keys: the chunks.
+            keys: the chunks, in prefix order.
             skipped: see ``lookup``.
+            num_asked: by tier, the number of chunks that the same look-up has asked for before.
 
         Returns:
             The probes; ``has_ended`` becomes true on each when it is answered.
@@ -190,8 +197,13 @@ class LowerTiers:
                 answers = tier.presence.get(rest)
                 asked = [key for key, is_there in zip(rest, answers, strict=True) if is_there is None]
                 rest = [key for key, is_there in zip(rest, answers, strict=True) if is_there is not None]
-                tier.probing.update(asked)
-                probes += [TierTask(JobKind.PROBE, at, part) for part in tier.parts(asked)]
+                before = num_asked.get(at, 0)
+                count = tier.num_to_ask(len(asked), before)
+                tier.probing.update(asked[:count])
+                probes += [
+                    TierTask(JobKind.PROBE, at, part, num_before=before, num_after=len(asked) - count)
+                    for part in tier.parts(asked[:count])
+                ]
         for probe in probes:
             self._tasks.want(probe)
         return probes
@@ -334,9 +346,7 @@ class LowerTiers:
             return
         tier.note_presence(task.keys, succeeded)  # a tier that does not answer counts as not having them
         if outcome is TransferOutcome.DONE and not task.is_late:
-            tier.look_up_pace.note(len(task.keys), self.clock() - task.begun_at)
-            if not task.rewrites:
-                tier.look_up_gain.note(sum(succeeded) / len(task.keys))
+            tier.note_look_up(task, sum(succeeded), self.clock() - task.begun_at)
         if outcome is TransferOutcome.DONE and task.rewrites:
             gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
             self._note_new([tier], gone, task.rewrites)
