@@ -199,7 +199,7 @@ def test_ended_requests_are_forgotten(broken: type[ShelfScheduler]) -> None:
 class BoundedlyRemembering(ShelfScheduler):
     def __init__(self, environment: SchedulerEnvironment) -> None:
         super().__init__(environment)
-        self.ended: deque[str] = deque(maxlen=500)
+        self.ended: deque[str] = deque(maxlen=250)
 
     def explain(self, request_id: str) -> CacheReport:
         self.ended.append(request_id)
@@ -209,8 +209,8 @@ class BoundedlyRemembering(ShelfScheduler):
 def test_a_connector_may_keep_something_of_so_many_requests_as_it_says() -> None:
     bounded = suite(BoundedlyRemembering)
     bounded.test_it_forgets_requests_that_have_ended()
-    type(bounded).max_remembered = 400
-    with pytest.raises(AssertionError, match="480 requests have come and gone"):
+    type(bounded).max_remembered = 200
+    with pytest.raises(AssertionError, match="288 requests have come and gone"):
         bounded.test_it_forgets_requests_that_have_ended()
 
 

@@ -28,7 +28,7 @@ class TestOffloading(ConnectorConformance):
 
 
 class TestOffloadingInChunks(TestOffloading):
-    config: ClassVar[dict[str, Any]] = {"host_bytes": 64 * 256, "blocks_per_chunk": 2, "policy": "arc"}
+    config: ClassVar[dict[str, Any]] = {"host_bytes": 20 * 256, "blocks_per_chunk": 2, "policy": "arc"}
 
 
 class TestLazyOffloading(ConnectorConformance):

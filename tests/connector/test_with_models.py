@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,22 @@ POOLS: dict[str, dict[str, int]] = {
 }
 
 
+PRESSED = SamplingParams(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def answers_alone(device: str, tiny_model: Callable[[str], str]) -> Callable[[str], list[tuple[int, ...]]]:
+    """What a model answers to all prompts in a pool that is large enough, computed once per kind of model."""
+
+    @functools.cache
+    def serve(kind: str) -> list[tuple[int, ...]]:
+        prompts = [prompt for prompts in visits() for prompt in prompts]
+        with LLM(tiny_model(kind), device=device, block_tokens=4, prefix_caching=False) as plain:
+            return [output.token_ids for output in plain.generate(prompts, PRESSED)]
+
+    return serve
+
+
 @pytest.mark.parametrize(
     ("small", "offload"),
     [
@@ -137,14 +154,15 @@ POOLS: dict[str, dict[str, int]] = {
     ],
 )
 def test_a_pool_so_small_that_requests_are_preempted(
-    small: str, device: str, offload: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+    small: str,
+    device: str,
+    offload: str,
+    answers_alone: Callable[[str], list[tuple[int, ...]]],
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
 ) -> None:
-    prompts = [prompt for prompts in visits() for prompt in prompts]
-    sampling = SamplingParams(max_tokens=24)
-    options: dict[str, Any] = {"device": device, "block_tokens": 4}
-    with LLM(tiny_model(small), **options, prefix_caching=False) as plain:
-        expected = [output.token_ids for output in plain.generate(prompts, sampling)]
-    llm = make_llm(tiny_model(small), **options, offload=OFFLOADS[offload], max_model_len=130, **POOLS[small])
-    outputs = llm.generate(prompts, sampling)
-    assert [output.token_ids for output in outputs] == expected
+    options: dict[str, Any] = {"device": device, "block_tokens": 4, "max_model_len": 130, **POOLS[small]}
+    llm = make_llm(tiny_model(small), **options, offload=OFFLOADS[offload])
+    outputs = llm.generate([prompt for prompts in visits() for prompt in prompts], PRESSED)
+    assert [output.token_ids for output in outputs] == answers_alone(small)
     assert sum(output.metrics.preemptions for output in outputs) > 0, "the pool was not small enough"
