@@ -1385,13 +1385,15 @@ def test_what_a_look_up_in_several_rounds_finds_counts_once_and_of_all_that_it_w
         at_once.lower.probe(keys)
         (probe,) = at_once.step()
         at_once.end(probe, [at < found for at in range(len(keys))])
-        num_asked = 0
+        num_asked = num_found = 0
         while UNKNOWN in in_rounds.lower.lookup(keys, up_to_absent=True):
-            in_rounds.lower.probe(keys, num_asked={0: num_asked})
+            (task,) = in_rounds.lower.probe(keys, num_found={0: num_found})
             (probe,) = in_rounds.step()
             assert list(probe.keys) == keys[num_asked : num_asked + len(probe.keys)]
             in_rounds.end(probe, [num_asked + at < found for at in range(len(probe.keys))])
             num_asked += len(probe.keys)
+            num_found += task.num_found
+        assert num_found == found
         assert num_asked <= max(2, 5 * found)
         gain, expected = (world.lower.tiers[0].look_up_gain.expected for world in (in_rounds, at_once))
         assert gain == pytest.approx(expected)

@@ -135,7 +135,9 @@ class Recalls:
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:
         """Ask the tiers, or bring up what they have; end ``recall`` if that is not worth while."""
-        recall.probes = ()  # earlier probes have been answered
+        for answered in recall.probes:
+            recall.num_found[answered.tier] += answered.num_found
+        recall.probes = ()
         unknown: list[OffloadKey] = []
         hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
         if self._skip_slow(recall, state, num_computed_tokens, limit_tokens, len(unknown)):
@@ -143,10 +145,8 @@ class Recalls:
             hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
         if hit.undecided:
             recall.probes = self._lower.probe(
-                list(dict.fromkeys(unknown)), skipped=recall.skipped, num_asked=recall.num_asked
+                list(dict.fromkeys(unknown)), skipped=recall.skipped, num_found=recall.num_found
             )
-            for probe in recall.probes:
-                recall.num_asked[probe.tier] += len(probe.keys)
             self._look_again_later(recall)
             self._limit_trial(recall, {probe.tier for probe in recall.probes}, Access.LOOK_UP)
             return
@@ -211,9 +211,9 @@ class Recalls:
             return False
         num_skipped = len(recall.skipped)
         for at, tier in asked:
-            num_asked = recall.num_asked[at]
-            part = 1.0 if num_asked else tier.look_up_gain.expected  # a tier that had the first chunks may have all
-            ask_s, saved_s = tier.look_up_s(num_unknown, num_asked, part), part * compute_s
+            num_found = recall.num_found[at]
+            part = 1.0 if num_found else tier.look_up_gain.expected  # a tier that has the first chunks may have all
+            ask_s, saved_s = tier.look_up_s(num_unknown, num_found, part), part * compute_s
             if ask_s is not None and ask_s > saved_s:
                 recall.skipped.add(at)
                 state.notes.append(

@@ -39,7 +39,7 @@ class Recall:
         alarm_at: time at which the request is looked at again if nothing else happens: the deadline when the alarm was set.
         was_asked_for: whether the engine has asked for the request since the last step.
         probes: questions to the tiers that the request waits for.
-        num_asked: by tier, the number of chunks that it was asked for.
+        num_found: by tier, the number of chunks that earlier questions have found there.
         look_again_at: time before which the request is not looked at again unless its probes have ended, because looking
             costs time that other requests could use.
         promotion: the chunks that are being brought up; ``None`` before that begins.
@@ -53,7 +53,7 @@ class Recall:
     alarm_at: float
     was_asked_for: bool = True
     probes: Sequence[TierTask] = ()
-    num_asked: Counter[int] = field(default_factory=Counter)
+    num_found: Counter[int] = field(default_factory=Counter)
     look_again_at: float = 0.0
     promotion: Promotion | None = None
     skipped: set[int] = field(default_factory=set)

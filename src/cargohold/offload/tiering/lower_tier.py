@@ -33,8 +33,9 @@ MAX_ANNOUNCED = 2**18
 """Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
 MAX_ANSWER_AGE_S = 10.0
 REMEASURE_S = 30.0
-_GROWTH = 4
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
+_GROWTH = 4
+"""See ``LowerTier.num_to_ask``."""
 
 
 class LowerTier:
@@ -112,30 +113,36 @@ class LowerTier:
         size = self.options.max_asked_chunks
         return [keys[first : first + size] for first in range(0, len(keys), size)]
 
-    def num_to_ask(self, num_chunks: int, num_asked: int) -> int:
-        """Return how many of ``num_chunks`` to ask for now in a look-up that has asked for ``num_asked`` before.
+    def num_to_ask(self, num_chunks: int, num_found: int) -> int:
+        """Return how many of ``num_chunks`` to ask for now in a look-up that has found ``num_found`` here before.
 
-        Where a question has its price for each chunk, the first few are asked for first: most prompts are new, and what is
+        Where each chunk that is asked for has its price, the first few are asked for first: most prompts are new, and what is
         behind an absent chunk is of no use. If they are there, four times as many follow.
         """
         at_once = self.options.num_asked_at_once
-        return num_chunks if at_once is None else min(num_chunks, max(at_once, _GROWTH * num_asked))
+        return num_chunks if at_once is None else min(num_chunks, max(at_once, _GROWTH * num_found))
 
-    def look_up_s(self, num_chunks: int, num_asked: int, part: float) -> float | None:
-        """Return the seconds that a look-up of ``num_chunks`` takes if ``part`` of them is there; ``None`` if not known."""
-        first_s = self.look_up_pace.predict(self.num_to_ask(num_chunks, num_asked))
+    def look_up_s(self, num_chunks: int, num_found: int, part: float) -> float | None:
+        """Return the seconds that the rest of a look-up, of ``num_chunks``, is expected to take; ``None`` if not known.
+
+        Args:
+            num_chunks: number of chunks that the tier has not been asked for yet.
+            num_found: number of chunks that the same look-up has found here before.
+            part: the part of ``num_chunks`` that is expected to be there, from 0 to 1.
+        """
+        first_s = self.look_up_pace.predict(self.num_to_ask(num_chunks, num_found))
         whole_s = self.look_up_pace.predict(num_chunks)
         if first_s is None or whole_s is None:
             return None
         return first_s + part * (whole_s - first_s)
 
-    def note_look_up(self, task: TierTask, num_found: int, took_s: float) -> None:
+    def note_look_up(self, task: TierTask, took_s: float) -> None:
         """Learn how long a probe took and, if its look-up ends with it, what part of what that wanted is there."""
         self.look_up_pace.note(len(task.keys), took_s)
-        goes_on = task.num_after > 0 and num_found == len(task.keys)
+        goes_on = task.num_after > 0 and task.num_found == len(task.keys)
         if not goes_on and not task.rewrites:
             num_wanted = task.num_before + len(task.keys) + task.num_after
-            self.look_up_gain.note((task.num_before + num_found) / num_wanted)
+            self.look_up_gain.note((task.num_before + task.num_found) / num_wanted)
 
     def lookup(self, keys: Sequence[OffloadKey], *, is_skipped: bool = False) -> bytes:
         """Return one byte per chunk: ``READY``, ``ABSENT``, ``NOT_YET`` if the tier is being asked, or ``UNKNOWN``.

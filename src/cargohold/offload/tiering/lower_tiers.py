@@ -40,7 +40,7 @@ PROGRESS_S = 3.0
 """Seconds without the end of a job after which an idle engine does not step on, until a job has ended again."""
 
 _ABSENT = bytes([ABSENT])
-_NOTHING_ASKED: Mapping[int, int] = MappingProxyType({})
+_NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
 _HARMLESS = frozenset({JobKind.PROBE, JobKind.TOUCH})
 """Kinds of jobs that move no chunk, so that nobody needs to wait for them."""
 
@@ -175,7 +175,7 @@ class LowerTiers:
     # --- for requests -------------------------------------------------------------------------------------------------
 
     def probe(
-        self, keys: Sequence[OffloadKey], *, skipped: Container[int] = (), num_asked: Mapping[int, int] = _NOTHING_ASKED
+        self, keys: Sequence[OffloadKey], *, skipped: Container[int] = (), num_found: Mapping[int, int] = _NOTHING_FOUND
     ) -> list[TierTask]:
         """Ask for chunks whose state is ``UNKNOWN``: each in the first usable tier that has not said that it is absent.
 
@@ -184,7 +184,7 @@ class LowerTiers:
         Args:
             keys: the chunks, in prefix order.
             skipped: see ``lookup``.
-            num_asked: by tier, the number of chunks that the same look-up has asked for before.
+            num_found: by tier, the number of chunks that the same look-up has found there before.
 
         Returns:
             The probes; ``has_ended`` becomes true on each when it is answered.
@@ -197,7 +197,7 @@ class LowerTiers:
                 answers = tier.presence.get(rest)
                 asked = [key for key, is_there in zip(rest, answers, strict=True) if is_there is None]
                 rest = [key for key, is_there in zip(rest, answers, strict=True) if is_there is not None]
-                before = num_asked.get(at, 0)
+                before = num_found.get(at, 0)
                 count = tier.num_to_ask(len(asked), before)
                 tier.probing.update(asked[:count])
                 probes += [
@@ -344,9 +344,10 @@ class LowerTiers:
         tier.probing.difference_update(task.keys)
         if task.is_cancelled:
             return
+        task.num_found = sum(succeeded)
         tier.note_presence(task.keys, succeeded)  # a tier that does not answer counts as not having them
         if outcome is TransferOutcome.DONE and not task.is_late:
-            tier.note_look_up(task, sum(succeeded), self.clock() - task.begun_at)
+            tier.note_look_up(task, self.clock() - task.begun_at)
         if outcome is TransferOutcome.DONE and task.rewrites:
             gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
             self._note_new([tier], gone, task.rewrites)

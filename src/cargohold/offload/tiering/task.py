@@ -21,8 +21,9 @@ class TierTask:
         slots: their slots in host memory, parallel to ``keys``; empty for probes and touches.
         parents: for stores and loads, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
         rewrites: for probes that look after chunks in use, the chunks to write again if they are gone, with their parents.
-        num_before: for probes, the number of chunks that the same look-up has asked the tier for before.
+        num_before: for probes, the number of chunks that the same look-up has found in the tier before.
         num_after: for probes, the number of chunks that it will ask the tier for if all of these are there.
+        num_found: for probes that were answered, the number of chunks that are there.
         reserved: for loads, the slots being filled.
         pins: for stores, the chunks being read.
         promotion: for loads, the promotion that waits for it.
@@ -44,6 +45,7 @@ class TierTask:
     rewrites: Mapping[OffloadKey, OffloadKey | None] = field(default_factory=dict)
     num_before: int = 0
     num_after: int = 0
+    num_found: int = 0
     reserved: StoreHandle | None = None
     pins: LoadHandle | None = None
     promotion: Promotion | None = None
