@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -45,7 +47,11 @@ def test_garbage_of_work_is_collected_at_its_end() -> None:
 
 def test_what_is_made_for_good_is_never_looked_at_again() -> None:
     with made_for_good():
-        kept = dropped_ring()
+        garbage, ring = dropped_ring(), Ring()
+        assert garbage() is not None
+    assert garbage() is None
+    kept = weakref.ref(ring)
+    del ring
     later = dropped_ring()
     gc.collect()
     assert kept() is not None
@@ -67,6 +73,22 @@ def test_a_collector_that_was_off_stays_off() -> None:
     with made_for_good(), collected_in_one_go():
         pass
     assert not gc.isenabled()
+
+
+LOADED = """
+import gc, sys, weakref
+from cargohold.cli.common import loaded
+with loaded(sys.argv[1]) as llm:
+    left = weakref.ref(llm)
+del llm
+gc.collect()
+assert left() is None
+"""
+
+
+def test_a_model_that_a_command_has_closed_is_gone(chat_model: str) -> None:
+    """Found by looking: errors that libraries had caught while they were imported kept it, and were never looked at."""
+    subprocess.run([sys.executable, "-c", LOADED, chat_model], check=True)
 
 
 def test_a_command_never_looks_at_its_model_again(cargohold: Command, chat_model: str) -> None:
