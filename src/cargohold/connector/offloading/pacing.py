@@ -13,7 +13,7 @@ MAX_AGE_S: Final = 300.0
 """Age in seconds after which a measurement does not count: the machine does not change, but its use may."""
 _KEEP: Final = 0.8
 """Weight that earlier measurements keep with each new one."""
-_REACH: Final = 4
+REACH: Final = 4
 """Steps more than this many times larger than the largest measured one are not predicted."""
 _MOST_STEPS: Final = 16
 """Maximum number of steps in flight: more than any engine has."""
@@ -84,7 +84,7 @@ class StepPace:
         now = self._clock()
         fresh = [steps for steps in self._measured.values() if now - steps.noted_at <= MAX_AGE_S]
         largest = max((steps.num_tokens for steps in fresh), default=0.0)
-        if largest * _REACH < min(num_tokens, self._max_step_tokens):
+        if largest * REACH < min(num_tokens, self._max_step_tokens):
             return None
         pace = Pace(self._clock, MAX_AGE_S)
         for steps in sorted(fresh, key=lambda steps: steps.num_tokens):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import Final
 
+from cargohold.connector.offloading.pacing import REACH
 from cargohold.engine.core.request import FinishReason, Request
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.offload.tier.breaker import BreakerConfig
@@ -60,8 +61,8 @@ class PatienceOracle(Oracle):
     longer than it may, all of them are slower than without the tier. So what they wait in vain is added up, too. Waits are not
     in vain if the time saved is at least half as long.
 
-    Some requests are forgiven: those that arrived before the first one ended, as nobody knew then how long computing takes;
-    some for every time that a fault struck; and a few surprises.
+    Some requests are forgiven: those that arrived before one of a quarter of their length had ended, as nobody knew then how
+    long computing takes; some for every time that a fault struck; and a few surprises.
 
     Args:
         engine: the replica. Its connector restores chunks from tiers only if that is expected to be faster.
@@ -79,7 +80,8 @@ class PatienceOracle(Oracle):
         self._link = link
         self._struck = struck
         self._is_excused = is_excused
-        self._first_end: float | None = None
+        # When requests ended, and how many tokens of their prompts were computed.
+        self._ends: list[tuple[float, int]] = []
         self._waits: list[_Wait] = []
 
     def on_update(self, update: RequestUpdate) -> None:
@@ -88,11 +90,14 @@ class PatienceOracle(Oracle):
         if not request.is_finished or update.new_token_ids or request.finish_reason is FinishReason.ABORT:
             return
         times = request.times
-        if self._first_end is None:
-            self._first_end = times.finished
-        if self._first_end is None or times.arrived <= self._first_end:
+        was_known = self._is_known(request)
+        num_restored = sum(update.cache_report.restored_tokens.values())
+        if times.finished is not None:
+            num_computed = request.num_prompt_tokens - request.num_first_device_tokens - num_restored
+            self._ends.append((times.finished, num_computed))
+        if not was_known:
             return
-        saved_s = self._compute_s(sum(update.cache_report.restored_tokens.values()))
+        saved_s = self._compute_s(num_restored)
         forgiven_s = (1 + request.num_preemptions) * (NUM_STEPS * STEP_S + self._link_s(request))
         waited_s = times.load_wait_s - forgiven_s
         vain_s = max(0.0, waited_s - 2 * saved_s)
@@ -116,6 +121,11 @@ class PatienceOracle(Oracle):
             f"requests waited in vain for {vain_s:.2f} s, and {num_forgiven} more are forgiven; {allowed_s:.2f} s are "
             f"allowed. Those that waited longest: {'; '.join(map(str, longest[: num_forgiven + 3]))}",
         )
+
+    def _is_known(self, request: Request) -> bool:
+        """Whether enough tokens had been computed when a request arrived to tell how long computing it takes."""
+        num_computed = max((tokens for ended, tokens in self._ends if ended < request.times.arrived), default=0)
+        return num_computed * REACH >= min(request.num_tokens, self._engine.config.max_num_batched_tokens)
 
     def _compute_s(self, num_tokens: int) -> float:
         return STEP_S * -(-num_tokens // self._engine.config.max_num_batched_tokens)
