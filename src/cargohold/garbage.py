@@ -10,13 +10,11 @@ from contextlib import contextmanager
 @contextmanager
 def collected_in_one_go() -> Iterator[None]:
     """Collect garbage only once, at the end of the block. For work that makes hardly any before its end."""
-    was_enabled = gc.isenabled()
-    gc.disable()
     try:
-        yield
+        with _off():
+            yield
     finally:
-        if was_enabled:
-            gc.enable()
+        if gc.isenabled():
             gc.collect(0)  # looks only at objects made meanwhile, not at older ones
 
 
@@ -28,12 +26,21 @@ def made_for_good() -> Iterator[None]:
     each of them again and again takes a fifth of the time to import them, and a quarter of a second whenever it happens later.
     Garbage made in the block is collected once, at its end: it would stay as well, with everything that it refers to.
     """
+    with _off():
+        try:
+            yield
+        finally:
+            gc.collect()
+            gc.freeze()
+
+
+@contextmanager
+def _off() -> Iterator[None]:
+    """Collect nothing by itself inside the block; afterwards, as before."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.collect()
-        gc.freeze()
         if was_enabled:
             gc.enable()

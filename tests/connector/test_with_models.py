@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
+from cargohold import LLM, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.connector.factory import connector_factory
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.offload.tier import HostMemory
@@ -130,7 +130,9 @@ POOLS: dict[str, dict[str, int]] = {
 }
 
 
-PRESSED = SamplingParams(max_tokens=24)
+def serve_all(llm: LLM) -> list[RequestOutput]:
+    """The outputs of all prompts, served at the same time."""
+    return llm.generate([prompt for prompts in visits() for prompt in prompts], SamplingParams(max_tokens=24))
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +141,8 @@ def answers_alone(device: str, tiny_model: Callable[[str], str]) -> Callable[[st
 
     @functools.cache
     def serve(kind: str) -> list[tuple[int, ...]]:
-        prompts = [prompt for prompts in visits() for prompt in prompts]
         with LLM(tiny_model(kind), device=device, block_tokens=4, prefix_caching=False) as plain:
-            return [output.token_ids for output in plain.generate(prompts, PRESSED)]
+            return [output.token_ids for output in serve_all(plain)]
 
     return serve
 
@@ -163,6 +164,6 @@ def test_a_pool_so_small_that_requests_are_preempted(
 ) -> None:
     options: dict[str, Any] = {"device": device, "block_tokens": 4, "max_model_len": 130, **POOLS[small]}
     llm = make_llm(tiny_model(small), **options, offload=OFFLOADS[offload])
-    outputs = llm.generate([prompt for prompts in visits() for prompt in prompts], PRESSED)
+    outputs = serve_all(llm)
     assert [output.token_ids for output in outputs] == answers_alone(small)
     assert sum(output.metrics.preemptions for output in outputs) > 0, "the pool was not small enough"

@@ -201,20 +201,20 @@ class Recalls:
 
         Mutates ``recall`` and ``state``. A tier with an index answers at once.
         """
-        asked = [
-            (at, tier)
-            for at, tier in enumerate(self._lower.tiers)
-            if num_unknown and at not in recall.skipped and tier.is_readable and not tier.options.has_index
-        ]
+        asked = []
+        for at, tier in enumerate(self._lower.tiers):
+            if num_unknown and at not in recall.skipped and tier.is_readable and not tier.options.has_index:
+                num_found = recall.num_found[at]
+                part = 1.0 if num_found else tier.look_up_gain.expected  # a tier that has the first chunks may have all
+                if (ask_s := tier.look_up_s(num_unknown, num_found, part)) is not None:
+                    asked.append((at, tier, part, ask_s))
         compute_s = self._compute_s(state, num_computed_tokens, limit_tokens) if asked else None
         if compute_s is None:
             return False
         num_skipped = len(recall.skipped)
-        for at, tier in asked:
-            num_found = recall.num_found[at]
-            part = 1.0 if num_found else tier.look_up_gain.expected  # a tier that has the first chunks may have all
-            ask_s, saved_s = tier.look_up_s(num_unknown, num_found, part), part * compute_s
-            if ask_s is not None and ask_s > saved_s:
+        for at, tier, part, ask_s in asked:
+            saved_s = part * compute_s
+            if ask_s > saved_s:
                 recall.skipped.add(at)
                 state.notes.append(
                     f"asking {tier.name} was expected to take {ask_s:.3f} s, and to save {saved_s:.3f} s"

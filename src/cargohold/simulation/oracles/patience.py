@@ -90,12 +90,11 @@ class PatienceOracle(Oracle):
         if not request.is_finished or update.new_token_ids or request.finish_reason is FinishReason.ABORT:
             return
         times = request.times
-        was_known = self._is_known(request)
         num_restored = sum(update.cache_report.restored_tokens.values())
         if times.finished is not None:
             num_computed = request.num_prompt_tokens - request.num_first_device_tokens - num_restored
             self._ends.append((times.finished, num_computed))
-        if not was_known:
+        if not self._is_known(request):
             return
         saved_s = self._compute_s(num_restored)
         forgiven_s = (1 + request.num_preemptions) * (NUM_STEPS * STEP_S + self._link_s(request))
