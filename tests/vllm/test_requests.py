@@ -70,6 +70,17 @@ def test_wishes_that_are_no_object_cost_their_request_offloading_alone(
     assert restored(engine.ask([prompt])) == 320
 
 
+def test_clients_do_not_fill_the_log_with_wishes_that_are_refused(
+    llama: str, start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    connector = start(llama, EAGER).scheduler.connector
+    for number in range(200):
+        connector.on_new_request(SimpleNamespace(request_id=f"odd-{number}", kv_transfer_params="fast"))
+    told = [message for message in caplog.messages if "must be an object" in message]
+    assert 8 <= len(told) <= 12
+    assert told[-1].endswith("(warning 128 of this kind; the next one logged is number 256)")
+
+
 def test_limits_of_a_request_are_kept_and_impossible_ones_cost_it_offloading_alone(
     llama: str, start: Callable[..., Any]
 ) -> None:

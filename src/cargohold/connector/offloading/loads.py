@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -16,8 +15,6 @@ from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.protocol import BlockIds, KVConnectorOutput, TransferOutcome
-
-logger = logging.getLogger(__name__)
 
 
 class Loads:
@@ -139,7 +136,7 @@ class Loads:
         self._shared.stats["loads_failed"] += 1
         too_late = outcome is TransferOutcome.ABANDONED
         reason = "came too late" if too_late else f"failed: {len(bad_keys)} of {len(load.handle.keys)} chunks are bad"
-        logger.warning("a load of %d blocks from %s %s", len(load.block_ids), tier, reason)
+        self._shared.failures.warning("a load of %d blocks from %s %s", len(load.block_ids), tier, reason)
         state = self._requests.get(load.request_id)
         if state is not None:
             num_lost = len(load.origins.tiers) - num_kept

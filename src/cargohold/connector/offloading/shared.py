@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from cargohold.connector.offloading.holds import BlockHolder
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.offload.manager.base import OffloadManager
 from cargohold.protocol import KVCacheLayout, SchedulerContext
+from cargohold.sparing_log import SparingLog
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -30,6 +34,7 @@ class Shared:
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         context: the engine's block pool; ``None`` if the engine gives none.
         stats: counters since they were last taken.
+        failures: log of transfers that failed.
         max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
     """
 
@@ -43,6 +48,7 @@ class Shared:
     keeps_partial_loads: bool = True
     context: SchedulerContext | None = None
     stats: Counter[str] = field(default_factory=Counter)
+    failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     max_store_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:

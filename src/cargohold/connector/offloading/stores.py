@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.offload.manager.base import OffloadKey, StoreOffer
 from cargohold.protocol import BlockIds, StepView, TransferOutcome
-
-logger = logging.getLogger(__name__)
 
 
 class StorePlanner(Protocol):
@@ -231,4 +228,4 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
             shared.events.forget(store.handle.keys)
         shared.stats["stores_failed"] += 1
         reason = "spoiled by a failed load" if store.is_spoiled else outcome.name.lower()
-        logger.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)
+        shared.failures.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)

@@ -32,6 +32,7 @@ from cargohold.protocol import (
     Stats,
     add_stats,
 )
+from cargohold.sparing_log import SparingLog
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class SchedulerSide:
         self._is_released = False
         self._has_seen_request = False
         self._stats: Counter[str] = Counter()
+        self._refusals = SparingLog(logger)  # clients decide how many there are
         self.guard.bind_scheduler_context(self._context)
 
     # --- requests come and go -----------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class SchedulerSide:
         wishes = request.kv_transfer_params
         if wishes is not None and not isinstance(wishes, Mapping):
             # vLLM passes on whatever a client has put into kv_transfer_params.
-            logger.warning(
+            self._refusals.warning(
                 "request %s: kv_transfer_params=%s must be an object; it is served without offloading",
                 request.request_id,
                 shown(wishes),
@@ -148,7 +150,7 @@ class SchedulerSide:
         try:
             self.guard.on_new_request(seen)
         except RequestError as error:
-            logger.warning("%s; it is served without offloading", error)
+            self._refusals.warning("%s; it is served without offloading", error)
         else:
             self._requests[seen.request_id] = seen
 

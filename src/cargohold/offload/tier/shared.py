@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -9,9 +10,11 @@ from collections.abc import Sequence
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
 from cargohold.offload.tier.codec import ChunkCodec
-from cargohold.offload.tier.damage import DamageLog
 from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.staging import copy_bytes
+from cargohold.sparing_log import SparingLog
+
+logger = logging.getLogger(__name__)
 
 
 class SharedTier(Tier):
@@ -28,7 +31,7 @@ class SharedTier(Tier):
         self.name = "shared"
         self.chunk_bytes = chunk_bytes
         self._codec = codec
-        self._damage = DamageLog("shared", "deleted")
+        self._damage = SparingLog(logger)
         self._count_lock = threading.Lock()
         self._num_stored = 0
         self._stored_bytes = 0
@@ -55,7 +58,7 @@ class SharedTier(Tier):
             return LoadOutcome.ABSENT
         if self._decode(key, value, into):
             return LoadOutcome.LOADED
-        self._damage.found(key.hex())
+        self._damage.warning("%s tier: chunk %s is damaged; it is deleted", self.name, key.hex())
         self.remove([key])
         return LoadOutcome.CORRUPT
 

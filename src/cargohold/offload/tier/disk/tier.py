@@ -16,11 +16,11 @@ from cargohold.offload.policy import make_policy
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import DiskTierConfig
-from cargohold.offload.tier.damage import DamageLog
 from cargohold.offload.tier.disk.recovery import restore_index
 from cargohold.offload.tier.disk.shard import Budget, Shard
 from cargohold.offload.tier.disk.slot_index import SlotIndex
 from cargohold.offload.tier.disk.uses import LastUses
+from cargohold.sparing_log import SparingLog
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class DiskTier(Tier):
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._growth_pause = 0
-        self._damage = DamageLog("disk", "forgotten")
+        self._damage = SparingLog(logger)
         self._state = self._open()
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -263,7 +263,7 @@ class DiskTier(Tier):
 
     def _quarantine(self, state: _State, slot: int, key: OffloadKey) -> None:
         """Remove a pinned chunk that is damaged, so that nobody finds it again, here or after a restart."""
-        self._damage.found(f"{key.hex()} in slot {slot}")
+        self._damage.warning("disk tier: chunk %s in slot %d is damaged; it is forgotten", key.hex(), slot)
         with self._lock:
             is_current = state.index.is_current(key, slot)
         if is_current:  # another reader may have found the damage first
