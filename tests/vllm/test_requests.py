@@ -73,7 +73,9 @@ def test_wishes_that_are_no_object_cost_their_request_offloading_alone(
 def test_clients_do_not_fill_the_log_with_wishes_that_are_refused(
     llama: str, start: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    connector = start(llama, EAGER).scheduler.connector
+    engine = start(llama, EAGER)
+    engine.ask(make_prompts(1, 330))  # the first request must be a real one: it shows what vLLM's requests have
+    connector = engine.scheduler.connector
     for number in range(200):
         connector.on_new_request(SimpleNamespace(request_id=f"odd-{number}", kv_transfer_params="fast"))
     told = [message for message in caplog.messages if "must be an object" in message]
