@@ -977,6 +977,39 @@ def broken_rule(engine: SimulatedEngine) -> str:
     return "" if broken is None else broken.rule
 
 
+def test_a_connector_that_breaks_while_a_step_runs_keeps_its_blocks_until_the_workers_have_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by reading: an abort during a step, for which a connector raised, released blocks that copies were reading."""
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(30), offloading)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    for name in ("stays", "goes"):
+        engine.add(name, prompt(len(name), 20), 5)
+    engine.step()
+    engine.step()
+    scheduler = engine.scheduler
+    held = scheduler.connector.held_references()
+    assert held and transfers.pending
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(engine.connector, "request_finished", fails)
+    step = scheduler.schedule()
+    output = engine.executor.execute(step)
+    scheduler.finish_request("goes", FinishReason.ABORT)
+    scheduler.update_from_output(output)
+    assert "request_finished raised" in broken_rule(engine)
+    assert scheduler.connector.held_references() == held, "copies are still reading these blocks"
+    step, _ = engine.step()
+    assert step.drop_connector and not transfers.pending and not scheduler.connector.held_references()
+    engine.run()
+    scheduler.check_settled()
+    assert engine.tokens("stays") == alone(prompt(len("stays"), 20), 5)
+
+
 @pytest.mark.parametrize("direction", Direction)
 def test_a_job_that_the_workers_do_not_end_turns_the_connector_off(direction: Direction) -> None:
     offloading = SimulatedOffloading(60, transfer_timeout_s=5.0, job_timeout_s=20.0)

@@ -16,6 +16,7 @@ from cargohold.connector.offloading import recall
 from cargohold.connector.offloading.requests import Recall
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.offload.tier import JobKind, JobStatus, TierJob
 from cargohold.offload.tiering import Admission, Chain, Promotion, TierOptions, WriteMode, promotions
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
@@ -665,6 +666,34 @@ def test_who_finds_no_slot_does_not_look_for_one_in_every_step(monkeypatch: pyte
     transfers.auto = True
     finish(engine, tiering)
     assert restored(engine, "known") == {"disk": 16} and engine.tokens("known") == alone(prompt(0, 17), 3)
+
+
+def test_nobody_waits_for_a_slow_write_to_get_blocks_that_a_loaded_request_holds() -> None:
+    """Found by reading: as long as a disk was busy, a request that was first in line waited, and nobody ran."""
+    tiering = SimulatedTiering(60)
+    engine = make_engine(tiering, num_blocks=13, policy=QueuePolicy.PRIORITY)
+    (queue,), (transfers,) = tiering.all_queues(), tiering.transfers
+    serve(engine, tiering, "before", prompt(1, 36), 1)
+    evict_everything(engine)
+    queue.held = frozenset({JobKind.STORE})
+    engine.add("writes", prompt(2, 20), 1)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    evict_everything(engine)
+    engine.add("loaded", prompt(1, 36), 2, priority=5)
+    transfers.auto = False
+    engine.step()
+    engine.add("urgent", prompt(3, 36), 2)  # needs 9 of the 12 blocks, of which the loaded one holds 9
+    began = engine.clock()
+    engine.step()
+    transfers.auto = True
+    while "urgent" not in engine.outputs:
+        engine.step()
+    assert engine.clock() - began < 0.2 and engine.requests["loaded"].num_preemptions == 1
+    assert tiering.lower.is_settling, "the disk was not busy"
+    queue.held = frozenset()
+    finish(engine, tiering)
+    assert engine.tokens("urgent") == alone(prompt(3, 36), 2) and engine.tokens("loaded") == alone(prompt(1, 36), 2)
 
 
 def test_what_host_memory_has_no_room_for_is_restored_in_part() -> None:

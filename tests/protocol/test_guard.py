@@ -389,6 +389,18 @@ def test_stats_that_are_none_turn_a_connector_off(guard: ConnectorGuard, inner: 
     assert guard.broken is not None
 
 
+def test_workers_are_told_once_and_until_they_have_stopped_that_is_work(guard: ConnectorGuard) -> None:
+    assert not guard.stop_workers(), "a connector that is on"
+    guard.break_off("made for this test")
+    assert guard.is_winding_up and not guard.is_stopping and guard.has_pending_work()
+    assert guard.stop_workers()
+    assert not guard.stop_workers(), "again"
+    assert guard.is_winding_up and guard.is_stopping and guard.has_pending_work()
+    guard.release()
+    assert not guard.is_winding_up and not guard.is_stopping and not guard.has_pending_work()
+    assert not guard.stop_workers()
+
+
 def test_the_guard_decides_every_method_of_the_contract() -> None:
     """A method that the guard does not override would reach the base class's default instead of the connector."""
     assert set(CONTRACT) <= vars(ConnectorGuard).keys()
@@ -428,5 +440,7 @@ def test_whatever_method_raises_the_caller_goes_on(name: str, context: Context) 
         assert not list(answer)
     elif name == "get_stats":
         assert answer == {"connectors_off": 1}
+    elif name == "has_pending_work":
+        assert answer, "its workers have still to be stopped"
     else:
         assert answer == getattr(NullConnectorScheduler(), name)(*ARGUMENTS.get(name, ()))

@@ -5,7 +5,10 @@ every call on. If the connector raises or answers what the contract forbids, the
 and the rule it broke, and from then on answers like a connector that keeps nothing.
 
 References that the connector held when it broke are kept until its workers have stopped, because a copy may still read those
-blocks; then the caller gives them back with ``release``.
+blocks. So the caller tells the workers to stop in its next step (``stop_workers``), and gives the references back when they
+have (``release``)::
+
+    on --break_off()--> RUNNING --stop_workers()--> STOPPING --release()--> STOPPED
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, TypeVar
 
 from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError, RequestError
@@ -46,6 +50,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NO_METADATA: ConnectorMetadata = EmptyMetadata()
+
+
+class _Workers(Enum):
+    """Where the workers of a connector are that was turned off."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
 
 
 class GuardedContext:
@@ -112,6 +124,7 @@ class ConnectorGuard(KVConnectorScheduler):
         self.name = inner.name
         self.worker_metadata_type = inner.worker_metadata_type
         self.broken: ContractError | None = None
+        self._workers = _Workers.RUNNING
 
     @property
     def inner(self) -> KVConnectorScheduler:
@@ -136,11 +149,29 @@ class ConnectorGuard(KVConnectorScheduler):
                 "connector %s is turned off: %s; requests are served without it", self.name, rule, exc_info=cause
             )
 
+    @property
+    def is_winding_up(self) -> bool:
+        """Whether the connector was turned off, and its blocks are not released yet."""
+        return self.broken is not None and self._workers is not _Workers.STOPPED
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the connector's workers were told to stop, and its blocks are not released yet."""
+        return self._workers is _Workers.STOPPING
+
+    def stop_workers(self) -> bool:
+        """Return whether the caller must tell the workers to stop, now; from then on they count as told."""
+        if self.broken is None or self._workers is not _Workers.RUNNING:
+            return False
+        self._workers = _Workers.STOPPING
+        return True
+
     def release(self) -> KVConnectorSchedulerOutput:
         """Free the blocks that the connector has touched; return those that it has locked, for the caller to unlock.
 
         Call it only once the connector's workers have stopped.
         """
+        self._workers = _Workers.STOPPED
         touched = self._touched.give_back_all()
         if self._context is not None:
             self._context.free_blocks([self._context.get_block(block_id) for block_id in touched])
@@ -199,11 +230,12 @@ class ConnectorGuard(KVConnectorScheduler):
         return events if self.broken is None else self._announced.withdraw()
 
     def has_pending_work(self) -> bool:
-        """Pass the call on; also true while the connector holds references on blocks."""
+        """Pass the call on; also true while the connector holds references on blocks, or its workers have to be stopped."""
         return (
             bool(self._call("has_pending_work", False, self._inner.has_pending_work))
             or bool(self._touched)
             or bool(self._locked)
+            or self.is_winding_up  # maybe for how it has just answered
         )
 
     def reset_cache(self) -> bool:

@@ -65,8 +65,6 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         self._loading_in_step: set[int] = set()
         self._sending: dict[str, tuple[int, ...]] = {}
         self._new_sends: dict[str, tuple[int, ...]] = {}
-        self._stopping: set[int] = set()
-        self._stopped: set[int] = set()
         self._unlocks_of_stopped: list[int] = []
 
     @property
@@ -147,8 +145,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             of_child if child.broken is None else None for child, of_child in zip(self._children, metadata, strict=True)
         )
         broken = {at for at, child in enumerate(self._children) if child.broken is not None}
-        stop = broken - self._stopping - self._stopped
-        self._stopping |= stop
+        stop = {at for at, child in enumerate(self._children) if child.stop_workers()}
         new_sends, self._new_sends = self._new_sends, {}
         new_loads, self._new_loads = tuple(self._new_loads), []
         loading_in_step, self._loading_in_step = self._loading_in_step, set()
@@ -194,11 +191,8 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return [event for child in self._children for event in child.take_events()]
 
     def has_pending_work(self) -> bool:
-        """Whether any child has pending work, or is being stopped, or keeps blocks of which the workers do not know yet."""
-        return bool(self._stopping or self._new_sends) or any(
-            child.has_pending_work() or (child.broken is not None and at not in self._stopped)
-            for at, child in enumerate(self._children)
-        )
+        """Whether any child has pending work, or keeps blocks of which the workers do not know yet."""
+        return bool(self._new_sends) or any(child.has_pending_work() for child in self._children)
 
     def reset_cache(self) -> bool:
         """Reset every child, whatever the others answer; return whether all could."""
@@ -253,6 +247,4 @@ class MultiConnectorScheduler(KVConnectorScheduler):
                 self._children[at].break_off(report.error)
         for at in meta.stopped:
             # The child has no transfers in flight on any worker now.
-            self._stopping.discard(at)
-            self._stopped.add(at)
             self._unlocks_of_stopped += self._children[at].release().unlock_block_ids

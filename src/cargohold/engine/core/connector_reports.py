@@ -28,7 +28,7 @@ class ConnectorReports:
         end_request: ends a request whose load failed, where that is the policy.
     """
 
-    def __init__(  # it is where these meet
+    def __init__(
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
@@ -43,14 +43,8 @@ class ConnectorReports:
         self._connector = connector
         self._clock = clock
         self._end_request = end_request
-        self._dropped = False
         self._last_progress = clock()
         self._patience = Patience(clock)
-
-    @property
-    def must_drop_connector(self) -> bool:
-        """Whether the connector was turned off and its workers still have to be told."""
-        return self._connector.broken is not None and not self._dropped
 
     def note_progress(self) -> None:
         """Restart the clock of ``check_progress``: something was computed or loaded, or there were no requests before."""
@@ -92,7 +86,6 @@ class ConnectorReports:
 
     def drop_connector(self) -> None:
         """Give back all blocks that are held for the connector: its workers have stopped, so nothing is in flight any more."""
-        self._dropped = True
         self._apply(self._connector.release())
         loading, sending = self._roster.transfers.abandon()
         for request in loading:

@@ -116,12 +116,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether another step is needed: requests unfinished, transfers in flight, references held by the connector."""
-        return bool(
-            self._roster
-            or self._roster.transfers
-            or self.connector.has_pending_work()
-            or self._reports.must_drop_connector  # asked last: the connector may have been turned off for how it answered
-        )
+        return bool(self._roster or self._roster.transfers or self.connector.has_pending_work())
 
     # --- stepping -----------------------------------------------------------------------------------------------------
 
@@ -141,7 +136,6 @@ class Scheduler:
         """Update requests and blocks from the output of the step last scheduled; returns what changed for each request."""
         plan, self._plan = self._plan, None
         assert plan is not None, "no step was scheduled"
-        dropped = self._reports.must_drop_connector
         self._reports.absorb(output, plan)
         for request, share in plan:
             # Of requests that have ended or lost their blocks meanwhile, the step's tokens are dropped. If a connector spoils
@@ -152,7 +146,7 @@ class Scheduler:
                 self.kv.cache_blocks(request, request.num_computed_tokens)
                 if share.sample is not None:
                     self._append_token(request, output.sampled[request.request_id])
-        if dropped:
+        if self.connector.is_stopping:  # the step has told the workers to stop, and so they have
             self._reports.drop_connector()
         updates, self._updates = self._updates, []
         return updates
@@ -231,13 +225,14 @@ class Scheduler:
                 break
 
     def _resolve_deadlock(self) -> None:
-        """If nothing runs or is in flight although requests wait, preempt one that holds loaded blocks.
+        """If nothing runs and no transfer will free blocks although requests wait, preempt one that holds loaded blocks.
 
-        The first request in the queue needs them.
+        The first request in the queue needs them. The connector may have other work, such as writing chunks to a slow disk:
+        that frees no blocks, so nobody waits for it.
         """
         roster = self._roster
-        if roster.running or roster.transfers or self.connector.has_pending_work() or self._reports.must_drop_connector:
-            return  # whatever is in flight will end and change things
+        if roster.running or self._expects_blocks():
+            return
         holders = [request for request in roster.waiting if self.kv.holds_blocks(request)]
         if holders:
             roster.preempt(holders[-1])
@@ -257,7 +252,7 @@ class Scheduler:
             preempted_req_ids=step.preempted_req_ids,
             finished_req_ids=step.finished_req_ids,
             connector_metadata=metadata,
-            drop_connector=self._reports.must_drop_connector,
+            drop_connector=self.connector.stop_workers(),
         )
 
     # --- tokens -------------------------------------------------------------------------------------------------------

@@ -120,7 +120,6 @@ class SchedulerSide:
         self._new_loads: dict[str, tuple[int, ...]] = {}
         self._new_sends: list[str] = []
         self._stopped_ranks: set[int] = set()
-        self._is_released = False
         self._has_seen_request = False
         self._stats: Counter[str] = Counter()
         self._refusals = SparingLog(logger)  # clients decide how many there are
@@ -237,7 +236,7 @@ class SchedulerSide:
         inner = self.guard.build_connector_meta(Step(output, requests, self.layout, self._tables))
         new_loads, self._new_loads = self._new_loads, {}
         new_sends, self._new_sends = tuple(self._new_sends), []
-        return StepMessage(inner, new_loads, new_sends, stop=self.guard.broken is not None and not self._is_released)
+        return StepMessage(inner, new_loads, new_sends, stop=self.guard.stop_workers() or self.guard.is_stopping)
 
     def update_connector_output(self, message: WorkerMessage | None) -> None:
         """Take the ranks' reports of a step; ``None`` if no rank had anything to report."""
@@ -261,7 +260,7 @@ class SchedulerSide:
             self._loading.pop(request_id, None)
         if not output.is_empty():
             self.guard.update_connector_output(output)
-        if self._stopped_ranks.issuperset(ranks):
+        if self.guard.is_winding_up and self._stopped_ranks.issuperset(ranks):
             self._release()
 
     def end_step(self) -> None:
@@ -274,7 +273,7 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is nothing to compute."""
-        return bool(self._loading) or self._must_stop_workers or self.guard.has_pending_work()
+        return bool(self._loading) or self.guard.has_pending_work()
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will become free soon without a preemption."""
@@ -300,10 +299,6 @@ class SchedulerSide:
         self.guard.shutdown()
 
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    @property
-    def _must_stop_workers(self) -> bool:
-        return self.guard.broken is not None and not self._is_released
 
     def _may_load_for(self, request: Any) -> bool:
         """Whether the connector is to be asked about a request."""
@@ -351,7 +346,6 @@ class SchedulerSide:
         self._context.free_blocks([self._context.get_block(block_id) for block_id in unlocks])
         self._loading.clear()
         self._deferrals.clear()
-        self._is_released = True
 
 
 def _wants_all_computed(request: Any) -> bool:
