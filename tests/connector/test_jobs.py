@@ -61,9 +61,13 @@ def test_the_table_knows_what_is_in_flight(data: st.DataObject) -> None:
             assert table.end(job_id) is ended
             assert table.end(job_id) is None, "it ends once"
         assert len(ids) == num_begun + (move != "end"), "an id is used once"
-        assert [table.is_loading_any([key]) for key in KEYS] == jobs.is_loading()
+        for keys in ([], KEYS, *([key] for key in KEYS)):
+            loads = {at for at, load in jobs.loads.items() if not set(keys).isdisjoint(load.handle.keys)}
+            found = table.load_of_any(keys)
+            assert not loads if found is None else found in loads
+        assert [at for at in [0, *ids] if table.is_loading(at)] == [at for at in ids if at in jobs.loads]
+        assert not table.is_loading(None)
         assert before == jobs.is_loading() or table.version != version
-        assert table.is_loading_any(KEYS) == any(jobs.is_loading()) and not table.is_loading_any([])
         assert (len(table), bool(table)) == (len(jobs.loads) + len(jobs.stores), bool(jobs.loads or jobs.stores))
         assert (table.num_loads, list(table.loads())) == (len(jobs.loads), list(jobs.loads.values()))
         assert list(table.stores()) == list(jobs.stores.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -969,6 +970,65 @@ def test_a_load_that_ends_is_progress_even_if_its_request_is_gone() -> None:
     assert broken_rule(engine) == ""
     assert engine.outputs["loads next"].cache_report.restored_tokens == {"host": 40}
     assert engine.tokens("waits") == alone(prompt(2, 40), 1)
+
+
+def test_requests_with_the_same_full_hit_do_not_wait_for_each_other() -> None:
+    """Found by seed 2101608: each loads the block with its last token for itself, so waiting for another's load is in vain."""
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    tokens = prompt(0, 40)
+    serve_and_lose(engine, offloading, tokens, 1)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("first", tokens, 2)
+    engine.step()
+    for name in ("second", "third"):
+        engine.add(name, tokens, 2)
+    engine.step()
+    (load,) = transfers.pending
+    assert len(load.block_ids) == 10, "the others wait for these blocks"
+    transfers.complete(load)
+    while len(transfers.pending) < 2:
+        engine.step()
+    assert [len(load.block_ids) for load in transfers.pending] == [1, 1], "at the same time"
+    transfers.auto = True
+    finish(engine, offloading)
+    for name in ("first", "second", "third"):
+        assert engine.tokens(name) == alone(tokens, 2)
+
+
+def test_who_waits_for_a_load_is_looked_up_again_when_it_ends_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: a thousand requests that waited for one load were looked up again whenever a chunk was stored."""
+    offloading = SimulatedOffloading(200)
+    engine = SimulatedEngine(simulated_layout(200), offloading, max_num_seqs=20)
+    shared = prompt(0, 200)
+    serve_and_lose(engine, offloading, shared, 1)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("first", [*shared, 1], 1)
+    engine.step()
+    (load,) = transfers.pending
+    looks: list[Sequence[bytes]] = []
+    lookup_run = offloading.manager.lookup_run
+
+    def counted(keys: Sequence[bytes]) -> bytes:
+        looks.append(keys)
+        return lookup_run(keys)
+
+    monkeypatch.setattr(offloading.manager, "lookup_run", counted)
+    for at in range(5):
+        engine.add(f"waits {at}", [*shared, 2 + at], 1)
+    engine.add("busy", prompt(1, 9), 40)
+    for _ in range(30):
+        engine.step()
+        transfers.finish_stores()
+    assert offloading.manager.num_ready > 51, "nothing was stored meanwhile"
+    assert len([keys for keys in looks if keys[0] == looks[0][0]]) == 5
+    transfers.complete(load)
+    transfers.auto = True
+    finish(engine, offloading)
+    for at in range(5):
+        assert engine.outputs[f"waits {at}"].request.num_first_device_tokens == 200
 
 
 def broken_rule(engine: SimulatedEngine) -> str:

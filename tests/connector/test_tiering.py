@@ -18,7 +18,7 @@ from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.offload.tier import JobKind, JobStatus, TierJob
-from cargohold.offload.tiering import Admission, Chain, Promotion, TierOptions, WriteMode, promotions
+from cargohold.offload.tiering import Admission, Chain, Promotion, TierOptions, WriteMode, lower_tier, promotions
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
 from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.simulation.layouts import GroupPlan, layout_of
@@ -205,8 +205,52 @@ def test_who_waits_for_a_place_is_restored_when_there_is_one() -> None:
         engine.step()
         clock.advance(1)
     finish(engine, tiering)
-    assert restored(engine, "known") == {"disk": 44}
+    assert restored(engine, "known") == {"host": 44}, "it came up while the request waited, and was held no more"
     assert not any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
+
+
+def test_in_a_long_queue_every_request_is_restored() -> None:
+    """Found by reading: what came up long before its request's turn was evicted, and the request did not ask again."""
+    num_requests, num_chunks = 10, 100
+    tiering = SimulatedTiering(2 * num_requests * num_chunks)
+    shape = {"num_blocks": 700, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    engine = make_engine(tiering, **shape)
+    for at in range(num_requests):
+        serve(engine, tiering, str(at), prompt(at, 4 * num_chunks + 1), 1)
+    tiering.num_slots = 5 * num_chunks
+    engine = make_engine(tiering, **shape)
+    (queue,) = tiering.all_queues()
+    loaded: list[bytes] = []
+    queue.on_job = lambda job: loaded.extend(job.keys if job.kind is JobKind.LOAD else ())
+    for at in range(num_requests):
+        engine.add(str(at), prompt(at, 4 * num_chunks + 1), 700)
+    most_held = 0
+    while engine.scheduler.num_unfinished:
+        engine.step()
+        most_held = max(most_held, tiering.manager.num_pins + tiering.manager.num_writing)
+    finish(engine, tiering)
+    for at in range(num_requests):
+        assert sum(restored(engine, str(at)).values()) == 4 * num_chunks, at
+    assert len(loaded) <= 1.5 * num_requests * num_chunks, "chunks came up again and again"
+    assert most_held <= 4 * num_chunks, "more than half of host memory was held, and one request's chunks beside"
+
+
+def test_prompts_with_more_chunks_than_answers_are_remembered_are_restored_as_far_as_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by reading: the answers for the last chunks pushed out those for the first, which were asked for again."""
+    monkeypatch.setattr(lower_tier, "MIN_ANSWERS", 0)
+    tokens = prompt(0, 220)
+    tiering = SimulatedTiering(100)
+    serve(make_engine(tiering, num_blocks=100), tiering, "first", tokens)
+    tiering.num_slots = 10  # 40 answers are remembered, and the prompt has 55 chunks
+    engine = make_engine(tiering, num_blocks=100)
+    (queue,) = tiering.all_queues()
+    asked: list[bytes] = []
+    queue.on_job = lambda job: asked.extend(job.keys if job.kind is JobKind.PROBE else ())
+    serve(engine, tiering, "second", tokens)
+    assert restored(engine, "second") == {"disk": 40}
+    assert len(asked) == len(set(asked)) == 20
 
 
 def waiting_for_a_load(prompt_tokens: list[int]) -> tuple[SimulatedEngine, SimulatedTiering, HeldQueue]:

@@ -392,13 +392,18 @@ def test_stats_that_are_none_turn_a_connector_off(guard: ConnectorGuard, inner: 
 def test_workers_are_told_once_and_until_they_have_stopped_that_is_work(guard: ConnectorGuard) -> None:
     assert not guard.stop_workers(), "a connector that is on"
     guard.break_off("made for this test")
-    assert guard.is_winding_up and not guard.is_stopping and guard.has_pending_work()
+    assert stage(guard) == {"winding up", "busy"}
     assert guard.stop_workers()
     assert not guard.stop_workers(), "again"
-    assert guard.is_winding_up and guard.is_stopping and guard.has_pending_work()
+    assert stage(guard) == {"winding up", "stopping", "busy"}
     guard.release()
-    assert not guard.is_winding_up and not guard.is_stopping and not guard.has_pending_work()
+    assert stage(guard) == set()
     assert not guard.stop_workers()
+
+
+def stage(guard: ConnectorGuard) -> set[str]:
+    answers = {"winding up": guard.is_winding_up, "stopping": guard.is_stopping, "busy": guard.has_pending_work()}
+    return {name for name, answer in answers.items() if answer}
 
 
 def test_the_guard_decides_every_method_of_the_contract() -> None:

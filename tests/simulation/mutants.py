@@ -94,7 +94,7 @@ def never_releases_holds(patch: Patch) -> None:
 
 @mutant()
 def loads_a_chunk_twice_at_a_time(patch: Patch) -> None:
-    patch.setattr(JobTable, "is_loading_any", lambda self, keys: False)
+    patch.setattr(JobTable, "load_of_any", lambda self, keys: None)
 
 
 @mutant()

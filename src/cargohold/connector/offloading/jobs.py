@@ -84,7 +84,7 @@ class JobTable:
 
     Attributes:
         num_store_blocks: number of device blocks that stores in flight hold.
-        version: changes whenever the answer of ``is_loading_any`` may have changed.
+        version: changes whenever the answer of ``load_of_any`` may have changed.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -153,9 +153,16 @@ class JobTable:
                 overdue = oldest
         return overdue if self._patience.ends_with(overdue, after_s) else None
 
-    def is_loading_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether at least one of these chunks is being loaded."""
-        return bool(self._loading) and not self._loading.keys().isdisjoint(keys)
+    def is_loading(self, job_id: int | None) -> bool:
+        """Whether this job is a load in flight."""
+        return job_id in self._loads
+
+    def load_of_any(self, keys: Sequence[OffloadKey]) -> int | None:
+        """Return the id of a load of at least one of these chunks; ``None`` if none of them is being loaded."""
+        if not self._loading or self._loading.keys().isdisjoint(keys):
+            return None
+        wanted = set(keys)
+        return next(job_id for job_id, load in self._loads.items() if not wanted.isdisjoint(load.handle.keys))
 
     def _forget_loading(self, keys: Sequence[OffloadKey]) -> None:
         self.version += 1

@@ -39,11 +39,17 @@ class TierLookup:
     def find(self, state: RequestState, num_computed_tokens: int) -> Lookup:
         """Return the longest usable prefix of a request. Kept in ``state``, and returned again while nothing has changed."""
         request = state.request
-        if state.recall is not None:
-            state.recall.was_asked_for = True
-        basis = (self._manager.generation, self._jobs.version, request.num_tokens)
+        if self._recalls is not None:
+            self._recalls.note_asked(state)
+        basis = (self._manager.generation, self._jobs.version)
         lookup = state.lookup
-        if lookup is None or lookup.basis != basis or lookup.num_computed_tokens != num_computed_tokens:
+        # Many requests may wait for one load, while other jobs end in every step.
+        if (
+            lookup is None
+            or not lookup.is_of(num_computed_tokens, request.num_tokens)
+            or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
+            or (self._recalls is not None and state.recall is not None and self._recalls.is_next_in_line(state.recall))
+        ):
             state.extend_keys()
             lookup = state.lookup = self._find(state, num_computed_tokens, basis)
         return lookup
@@ -58,14 +64,14 @@ class TierLookup:
         ]
         return longest_hit(groups, state.request.num_tokens).num_tokens
 
-    def _find(self, state: RequestState, num_computed_tokens: int, basis: tuple[int, ...]) -> Lookup:
+    def _find(self, state: RequestState, num_computed_tokens: int, basis: tuple[int, int]) -> Lookup:
         num_tokens = state.request.num_tokens
         limit = num_tokens if self._full_hits else num_tokens - 1
         max_load = state.params.max_load_tokens
         if max_load is not None:
             limit = min(limit, num_computed_tokens + max_load)
         if self._recalls is not None and self._recalls.must_wait(state, num_computed_tokens, limit):
-            return Lookup(num_computed_tokens, True, num_computed_tokens, basis)
+            return Lookup(num_computed_tokens, True, num_computed_tokens, num_tokens, basis)
         hit = longest_hit(
             [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._manager, keys)) for keys in state.keys],
             num_tokens,
@@ -74,15 +80,20 @@ class TierLookup:
         )
         if hit.num_tokens - num_computed_tokens < min(keys.chunk_tokens for keys in state.keys):
             # Not worth a transfer: less than one chunk beyond the computed tokens.
-            return Lookup(num_computed_tokens, hit.undecided, num_computed_tokens, basis)
-        waits = self._shares_loads and self._is_being_loaded(state, num_computed_tokens, hit.num_tokens)
-        return Lookup(hit.num_tokens, hit.undecided or waits, num_computed_tokens, basis)
+            return Lookup(num_computed_tokens, hit.undecided, num_computed_tokens, num_tokens, basis)
+        awaited = self._load_of_part(state, num_computed_tokens, hit.num_tokens) if self._shares_loads else None
+        is_undecided = hit.undecided or awaited is not None
+        return Lookup(hit.num_tokens, is_undecided, num_computed_tokens, num_tokens, basis, awaited)
 
-    def _is_being_loaded(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> bool:
-        """Whether another request is loading part of the hit: its blocks will be in the prefix cache soon."""
-        return any(
-            self._jobs.is_loading_any(
-                keys.keys[num_computed_tokens // keys.chunk_tokens : num_hit_tokens // keys.chunk_tokens]
-            )
+    def _load_of_part(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int | None:
+        """Return the id of a job that loads part of the hit for another request: the prefix cache will soon have its blocks.
+
+        The prefix cache gives back no block that has the last token, because its logits must be computed. So each request
+        loads that block for itself.
+        """
+        num_shared_tokens = min(num_hit_tokens, state.request.num_tokens - 1)
+        parts = (
+            keys.keys[num_computed_tokens // keys.chunk_tokens : num_shared_tokens // keys.chunk_tokens]
             for keys in state.keys
         )
+        return next((job for part in parts if (job := self._jobs.load_of_any(part)) is not None), None)

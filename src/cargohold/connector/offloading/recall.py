@@ -13,6 +13,10 @@
                          v
                        over, with the chunks held until the request is admitted
 
+If the request is not admitted for long, its chunks are not held any more, and it begins anew when the engine asks for it.
+Requests that wait do not hold more than half of host memory together. Further ones stand in line, and bring their chunks up
+when those before them are admitted.
+
 A deadline ends the wait at every point, in time in which the engine steps: chunks that have not come by then are computed.
 It is twice the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``. While the
 engine has no place for the request, its deadline is put off: the request would have to wait anyway. A request whose look-ups
@@ -72,7 +76,10 @@ class Recalls:
         self._clock = lower.clock
         self._pace = pace
         self._live: list[Recall] = []
+        # Those that wait for slots in host memory, first come, first served.
+        self._line: list[Recall] = []
         self._last_step = self._clock()
+        self._num_steps = 0
         self._num_sizes = 0
 
     def note_step(self) -> None:
@@ -82,15 +89,31 @@ class Recalls:
         """
         now = self._clock()
         self._live = [recall for recall in self._live if not recall.is_over]
+        self._line = [recall for recall in self._line if recall.is_in_line and not recall.is_over]
         for recall in self._live:
-            if not recall.was_asked_for:
+            if recall.asked_in != self._num_steps:
                 recall.deadline += now - self._last_step
-            recall.was_asked_for = False
         self._last_step = now
+        self._num_steps += 1
         if self._pace is not None and self._pace.num_sizes > self._num_sizes:
             self._num_sizes = self._pace.num_sizes
             if not all(recall.is_limited for recall in self._live):
                 self._lower.wake_at(now)  # now it may be known how long computing takes
+
+    def note_asked(self, state: RequestState) -> None:
+        """Learn that the engine asks for a request. Let it begin anew if it waited for a place for so long that this may pay.
+
+        That is, if its chunks are not held any more, or if it has given up while it stood in line, and had no place since.
+        """
+        recall = state.recall
+        if recall is None:
+            return
+        had_no_place = recall.asked_in < self._num_steps - 1
+        recall.asked_in = self._num_steps
+        if recall.has_expired or (recall.has_missed_its_turn and had_no_place):
+            state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
+            state.end_recall()
+            state.lookup = None
 
     def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
         """Whether a request must wait for lower tiers before it is looked up in host memory. Starts what is needed for that.
@@ -103,10 +126,12 @@ class Recalls:
             limit_tokens: maximum length in tokens of a hit, computed tokens included.
         """
         recall = state.recall
+        limit_tokens = min(limit_tokens, num_computed_tokens + self._max_tokens(state))
         if recall is None:
             timeout_s = self._lower.config.restore_timeout_s
             deadline = self._clock() + timeout_s
-            recall = state.recall = Recall(deadline, f"lower tiers took longer than {timeout_s:g} s", alarm_at=deadline)
+            excuse = f"lower tiers took longer than {timeout_s:g} s"
+            recall = state.recall = Recall(deadline, excuse, alarm_at=deadline, asked_in=self._num_steps)
             self._live.append(recall)
             self._lower.wake_at(deadline)
             state.notes += [
@@ -120,7 +145,9 @@ class Recalls:
         if recall.promotion is not None and not recall.promotion.num_running:
             recall.is_over = True
         elif now >= recall.deadline:
-            state.notes.append(recall.excuse)
+            state.notes.append(
+                "host memory had no room for what lower tiers have" if recall.is_in_line else recall.excuse
+            )
             recall.give_up()
         elif recall.promotion is None and self._is_time(recall):
             self._begin(recall, state, num_computed_tokens, limit_tokens)
@@ -154,12 +181,15 @@ class Recalls:
         if not plan.chains:
             recall.end()
             return
-        needed = needed_keys(state, num_computed_tokens, plan.num_tokens)
-        kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
-        promotion = self._lower.promote(plan.chains, kept)
+        promotion = None
+        if self._is_first_in_line(recall) and self._lower.may_hold_more:
+            needed = needed_keys(state, num_computed_tokens, plan.num_tokens)
+            kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
+            promotion = self._lower.promote(plan.chains, kept)
         if promotion is None:
-            self._look_again_later(recall)
+            self._stand_in_line(recall)
             return
+        recall.is_in_line = False
         recall.promotion = promotion
         recall.is_over = not promotion.num_running
         recall.is_limited = self._limit_wait(recall, state, num_computed_tokens, plan.num_tokens)
@@ -225,12 +255,38 @@ class Recalls:
         """Whether it is time to look again for a request that waits for answers, slots or other requests' chunks."""
         if recall.probes:
             return all(probe.has_ended for probe in recall.probes)
-        return self._clock() >= recall.look_again_at
+        return self.is_next_in_line(recall) if recall.is_in_line else self._clock() >= recall.look_again_at
+
+    def is_next_in_line(self, recall: Recall) -> bool:
+        """Whether it is the turn of a request that waits for slots in host memory to look whether it can have them."""
+        return recall.is_in_line and self._clock() >= recall.look_again_at and self._is_first_in_line(recall)
+
+    def _is_first_in_line(self, recall: Recall) -> bool:
+        """Whether no other request that the engine could admit now waits for slots in host memory since longer ago.
+
+        Looking for slots takes time, the more the longer a prompt is. So only the first in line looks.
+        """
+        waiting = (
+            other
+            for other in self._line
+            if other.is_in_line and other.asked_in == self._num_steps and not other.is_over
+        )
+        return next(waiting, recall) is recall
+
+    def _stand_in_line(self, recall: Recall) -> None:
+        recall.look_again_at = self._clock() + LOOK_AGAIN_S
+        if not recall.is_in_line:
+            recall.is_in_line = True
+            self._line.append(recall)
 
     def _look_again_later(self, recall: Recall) -> None:
         if not recall.probes:
             recall.look_again_at = self._clock() + LOOK_AGAIN_S
             self._lower.wake_at(recall.look_again_at)
+
+    def _max_tokens(self, state: RequestState) -> int:
+        """Return how many tokens a look-up may be about, so that all of its chunks' answers are remembered."""
+        return int(self._lower.max_look_up / sum(1 / keys.chunk_tokens for keys in state.keys))
 
     def _deep_hit(
         self, state: RequestState, num_computed_tokens: int, limit_tokens: int, unknown: list[OffloadKey]

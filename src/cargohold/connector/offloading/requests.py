@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from cargohold.connector.offloading.params import TransferParams
 from cargohold.offload.keys import ChunkKeys
 from cargohold.offload.tiering import Promotion, TierTask
 from cargohold.protocol import KVCacheLayout, RequestView
+
+MAX_NOTES: Final = 32
+"""A request that is preempted again and again gets a note each time; only so many are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +24,21 @@ class Lookup:
         num_tokens: number of leading tokens that are usable, computed ones included.
         undecided: whether the answer is "not yet", so that the engine must ask again.
         num_computed_tokens: number of leading tokens that were on the device.
-        basis: the other values that the answer depended on.
+        num_request_tokens: number of tokens of the request.
+        basis: the state of tier and jobs that the answer depended on.
+        awaited_job: the load for another request that this one waits for; while it is in flight, the answer stays the same.
     """
 
     num_tokens: int
     undecided: bool
     num_computed_tokens: int
-    basis: tuple[int, ...]
+    num_request_tokens: int
+    basis: tuple[int, int]
+    awaited_job: int | None = None
+
+    def is_of(self, num_computed_tokens: int, num_request_tokens: int) -> bool:
+        """Whether it was asked for with as many computed tokens, when the request was as long."""
+        return (self.num_computed_tokens, self.num_request_tokens) == (num_computed_tokens, num_request_tokens)
 
 
 @dataclass(slots=True)
@@ -37,11 +49,12 @@ class Recall:
         deadline: time at which the request stops waiting; put off while the engine has no place for the request.
         excuse: what to note for the request if it stops at the deadline.
         alarm_at: time at which the request is looked at again if nothing else happens: the deadline when the alarm was set.
-        was_asked_for: whether the engine has asked for the request since the last step.
+        asked_in: number of the step before which the engine asked for the request last.
         probes: questions to the tiers that the request waits for.
         num_found: by tier, the number of chunks that earlier questions have found there.
         look_again_at: time before which the request is not looked at again unless its probes have ended, because looking
             costs time that other requests could use.
+        is_in_line: whether the request waits for slots in host memory.
         promotion: the chunks that are being brought up; ``None`` before that begins.
         skipped: indices of tiers that are not asked which chunks they have, because that would take too long.
         is_limited: whether its deadline was compared with the time that computing takes.
@@ -51,14 +64,25 @@ class Recall:
     deadline: float
     excuse: str
     alarm_at: float
-    was_asked_for: bool = True
+    asked_in: int
     probes: Sequence[TierTask] = ()
     num_found: Counter[int] = field(default_factory=Counter)
     look_again_at: float = 0.0
+    is_in_line: bool = False
     promotion: Promotion | None = None
     skipped: set[int] = field(default_factory=set)
     is_limited: bool = False
     is_over: bool = False
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether its chunks were released before the request was admitted, although it has not given up."""
+        return self.promotion is not None and self.promotion.is_released and not self.promotion.is_given_up
+
+    @property
+    def has_missed_its_turn(self) -> bool:
+        """Whether it has given up while others before it had all slots that it might have had."""
+        return self.is_over and self.is_in_line
 
     def end(self) -> None:
         """Stop waiting, and release the chunks held for the request."""
@@ -87,7 +111,7 @@ class RequestState:
         recall: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
         restored_tokens: tokens loaded so far, by the tier they came from.
-        notes: what was decided and why.
+        notes: what was decided and why, the last ``MAX_NOTES``.
     """
 
     request: RequestView
@@ -99,7 +123,7 @@ class RequestState:
     recall: Recall | None = None
     was_admitted: bool = False
     restored_tokens: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
 
     @classmethod
     def create(cls, request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int) -> RequestState:

@@ -27,7 +27,9 @@ UNKNOWN = 3
 _STATES = {True: READY, False: ABSENT, None: UNKNOWN}
 _UNKNOWN_IS_ABSENT = bytes.maketrans(bytes([UNKNOWN]), bytes([ABSENT]))
 ANSWERS_PER_SLOT = 4
-"""Number of answers remembered, and of chunks remembered as used once, per slot of host memory; at most ``MAX_ANSWERS``."""
+"""Number of answers remembered, and of chunks remembered as used once, per slot of host memory."""
+MIN_ANSWERS = 2**16
+"""Number of answers remembered even if host memory is small: enough for the longest prompts, at some 200 bytes each."""
 MAX_ANSWERS = 2**18
 MAX_ANNOUNCED = 2**18
 """Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
@@ -64,7 +66,8 @@ class LowerTier:
 
     def __init__(self, options: TierOptions, host_capacity: int, clock: Clock, config: TieringConfig) -> None:
         self.options = options
-        self.presence = Presence(min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity + 1024), MAX_ANSWER_AGE_S, clock)
+        num_answers = min(MAX_ANSWERS, max(MIN_ANSWERS, ANSWERS_PER_SLOT * host_capacity))
+        self.presence = Presence(num_answers, MAX_ANSWER_AGE_S, clock)
         self.breakers = TierBreakers(clock, BreakerConfig())
         self.pace = Pace(clock, REMEASURE_S)
         self.look_up_pace = Pace(clock, REMEASURE_S)

@@ -100,6 +100,20 @@ class LowerTiers:
         return self._promotions.num_never_there
 
     @property
+    def max_look_up(self) -> int:
+        """Maximum number of chunks in one look-up.
+
+        All of its answers must be remembered until the last has come. If they were not, the first chunks would be asked for
+        again, and push out the answers for the last, without end.
+        """
+        return min((tier.presence.limit for tier in self.tiers), default=0) // 2
+
+    @property
+    def may_hold_more(self) -> bool:
+        """Whether more chunks may be brought up: those held for requests so far leave half of host memory to others."""
+        return self._promotions.num_held + len(self._promotions.arriving) <= self._host.capacity // 2
+
+    @property
     def is_idle(self) -> bool:
         """Whether no chunk is on its way or held for a request. Probes and touches may be in flight."""
         return not self._promotions and all(task.kind in _HARMLESS for task in self._tasks)

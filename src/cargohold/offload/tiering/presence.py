@@ -19,10 +19,13 @@ class Presence:
         limit: maximum number of answers to remember; the oldest are forgotten first.
         max_age_s: time in seconds for which an answer counts.
         clock: monotonic time in seconds.
+
+    Attributes:
+        limit: as given.
     """
 
     def __init__(self, limit: int, max_age_s: float, clock: Clock) -> None:
-        self._limit = limit
+        self.limit = limit
         self._max_age_s = max_age_s
         self._clock = clock
         self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
@@ -52,7 +55,7 @@ class Presence:
         for key, is_there in zip(keys, are_there, strict=True):
             answers.pop(key, None)
             answers[key] = there if is_there else absent
-        while len(answers) > self._limit:
+        while len(answers) > self.limit:
             answers.popitem(last=False)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:

@@ -95,10 +95,14 @@ class Promotion:
         """Give back the pins and cancel the jobs: the request has its chunks, or needs none. May be called repeatedly."""
         if not self.is_released:
             self.is_released = True
-            pins, self.pins = self.pins, []
-            for handle in pins:
-                handle.release()
+            self.drop_pins()
             self.on_release(self)
+
+    def drop_pins(self) -> None:
+        """Give back the pins."""
+        pins, self.pins = self.pins, []
+        for handle in pins:
+            handle.release()
 
     def give_up(self) -> None:
         """Give back the pins: the request has waited long enough. The jobs end by themselves, or at their deadlines.

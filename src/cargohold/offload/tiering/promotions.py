@@ -63,7 +63,8 @@ class Promotions:
         for chain in chains:
             is_busy |= not self._reserve(chain, promotion)
         if is_busy and not promotion.num_running:
-            promotion.release()
+            self._live.discard(promotion)
+            promotion.drop_pins()  # nobody was kept waiting by them
             return None
         return promotion
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cargohold.connector.offloading import OffloadingScheduler
-from cargohold.connector.offloading.jobs import JobTable
+from cargohold.connector.offloading.jobs import JobTable, Load
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.offload.manager import OffloadManager
+from cargohold.offload.manager import OffloadKey, OffloadManager
 from cargohold.offload.tiering import TieringManager
 from cargohold.protocol import ConnectorGuard
 from cargohold.simulation.inside import offloading_sides
@@ -108,9 +108,15 @@ class TierOracle(Oracle):
             self.fail(f"stores in flight hold {jobs.num_store_blocks} blocks; {allowed} are allowed")
 
     def _check_loads(self, side: OffloadingScheduler) -> None:
-        loading = Counter(key for load in side.jobs.loads() for key in load.handle.keys)
+        loading = Counter(key for load in side.jobs.loads() for key in set(load.handle.keys) - self._own_keys(load))
         twice = [key.hex()[:8] for key, count in loading.items() if count > 1]
         self.require(not twice, f"chunks {twice} are being loaded more than once at a time")
+
+    def _own_keys(self, load: Load) -> set[OffloadKey]:
+        """The chunks with a request's last token: the prefix cache never gives back their blocks, so nobody shares them."""
+        num_tokens = self._engine.requests[load.request_id].num_tokens
+        last_starts = {num_tokens - group.block_tokens for group in self._engine.layout.groups}
+        return {key for key, start in zip(load.block_keys, load.block_starts, strict=True) if start in last_starts}
 
 
 class LimitOracle(Oracle):
