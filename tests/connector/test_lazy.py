@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from cargohold.connector.lazy.scout import FreeQueueScout
 from cargohold.engine.core.context import EngineContext
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
-from cargohold.offload.transfer import Direction
-from cargohold.protocol import SchedulerEnvironment, TransferOutcome
+from cargohold.offload.transfer import CopyResult, Direction
+from cargohold.protocol import NULL_CONNECTOR, Clock, KVConnectorFactory, SchedulerEnvironment, TransferOutcome
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.simulation.transfers import HeldTransfers
 from tests.connector.common import alone, evict_everything, finish, prompt
 
 
@@ -131,6 +133,41 @@ def test_blocks_being_saved_cannot_be_reused() -> None:
     engine.add("third", prompt(0, 79), 1)
     finish(engine, tier)
     assert engine.tokens("third") == engine.tokens("first")
+
+
+class SlowTransfers(HeldTransfers):
+    """Copies that take four steps."""
+
+    def __init__(self, region: Any, rows: Any, clock: Clock) -> None:
+        super().__init__(region, rows, clock, auto=False)
+        self._polls: Counter[int] = Counter()
+
+    def poll(self) -> list[CopyResult]:
+        for job in list(self.pending):
+            self._polls[job.job_id] += 1
+            if self._polls[job.job_id] > 4:
+                self.complete(job)
+        return super().poll()
+
+
+def test_running_requests_keep_their_blocks_while_others_are_copied() -> None:
+    """Found by reading: copies held all free blocks of a tight pool, so that requests were preempted in every fourth step."""
+    num_preempted = {}
+    factories: dict[str, KVConnectorFactory] = {
+        "alone": NULL_CONNECTOR,
+        "lazy": SimulatedOffloading(
+            5000, lookahead=32, make_transfers=lambda region, rows, env: SlowTransfers(region, rows, env.clock)
+        ),
+    }
+    for name, offloading in factories.items():
+        engine = SimulatedEngine(simulated_layout(64), offloading, max_num_seqs=4, max_num_batched_tokens=64)
+        waiting = [(str(at), prompt(at, 4 + 17 * at % 57), 4 + 11 * at % 37) for at in range(100)]
+        while waiting or engine.scheduler.num_unfinished:
+            while waiting and engine.scheduler.num_unfinished < 4:
+                engine.add(*waiting.pop())
+            engine.step()
+        num_preempted[name] = sum(request.num_preemptions for request in engine.requests.values())
+    assert num_preempted["alone"] > 0 and num_preempted["lazy"] <= 1.5 * num_preempted["alone"]
 
 
 def test_without_a_view_of_the_pool_it_turns_itself_off() -> None:

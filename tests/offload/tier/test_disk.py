@@ -226,6 +226,39 @@ def test_namespaces_in_use_are_left_alone(tmp_path: Path) -> None:
     assert all(load(other, number) == payload(number) for number in range(40))
 
 
+@pytest.mark.parametrize("shortage", ["of the budget", "of the disk"])
+def test_unused_namespaces_stay_if_deleting_them_all_would_not_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortage: str
+) -> None:
+    """Found by reading: they were deleted one after the other, and then the chunk was refused."""
+    other = disk_tier(tmp_path, 1 * MIB, using=codec(weights="other"))
+    fill(other, 20)
+    other.close()
+    tier = disk_tier(tmp_path, 1 * MIB, reserve_bytes=1 * MIB)
+    if shortage == "of the budget":
+        (tmp_path / "notes.txt").write_bytes(bytes(MIB))
+    else:
+        fill(tier, 45)  # with one segment more, the budget would be exceeded
+        monkeypatch.setattr(disk_shard, "free_bytes", lambda _: 0)
+        tier._growth_pause = 0
+    before = tier._state.shard.num_slots
+    for number in range(100, 200):
+        store(tier, number)
+    assert tier._state.shard.num_slots == before
+    tier.close()
+    assert present(disk_tier(tmp_path, 2 * MIB, using=codec(weights="other")), 20) == list(range(20))
+
+
+def test_unused_namespaces_make_room_on_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_shard, "free_bytes", lambda _: MIB // 2 - bytes_in(tmp_path))
+    other = disk_tier(tmp_path, 1 * MIB, using=codec(weights="other"))
+    fill(other, 60)
+    other.close()
+    tier = disk_tier(tmp_path, 1 * MIB)
+    assert fill(tier, 20) == [StoreOutcome.STORED] * 20
+    assert bytes_in(tmp_path) <= MIB // 2
+
+
 def test_strange_files_are_counted_and_not_touched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_bytes(bytes(MIB // 2))
     (tmp_path / "photos").mkdir()
@@ -239,21 +272,91 @@ def test_strange_files_are_counted_and_not_touched(tmp_path: Path) -> None:
 # --- disks that fill up ------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def few_files(count: int) -> Iterator[None]:
+    """The process can open that many more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unused = os.dup(0)
+    os.close(unused)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused + count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_large_budget_leaves_files_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by counting: beyond 85 GiB a process had no file left, where it may have 1024."""
     size = 60_000
     monkeypatch.setattr(disk_shard, "_SEGMENT_BYTES", 64 * 1024)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unused = os.dup(0)
-    os.close(unused)
     tier = disk_tier(tmp_path, 64 * MIB, chunk_bytes=size)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (unused + 512, before[1]))
-    try:
+    with few_files(512):
         for number in range(1000):
             assert tier.store(key(number), memoryview(payload(number % 8, size))) is StoreOutcome.STORED
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert tier.usage().num_chunks == 1000
+
+
+def test_a_much_larger_budget_starts_anew_with_larger_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Found by playing: the files stayed as small as before, so many were needed that the process could open no other."""
+    tier = disk_tier(tmp_path, 1 * MIB)
+    fill(tier, 100)
+    tier.close()
+    with few_files(512):
+        tier = disk_tier(tmp_path, 32 * MIB)
+        assert present(tier, 100) == [] and "starting again with nothing" in caplog.text
+        assert fill(tier, 2400) == [StoreOutcome.STORED] * 2400
+        assert tier.usage().num_bytes > 28 * MIB
+        tier.close()
+        caplog.clear()
+        assert len(present(disk_tier(tmp_path, 32 * MIB), 2400)) == tier.usage().num_chunks
+    assert not caplog.text
+
+
+def test_a_larger_budget_keeps_the_chunks_and_no_more_files_than_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = disk_tier(tmp_path, 1 * MIB)
+    fill(tier, 60)
+    tier.close()
+    twice = disk_tier(tmp_path, 2 * MIB)
+    assert present(twice, 60) == list(range(60)) and not caplog.text
+    assert (twice.usage().capacity_bytes or 0) > 1.9 * MIB
+    twice.close()
+    monkeypatch.setattr(disk_shard, "_MOST_SEGMENTS", 25)
+    tier = disk_tier(tmp_path, 2 * MIB)
+    assert present(tier, 60) == list(range(60))
+    assert "can hold only 1.1 MiB of 2.0 MiB; to use all, delete this directory" in caplog.text
+    fill(tier, 300)
+    assert len(tier._state.shard.segments) == 25
+    tier.check()
+
+
+def test_a_large_budget_can_be_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_shard, "_SEGMENT_BYTES", 64 * 1024)
+    tier = disk_tier(tmp_path, 16 * MIB)
+    fill(tier, 60)
+    tier.close()
+    tier = disk_tier(tmp_path, 32 * MIB)
+    assert present(tier, 60) == list(range(60))
+    assert (tier.usage().capacity_bytes or 0) > 31 * MIB
+
+
+def test_a_process_that_can_open_no_more_files_goes_on_with_those_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by playing: every store failed, and after a few of them there were no more."""
+    tier = disk_tier(tmp_path, 2 * MIB)
+    store(tier, 0)
+    per_segment = tier._state.shard.geometry.slots_per_segment
+    for count in (0, 1, 3):  # not even the lock, the lock only, a part of a segment
+        with few_files(count):
+            outcomes = fill(tier, 4 * per_segment)
+        assert StoreOutcome.STORED in outcomes and set(outcomes) <= {StoreOutcome.STORED, StoreOutcome.PRESENT}
+        assert tier.usage().num_chunks == per_segment and len(list(tmp_path.glob("*/segment-*"))) == 3
+        tier._growth_pause = 0
+    assert "cannot become larger, because no more files can be opened: Too many open files" in caplog.text
+    fill(tier, 4 * per_segment)
+    assert tier.usage().num_chunks == 4 * per_segment
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
@@ -274,10 +377,14 @@ def test_what_cannot_be_counted_does_not_pass_for_room(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", scan)
-        with pytest.raises(TierError, match=os.strerror(number)):
-            store(tier, 0)
+        if number == errno.EIO:
+            with pytest.raises(TierError, match=os.strerror(number)):
+                store(tier, 0)
+        else:
+            assert store(tier, 0) is StoreOutcome.REFUSED
     assert bytes_in(tmp_path) < MIB + 64 * 1024
     shutil.rmtree(foreign)
+    tier._growth_pause = 0
     assert store(tier, 0) is StoreOutcome.STORED
 
 
@@ -353,6 +460,45 @@ def test_a_bad_place_on_the_disk_fails_once(tmp_path: Path, monkeypatch: pytest.
     assert load(tier, 1) == payload(1)
     tier.check()
     assert store(tier, 0) is StoreOutcome.STORED
+
+
+def test_damage_that_two_find_costs_no_good_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: the second wiped what had meanwhile been stored anew."""
+    tier = disk_tier(tmp_path)
+    fill(tier, 3)
+    (data,) = tmp_path.glob("*/segment-00000.data")
+    data.write_bytes(b"damage" + data.read_bytes()[6:])
+    index = tier._state.index
+    really_ask = index.is_current
+    asked: list[bool] = []
+
+    class Lock:
+        """The tier's own; when it was held to decide on the damage, another thread comes in between."""
+
+        def __init__(self, inner: threading.Lock) -> None:
+            self.inner = inner
+
+        def __enter__(self) -> None:
+            self.inner.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.inner.release()
+            if asked.count(True) == 1:
+                asked.clear()
+                tier.remove([key(0)])
+                assert store(tier, 0) is StoreOutcome.STORED
+
+    def ask(name: bytes, slot: int) -> bool:
+        asked.append(really_ask(name, slot))
+        return asked[-1]
+
+    monkeypatch.setattr(index, "is_current", ask)
+    monkeypatch.setattr(tier, "_lock", Lock(tier._lock))
+    assert load(tier, 0) is LoadOutcome.CORRUPT
+    assert load(tier, 0) == payload(0)
+    tier.check()
+    tier.close()
+    assert load(disk_tier(tmp_path), 0) == payload(0)
 
 
 @pytest.mark.parametrize("method", ["read_headers", "read_uses"])
@@ -758,6 +904,65 @@ def test_lost_permissions_are_errors_and_nothing_else(tmp_path: Path) -> None:
         assert store(tier, 500) is StoreOutcome.STORED
 
     assert run_as_nobody(action) == 0
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o700, 0o744])
+def test_a_namespace_of_another_user_stops_nobody(tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Found by playing: after one start with sudo, every store failed that needed room, and soon every start."""
+    for path in (tmp_path, *tmp_path.parents):
+        if path.is_relative_to(tempfile.gettempdir()) and str(path) != tempfile.gettempdir():
+            path.chmod(0o777)
+    root = tmp_path / "kv"
+    foreign = root / codec(weights="foreign").namespace.id
+    unused = root / codec(weights="unused").namespace.id
+    root.mkdir()
+    root.chmod(0o777)
+    foreigner = disk_tier(root, 1 * MIB, using=codec(weights="foreign"))
+    fill(foreigner, 20)
+    foreigner.close()
+    (root / ".lock").chmod(0o666)
+    foreign.chmod(mode)
+
+    def action() -> None:
+        tier = disk_tier(root, 1 * MIB, using=codec(weights="unused"))
+        fill(tier, 40)
+        tier.close()
+        tier = disk_tier(root, 1 * MIB)
+        assert fill(tier, 100) == [StoreOutcome.STORED] * 100
+        assert len(present(tier, 100)) > 60, "it has all the room that can be seen"
+        tier.close()
+        assert not unused.exists() and foreign.exists()
+        disk_tier(root, MIB // 2).close()
+        assert [record.getMessage() for record in caplog.records if "make room" in record.getMessage()] == [
+            f"disk tier: {foreign} cannot be deleted to make room: Permission denied"
+        ]
+
+    assert run_as_nobody(action) == 0
+    assert present(disk_tier(root, 4 * MIB, using=codec(weights="foreign")), 20) == list(range(20))
+
+
+def test_a_namespace_that_cannot_be_deleted_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stubborn, *willing = (tmp_path / codec(weights=name).namespace.id for name in ("stubborn", "old", "newer"))
+    for at, name in enumerate(["stubborn", "old", "newer"]):
+        tier = disk_tier(tmp_path, 1 * MIB, using=codec(weights=name))
+        fill(tier, 20)
+        tier.close()
+        os.utime(tmp_path / codec(weights=name).namespace.id / "lock", (at + 1, at + 1))
+    really_delete = shutil.rmtree
+
+    def delete_tree(path: Path) -> None:
+        if path == stubborn:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        really_delete(path)
+
+    monkeypatch.setattr(shutil, "rmtree", delete_tree)
+    tier = disk_tier(tmp_path, 1 * MIB)
+    assert fill(tier, 40) == [StoreOutcome.STORED] * 40
+    assert stubborn.exists() and not any(path.exists() for path in willing)
+    assert caplog.text.count(f"{stubborn} cannot be deleted to make room: Operation not permitted") == 1
 
 
 @pytest.mark.parametrize(

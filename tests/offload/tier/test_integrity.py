@@ -249,11 +249,13 @@ def test_a_key_in_the_environment_may_be_any_bytes(monkeypatch: pytest.MonkeyPat
         ("env:", "file:PATH or env:NAME"),
         ("env:KV_SHORT", "no key of 32 bytes"),
         ("env:KV_NO_HEX", "no key of 32 bytes"),
+        ("env:KV_HALF", "no key of 32 bytes, or 64 digits, is there; `openssl rand -hex 32` makes one"),
     ],
 )
 def test_keys_that_are_none_are_refused_by_name(source: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV_SHORT", "abcd")
     monkeypatch.setenv("KV_NO_HEX", "x" * 64)
+    monkeypatch.setenv("KV_HALF", SECRET[:16].hex())  # was taken for 32 bytes as they are
     with pytest.raises(ConfigError, match=reason) as caught:
         read_key(source)
     assert caught.value.key == "encryption_key"

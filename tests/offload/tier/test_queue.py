@@ -32,6 +32,7 @@ from cargohold.offload.tier.io_thread import IoThread, Work
 from cargohold.offload.tier.ledger import JobLedger, LiveJob
 from cargohold.protocol import Clock
 from cargohold.simulation.clock import VirtualClock
+from tests.offload.tier.common import in_thread
 
 CHUNK = 5000
 WAIT_S = 30.0  # a bound on hangs, not a measure
@@ -226,7 +227,7 @@ def test_loads_go_before_stores() -> None:
         setup.submit(JobKind.LOAD, [b"c"], [bytearray(CHUNK)])
         gate.opened.set()
         assert setup.queue.drain(WAIT_S)
-    assert [operation for operation in order if operation != "touch"] == ["probe", "load", "store", "store"]
+        assert [operation for operation in order if operation != "touch"] == ["probe", "load", "store", "store"]
 
 
 def test_a_full_queue_refuses_at_once_and_kinds_do_not_crowd_each_other_out() -> None:
@@ -811,6 +812,29 @@ def test_a_tier_is_left_open_while_one_thread_of_several_hangs_in_it(caplog: pyt
     setup.queue.shutdown(0.05)
     assert tier.num_closes == 0 and "hangs in its medium" in caplog.text
     gate.opened.set()
+    setup.queue.shutdown(WAIT_S)
+    assert tier.num_closes == 1
+
+
+def test_shutdown_waits_no_longer_for_a_medium_that_hangs_when_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    """Found by freezing a file system while the engine was idle: closing it did not end."""
+    gate, tier = Gate("close"), Closing(CHUNK)
+    setup = Setup(FaultyTier(tier, gate), QueueConfig(num_threads=2))
+    in_thread(lambda: setup.queue.shutdown(0.05), WAIT_S, "it waits for the medium")
+    assert tier.num_closes == 0 and "its medium hangs, so the tier is not closed" in caplog.text
+    gate.opened.set()
+    setup.queue.shutdown(WAIT_S)
+    assert tier.num_closes == 1, "once, though it was asked for twice"
+
+
+def test_a_tier_is_closed_though_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Closing(CHUNK)
+    setup = Setup(tier, QueueConfig(num_threads=2))
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
     setup.queue.shutdown(WAIT_S)
     assert tier.num_closes == 1
 

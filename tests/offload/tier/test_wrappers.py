@@ -24,6 +24,15 @@ from tests.offload.tier.common import CHUNK, key, load, payload
 WAIT_S = 30.0
 
 
+class Closing(MemoryTier):
+    """Remembers that it was closed."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 def test_calls_bytes_and_outcomes_are_counted() -> None:
     tier = CountingTier(FaultyTier(MemoryTier(CHUNK), lambda operation: "no" if operation == "remove" else None))
     tier.store(key(1), memoryview(payload(1)))
@@ -42,6 +51,21 @@ def test_calls_bytes_and_outcomes_are_counted() -> None:
         LoadOutcome.ABSENT: 1,
     }
     assert tier.usage() == tier.inner.usage()
+
+
+@pytest.mark.parametrize("fails", ["reason", "error"])
+def test_a_tier_is_closed_whatever_its_faults_say(fails: str) -> None:
+    asked: list[str] = []
+
+    def fault(operation: str) -> str:
+        asked.append(operation)
+        if fails == "error":
+            raise OSError
+        return "no"
+
+    inner = Closing(CHUNK)
+    FaultyTier(inner, fault).close()
+    assert asked == ["close"] and inner.is_closed
 
 
 def test_a_queue_measures_the_bandwidth_of_a_slow_tier() -> None:

@@ -180,11 +180,26 @@ class TestAllowance:
         clock = VirtualClock()
         plenty, little = Allowance(2400, clock), Allowance(2, clock)
         for _ in range(2):
+            clock.advance(10 * DAY_S)
             assert (plenty.available, little.available) == (100, 1)
             plenty.spend(100)
             little.spend(1)
             assert (plenty.available, little.available) == (0, 0)
-            clock.advance(10 * DAY_S)
+
+    def test_whoever_starts_again_and_again_writes_little_more_than_the_limit(self) -> None:
+        """Found by reading: a start could write an hour's share at once, so one each two minutes wrote 30 times the limit."""
+        clock = VirtualClock()
+        spent, per_day = 0, 14_400
+        while clock() < DAY_S:
+            allowance = Allowance(per_day, clock)
+            for _ in range(2):
+                num_chunks = allowance.available
+                assert num_chunks > 0, "something can be written at once"
+                allowance.spend(num_chunks)
+                spent += num_chunks
+                clock.advance(60)
+        assert spent <= 1.5 * per_day
+        assert Allowance(2, clock).available == 1
 
     def test_all_of_it_can_be_used(self) -> None:
         clock = VirtualClock()

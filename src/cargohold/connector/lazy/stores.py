@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from cargohold.blocks import READY
 from cargohold.connector.lazy.scout import FreeQueueScout
@@ -33,12 +34,19 @@ class LazyStores:
         self._scout: FreeQueueScout | None = None
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
-        """Yield the store of the blocks that would be evicted next. It does not depend on what this step computes."""
-        del step
+        """Yield the store of the blocks that would be evicted next.
+
+        Blocks are not free while they are copied. So many stay free as another step like this one fills: if running requests
+        found none, some would be preempted, and computing their tokens again takes longer than computing evicted ones.
+        """
         context = self._context()
         if self._scout is None:
             self._scout = FreeQueueScout(context, self._is_kept, self._lookahead)
         blocks = self._scout.find_unsafe(self._shared.num_storable_blocks())
+        if blocks:
+            num_reserved = self._num_filled_blocks(step)
+            num_free = sum(1 for _ in islice(context.iter_free_blocks(), len(blocks) + num_reserved))
+            blocks = blocks[: max(0, num_free - num_reserved)]
         if blocks:
             yield from self._store(blocks, context)
 
@@ -78,6 +86,14 @@ class LazyStores:
         # No request holds these blocks, so the store has no request ids.
         store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)
         yield start_store(self._shared, store, tuple(handle.slots))
+
+    def _num_filled_blocks(self, step: StepView) -> int:
+        """Return how many new blocks the tokens of a step may need at most."""
+        return sum(
+            request.num_scheduled_tokens // group.block_tokens + 1
+            for group in self._shared.layout.groups
+            for request in step.scheduled
+        )
 
     def _is_kept(self, block: KVCacheBlockView) -> bool:
         return self._shared.manager.lookup([_key(block)])[0] == READY

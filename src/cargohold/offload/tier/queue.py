@@ -30,6 +30,8 @@ from cargohold.protocol import Clock
 logger = logging.getLogger(__name__)
 
 _STOP_S: Final = 5.0
+_CLOSE_S: Final = 1.0
+"""Seconds that closing a tier may always take, even if stopping has taken all the time that it may."""
 _STATE_OF_BREAKER = {
     BreakerState.CLOSED: TierState.ON,
     BreakerState.HALF_OPEN: TierState.TRYING,
@@ -59,6 +61,7 @@ class TierQueue:
         self._totals = Totals()
         self._is_off = False
         self._threads: list[IoThread] = []
+        self._closing: threading.Thread | None = None
         try:
             while len(self._threads) < self.config.num_threads:
                 self._threads.append(self._new_thread())
@@ -122,8 +125,8 @@ class TierQueue:
     def shutdown(self, timeout_s: float = _STOP_S) -> None:
         """Let stores and removals end, for ``finish_s`` at most, cancel all other jobs, and close the tier.
 
-        Waits at most ``timeout_s`` in all, or ``finish_s`` if that is longer, and not any more once it is interrupted. ``poll``
-        still works afterwards.
+        Waits at most ``timeout_s`` in all, or ``finish_s`` if that is longer, and not any more once it is interrupted. If the
+        medium hangs, the tier may be closed later, or never. ``poll`` still works afterwards.
         """
         # Real time: this method really waits, whatever ``clock`` says.
         end = time.monotonic() + max(timeout_s, self.config.finish_s)
@@ -162,7 +165,22 @@ class TierQueue:
                 "tier %s: an I/O thread still hangs in its medium, so the tier is not closed", self.tier.name
             )
         else:
-            self.tier.close()
+            self._close_tier(patience_ends)
+
+    def _close_tier(self, patience_ends: float) -> None:
+        """Close the tier in a thread of its own, because its medium may have begun to hang while there was nothing to do."""
+        if self._closing is None:
+            name = f"cargohold-{self.tier.name}-close"
+            closing = threading.Thread(target=self.tier.close, name=name, daemon=True)
+            try:
+                closing.start()
+            except RuntimeError:  # no thread can be started any more, for instance because the interpreter ends
+                self.tier.close()
+                return
+            self._closing = closing
+        self._closing.join(max(_CLOSE_S, patience_ends - time.monotonic()))
+        if self._closing.is_alive():
+            logger.warning("tier %s: its medium hangs, so the tier is not closed", self.tier.name)
 
     # --- for the threads ----------------------------------------------------------------------------------------------
 

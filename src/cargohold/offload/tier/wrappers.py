@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import TypeVar
 
@@ -116,8 +117,8 @@ class FaultyTier(WrappedTier):
 
     Args:
         inner: the tier inside.
-        fault: called with the name of the method. May block, raise, return the reason of a ``TierError``, or return ``None``
-            for a call that is to work.
+        fault: called with the name of the method, also for ``close``, which can be made to block but not to fail. May block,
+            raise, return the reason of a ``TierError``, or return ``None`` for a call that is to work.
     """
 
     def __init__(self, inner: Tier, fault: Callable[[str], str | None]) -> None:
@@ -130,3 +131,9 @@ class FaultyTier(WrappedTier):
         if reason is not None:
             raise TierError(self.name, reason)
         return super().call(operation, num_bytes, run)
+
+    def close(self) -> None:
+        """Ask the function, which may block, and close the tier inside whatever the answer is: closing never fails."""
+        with suppress(Exception):
+            self._fault("close")
+        super().close()

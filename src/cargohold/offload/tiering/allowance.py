@@ -6,14 +6,19 @@ from cargohold.protocol import Clock
 
 DAY_S = 86_400.0
 BURST_S = 3600.0
-"""Unused allowance is saved up for at most this many seconds, and a start is given as much.
+"""Unused allowance is saved up for at most this many seconds, so a day may exceed its share by a twenty-fourth."""
+START_S = 60.0
+"""A start is given what accrues in this many seconds.
 
-So one day may exceed its share by a twenty-fourth.
+What an earlier process wrote is not known. If it were an hour's allowance, an engine that is started again and again would
+write many times the limit.
 """
 
 
 class Allowance:
     """An allowance of chunks that accrues evenly over the day, and can be saved up for an hour.
+
+    At least one chunk can be saved up, and is given at the start, however small the allowance is.
 
     Args:
         per_day: chunks per day.
@@ -22,9 +27,9 @@ class Allowance:
 
     def __init__(self, per_day: int, clock: Clock) -> None:
         self._per_s = per_day / DAY_S
-        self._limit = max(1.0, per_day * BURST_S / DAY_S)
+        self._limit = max(1.0, self._per_s * BURST_S)
         self._clock = clock
-        self._saved = self._limit
+        self._saved = max(1.0, self._per_s * START_S)
         self._counted_at = clock()
 
     @property

@@ -14,10 +14,11 @@ Only the owner may access any of it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,10 +28,14 @@ from cargohold.offload.tier.disk.files import Geometry, read_small, write_whole
 from cargohold.offload.tier.disk.locks import DirectoryLock, is_in_use
 from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
 
+logger = logging.getLogger(__name__)
+
 DESCRIPTION_FILE: Final = "shard.json"
 _SHARD_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _REPLICA_NAME: Final = re.compile(REPLICA_DIRECTORY.format(r"[0-9]+"))
 _PRIVATE: Final = 0o700
+_told: Final[set[Path]] = set()
+"""Shards of which was logged that they cannot be deleted: whenever room is needed, they are looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,8 @@ def bytes_in(directory: Path) -> int:
     """Return the bytes of all files below a directory, except those of further engine replicas.
 
     A file counts with its size, or its space on the disk if that is more. Files that are deleted meanwhile do not count, nor
-    files in directories that we may not read. Raises ``OSError`` for other failures: files that could not be counted must not
-    pass for free room.
+    files in directories that we may not list or enter. Raises ``OSError`` for other failures: files that could not be counted
+    must not pass for free room.
     """
     total = 0
     top = os.fspath(directory)
@@ -95,7 +100,7 @@ def bytes_in(directory: Path) -> int:
         for name in names:
             try:
                 status = os.lstat(os.path.join(path, name))  # noqa: PTH118  # many files: pathlib takes three times as long
-            except FileNotFoundError:
+            except (FileNotFoundError, PermissionError):
                 continue
             total += max(status.st_size, 512 * status.st_blocks)
     return total
@@ -107,26 +112,63 @@ def _require_uncountable(error: OSError) -> None:
         raise error
 
 
-def make_room(root: Path, keep: Path, num_bytes: int, max_bytes: int) -> bool:
-    """Delete unused shards, the one used longest ago first, until ``num_bytes`` more fit; return whether they do.
+def make_room(root: Path, keep: Path, num_bytes: int) -> bool:
+    """Delete unused shards, the one used longest ago first, until they have freed ``num_bytes``; return whether they have.
 
-    Call it under ``brief_lock``. Raises ``OSError``.
+    If all unused shards together are too small, none is deleted: their chunks would be lost for nothing. Call it under
+    ``brief_lock``. Raises ``OSError``.
 
     Args:
         root: the directory.
         keep: the shard that needs the room; it is not deleted.
-        num_bytes: bytes that are wanted; negative if that many bytes will be freed without it.
-        max_bytes: maximum size of everything in ``root``.
+        num_bytes: bytes to free; with 0 or less there is room already.
     """
-    excess = bytes_in(root) + num_bytes - max_bytes
-    for shard in shards_in(root):
-        if excess <= 0:
+    if num_bytes <= 0:
+        return True
+    unused = _unused(root, keep)
+    return sum(map(bytes_in, unused)) >= num_bytes and _delete(unused, num_bytes)
+
+
+def make_smaller(root: Path, keep: Path, num_bytes: int) -> None:
+    """Delete unused shards as ``make_room`` does, but also if all of them together have fewer bytes than ``num_bytes``."""
+    if num_bytes > 0:
+        _delete(_unused(root, keep), num_bytes)
+
+
+def _unused(root: Path, keep: Path) -> list[Path]:
+    """Return the shards but ``keep`` that can be deleted, the one used longest ago first. Raises ``OSError``."""
+    # A shard behind a link takes no room here, and is not ours to delete.
+    return [path for path in shards_in(root) if path != keep and not path.is_symlink() and not _may_be_in_use(path)]
+
+
+def _may_be_in_use(shard: Path) -> bool:
+    """Whether a process uses a shard. If its lock cannot be opened, for instance because it is another user's, it may be so."""
+    try:
+        return is_in_use(shard)
+    except OSError as error:
+        _tell(shard, error)
+        return True
+
+
+def _delete(shards: Iterable[Path], num_bytes: int) -> bool:
+    """Delete shards until they have freed ``num_bytes``; return whether they have. Skips what cannot be deleted."""
+    for shard in shards:
+        if num_bytes <= 0:
             break
-        # A shard behind a link takes no room here, and is not ours to delete.
-        if shard != keep and not shard.is_symlink() and not is_in_use(shard):
-            excess -= bytes_in(shard)
+        size = bytes_in(shard)
+        try:
             shutil.rmtree(shard)
-    return excess <= 0
+        except OSError as error:
+            _tell(shard, error)
+        num_bytes -= size - bytes_in(shard)
+    return num_bytes <= 0
+
+
+def _tell(shard: Path, error: OSError) -> None:
+    """Log, once per shard, why it cannot be deleted."""
+    if shard not in _told:
+        _told.add(shard)
+        logger.warning("disk tier: %s cannot be deleted to make room: %s", shard, error.strerror or error)
 
 
 def write_description(shard: Path, namespace: dict[str, str], geometry: Geometry) -> None:

@@ -20,6 +20,7 @@ from cargohold.offload.tier.disk.root import (
     bytes_in,
     make_private,
     make_room,
+    make_smaller,
     read_description,
     shards_in,
     write_description,
@@ -28,12 +29,15 @@ from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.namespace import Namespace
 from cargohold.offload.tier.others import warn_of_owners, warn_of_writers
 from cargohold.offload.tier.staging import padded
+from cargohold.sparing_log import SparingLog
 from cargohold.units import format_bytes, parse_path
 
 logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES: Final = 256 * 1024**2
 _LEAST_SEGMENTS: Final = 16
+_USUAL_SEGMENTS: Final = 64
+"""Number of segments into which a large budget is cut: half of the maximum, so that the budget can be doubled later."""
 _MOST_SEGMENTS: Final = 128
 """Maximum number of segments: each has three open files, and a process may usually have 1024, some for other purposes."""
 _OTHER_BYTES: Final = 32 * 1024
@@ -42,6 +46,7 @@ _LOCK_POLL_S: Final = 0.05
 _RANK: Final = re.compile(r"^rank \d+ ")
 """The worker's rank at the start of a namespace's ``split``. Namespaces that differ only in it are of one engine's workers."""
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_TOO_MANY_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class Shard:
         self._direct_io = config.direct_io
         self.path = self._root / namespace.id
         self._segments: list[Segment] = []
+        self._shortage = SparingLog(logger)
         try:
             self._lock = self._take_lock(config.lock_wait_s)
             try:
@@ -150,16 +156,28 @@ class Shard:
         return self._lock.is_deleted() or any(segment.is_deleted() for segment in self._segments[-1:])
 
     def grow(self) -> bool:
-        """Add a segment; return whether budget and disk allowed it. Call from one thread at a time. Raises ``OSError``."""
+        """Add a segment; return whether budget, disk and the process's limits allowed it.
+
+        Call from one thread at a time. Raises ``OSError``.
+        """
         if self.num_slots >= self.capacity:
             return False
-        need = self.geometry.segment_bytes
-        with brief_lock(self._root):
-            if not make_room(self._root, self.path, need + _OTHER_BYTES, self._budget.root_bytes):
-                return False
-            if free_bytes(self._root) - need < self._budget.reserve_bytes:
-                return False
-            return self._add_segment()
+        try:
+            with brief_lock(self._root):
+                if not self._make_room():
+                    return False
+                self._add_segment()
+        except OSError as error:
+            if error.errno in _TOO_MANY_FILES:
+                self._shortage.warning(
+                    "disk tier in %s: it cannot become larger, because no more files can be opened: %s (see ulimit -n)",
+                    self.path,
+                    error.strerror,
+                )
+            elif error.errno not in _NO_SPACE:
+                raise
+            return False
+        return True
 
     def wipe_header(self, slot: int) -> None:
         """Mark a slot as empty on the disk. Raises ``OSError``."""
@@ -202,24 +220,46 @@ class Shard:
         """
         known = read_description(self.path).geometry
         room = self._budget.shard_bytes - _OTHER_BYTES
-        if known is not None and known.slot_bytes == slot_bytes and known.segment_bytes <= room:
+        if known is not None and known.slot_bytes == slot_bytes and self._can_be_kept(known, room):
             return known
         _require_room(config, self._budget, slot_bytes)
         most = room // Geometry(slot_bytes, 1).segment_bytes
         self._delete_segments(0)
-        usual = max(_SEGMENT_BYTES // slot_bytes, -(-most // _MOST_SEGMENTS))
+        usual = max(_SEGMENT_BYTES, room // _USUAL_SEGMENTS) // slot_bytes
         geometry = Geometry(slot_bytes, max(1, min(usual, most // _LEAST_SEGMENTS)))
         write_description(self.path, namespace.describe(), geometry)
         return geometry
 
+    def _can_be_kept(self, known: Geometry, room: int) -> bool:
+        """Whether a segment fits into ``room``, the bytes of the budget, and as many as may be open can hold half of it.
+
+        The segments may have been made for a much smaller budget. Then the chunks in them are worth less than the room that
+        could never be used. Logs a warning if not all of ``room`` can be used.
+        """
+        if known.segment_bytes > room:
+            return False
+        most = _MOST_SEGMENTS * known.segment_bytes
+        if room - most < known.segment_bytes:
+            return True
+        is_kept = 2 * most >= room
+        logger.warning(
+            "disk tier in %s: its files were made for a smaller budget and can hold only %s of %s; %s",
+            self.path,
+            format_bytes(most),
+            format_bytes(room),
+            "to use all, delete this directory while no engine uses it" if is_kept else "starting again with nothing",
+        )
+        return is_kept
+
     def _most_segments(self) -> int:
-        return max(0, self._budget.shard_bytes - _OTHER_BYTES) // self.geometry.segment_bytes
+        within_budget = max(0, self._budget.shard_bytes - _OTHER_BYTES) // self.geometry.segment_bytes
+        return min(_MOST_SEGMENTS, within_budget)
 
     def _segment_path(self, number: int) -> Path:
         return self.path / f"segment-{number:05d}"
 
     def _open_segments(self, namespace: Namespace) -> None:
-        """Open the segments that are whole and within the budget, and delete the others.
+        """Open the segments that are whole and within the limits, and delete the others.
 
         Then delete unused shards in the directory, if it is above its budget.
         """
@@ -233,7 +273,8 @@ class Shard:
             self._segments.append(segment)
         self._delete_segments(len(self._segments))
         with brief_lock(self._root):  # the budget may have been larger before
-            make_room(self._root, self.path, -self._others_excess(namespace), self._budget.root_bytes)
+            excess = bytes_in(self._root) - self._others_excess(namespace) - self._budget.root_bytes
+            make_smaller(self._root, self.path, excess)
 
     def _others_excess(self, namespace: Namespace) -> int:
         """Return the bytes by which shards of this engine's other workers exceed their share of the budget.
@@ -255,19 +296,26 @@ class Shard:
             if not number.isdecimal() or int(number) >= first:
                 file.unlink()
 
-    def _add_segment(self) -> bool:
+    def _make_room(self) -> bool:
+        """Delete unused shards if that makes room for a segment; return whether there is room. Raises ``OSError``."""
+        need, budget = self.geometry.segment_bytes, self._budget
+        least_free = need + budget.reserve_bytes
+        excess = bytes_in(self._root) + need + _OTHER_BYTES - budget.root_bytes
+        missing = least_free - free_bytes(self._root)
+        # What was deleted may take space all the same, if somebody has it open.
+        return make_room(self._root, self.path, max(excess, missing)) and free_bytes(self._root) >= least_free
+
+    def _add_segment(self) -> None:
+        """Add a segment, or leave nothing of it. Raises ``OSError``."""
         path = self._segment_path(len(self._segments))
         try:
             segment = Segment(path, self.geometry, direct_io=self._direct_io)
             segment.allocate()
-        except OSError as error:
+        except OSError:
             for file in (*segment_files(path), uses_file(path)):
                 file.unlink(missing_ok=True)
-            if error.errno not in _NO_SPACE:
-                raise
-            return False
+            raise
         self._segments = [*self._segments, segment]
-        return True
 
 
 def free_bytes(directory: Path) -> int:

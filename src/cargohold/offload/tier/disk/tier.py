@@ -255,19 +255,26 @@ class DiskTier(Tier):
         except OSError:
             # One bad place on the disk must not fail every request that wants this chunk. The next write to the slot may well
             # succeed, because disks replace bad places when they are written to.
-            with self._lock:
-                if state.index.is_current(key, slot):
-                    state.index.discard([key])
+            self._forget(state, slot, key)
             raise
         return self._codec.decode(header, key, body, into)
 
     def _quarantine(self, state: _State, slot: int, key: OffloadKey) -> None:
         """Remove a pinned chunk that is damaged, so that nobody finds it again, here or after a restart."""
         self._damage.warning("disk tier: chunk %s in slot %d is damaged; it is forgotten", key.hex(), slot)
+        if self._forget(state, slot, key):
+            state.shard.wipe_header(slot)
+
+    def _forget(self, state: _State, slot: int, key: OffloadKey) -> bool:
+        """Take a chunk out of the index if it is in a slot that is pinned; return whether it was there.
+
+        Another reader may have found the damage first, and a good copy may be in another slot by now.
+        """
         with self._lock:
             is_current = state.index.is_current(key, slot)
-        if is_current:  # another reader may have found the damage first
-            self._discard(state, [key])
+            if is_current:
+                state.index.discard([key])
+        return is_current
 
     def _discard(self, state: _State, keys: Sequence[OffloadKey]) -> None:
         with self._lock:
