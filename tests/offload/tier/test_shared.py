@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import obstore
@@ -25,7 +27,16 @@ from obstore.exceptions import GenericError, PermissionDeniedError
 from obstore.store import MemoryStore
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier import BreakerConfig, LoadOutcome, QueueConfig, StoreOutcome, Tier, TierQueue, TierState
+from cargohold.offload.tier import (
+    BreakerConfig,
+    LoadOutcome,
+    QueueConfig,
+    StoreOutcome,
+    Tier,
+    TierQueue,
+    TierState,
+    object_listing,
+)
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.factory import open_tier
 from cargohold.offload.tier.inventory.factory import open_inventory
@@ -35,7 +46,7 @@ from cargohold.offload.tier.object_tier import open_store
 from cargohold.offload.tier.redis_tier import open_client
 from cargohold.simulation.clock import VirtualClock
 from tests.offload.tier.clouds import CLOUDS
-from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
+from tests.offload.tier.common import CHUNK, NAMESPACE, in_thread, key, load, payload
 from tests.servers import AZURE_ACCOUNT, BUCKET, Server, free_port, key_value_server
 
 WAIT_S = 30.0
@@ -211,14 +222,24 @@ def test_a_cluster_of_one_server_is_a_server(tmp_path: Path) -> None:
         tier.close()
 
 
-class Doubling:
-    """What passes on between a client and a server; an answer twice if it is told to."""
+def at_once(client: socket.socket, data: bytes) -> None:
+    client.sendall(data)
 
-    def __init__(self, server_port: int) -> None:
+
+class Between:
+    """What passes on between a client and a server: requests as they are, and answers by ``answer``.
+
+    Args:
+        server_port: the server's.
+        tls: for the client; the server has none.
+    """
+
+    def __init__(self, server_port: int, tls: ssl.SSLContext | None = None) -> None:
         self._server_port = server_port
+        self._tls = tls
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
-        self.is_due = False
+        self.answer: Callable[[socket.socket, bytes], None] = at_once
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -233,11 +254,20 @@ class Doubling:
                 thread.join()
 
     def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
+        while True:
+            try:
                 client = self._listening.accept()[0]
-                with client, socket.create_connection(("127.0.0.1", self._server_port)) as server:
-                    self._pass_on(client, server)
+            except OSError:
+                return
+            with (
+                suppress(OSError),  # one of the two goes
+                self._secured(client) as secured,
+                socket.create_connection(("127.0.0.1", self._server_port)) as server,
+            ):
+                self._pass_on(secured, server)
+
+    def _secured(self, client: socket.socket) -> socket.socket:
+        return client if self._tls is None else self._tls.wrap_socket(client, server_side=True)
 
     def _pass_on(self, client: socket.socket, server: socket.socket) -> None:
         while True:
@@ -248,23 +278,95 @@ class Doubling:
                 if source is client:
                     server.sendall(data)
                 else:
-                    num_times, self.is_due = 1 + self.is_due, False
-                    client.sendall(num_times * data)
+                    self.answer(client, data)
 
 
 def test_what_is_left_of_an_earlier_answer_is_not_taken_for_another_chunk() -> None:
     """Found by playing: every later load on that connection found another chunk than its own, and deleted its own."""
     with (
         key_value_server("valkey") as server,
-        (between := Doubling(server.port)).serving(),
+        (between := Between(server.port)).serving(),
         closing(shared(f"redis://127.0.0.1:{between.port}")) as tier,
     ):
+
+        def twice(client: socket.socket, data: bytes) -> None:
+            between.answer = at_once
+            client.sendall(2 * data)
+
         for number in range(3):
             store(tier, number)
-        between.is_due = True
+        between.answer = twice
         assert tier.probe([key(0)]) == [True]
-        assert not between.is_due
+        assert between.answer is not twice
         assert [load(tier, number) for number in range(3)] == [payload(number) for number in range(3)]
+
+
+def tls_of_a_server(directory: Path) -> ssl.SSLContext:
+    """With a certificate that is good for nothing else."""
+    pytest.importorskip("cryptography", reason="a certificate needs the extra cargohold[encryption]")
+    from cryptography import x509  # noqa: PLC0415  # an optional package
+    from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415  # an optional package
+    from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415  # an optional package
+
+    secret = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "cargohold.test")])
+    now = datetime.now(UTC)
+    certificate = x509.CertificateBuilder(
+        name, name, secret.public_key(), x509.random_serial_number(), now, now + timedelta(days=1)
+    ).sign(secret, hashes.SHA256())
+    file = directory / "server.pem"
+    file.write_bytes(
+        secret.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        + certificate.public_bytes(serialization.Encoding.PEM)
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    return context
+
+
+@pytest.mark.parametrize("is_secured", [False, True], ids=["plain", "tls"])
+def test_a_request_ends_in_time_however_slowly_the_answer_arrives(tmp_path: Path, is_secured: bool) -> None:
+    """Found by use: the limit began again with each byte, so a server could hold an I/O thread for hours."""
+
+    def slowly(client: socket.socket, data: bytes) -> None:
+        for byte in data:
+            client.sendall(bytes([byte]))
+            time.sleep(0.02)
+
+    def load_in_vain() -> None:
+        with pytest.raises(TierError, match="Timeout"):
+            load(tier, 1)
+
+    tls = tls_of_a_server(tmp_path) if is_secured else None
+    scheme, query = ("rediss", "?ssl_cert_reqs=none&ssl_check_hostname=false") if is_secured else ("redis", "")
+    with (
+        key_value_server("valkey") as server,
+        (between := Between(server.port, tls)).serving(),
+        closing(shared(f"{scheme}://127.0.0.1:{between.port}/{query}", 1.0)) as tier,
+    ):
+        assert store(tier, 1) is StoreOutcome.STORED
+        assert load(tier, 1) == payload(1)
+        between.answer = slowly
+        in_thread(load_in_vain, WAIT_S / 3, "it takes as long as the server likes")
+        between.answer = at_once
+        assert load(tier, 1) == payload(1)
+
+
+def test_a_url_may_have_a_shorter_limit() -> None:
+    def probe_in_vain() -> None:
+        with pytest.raises(TierError, match="Timeout"):
+            tier.probe([key(1)])
+
+    with (
+        key_value_server("valkey") as server,
+        closing(shared(f"redis://127.0.0.1:{server.port}?socket_timeout=0.5", 600.0)) as tier,
+    ):
+        store(tier, 1)
+        server.freeze()
+        in_thread(probe_in_vain, WAIT_S / 3, "the longer one counts")
+        server.thaw()
 
 
 def test_an_error_of_the_server_is_told_without_keys() -> None:
@@ -426,6 +528,20 @@ store(tier, 1)
     return left
 
 
+def test_what_a_killed_process_was_writing_counts_until_it_is_deleted(tmp_path: Path) -> None:
+    """Found by use: where a process was killed again and again, its directory became larger than it may be."""
+    left = killed_while_it_writes(tmp_path)
+    with left.open("r+b") as file:
+        file.truncate(6 * CHUNK)
+    tier = shared(f"file://{tmp_path}", max_bytes=10 * CHUNK)
+    for number in range(10, 20):
+        assert store(tier, number) is StoreOutcome.STORED
+        assert bytes_of_chunks(tmp_path) <= 10 * CHUNK
+    (holding,) = open_inventory(f"file://{tmp_path}").holdings()
+    assert holding.num_bytes == bytes_of_chunks(tmp_path)
+    assert 2 <= holding.num_chunks <= 3 and left.exists()
+
+
 def test_what_a_killed_process_was_writing_is_deleted_an_hour_later(tmp_path: Path) -> None:
     """Found by reading: such files are never listed, so they neither counted nor went, however many there were."""
     left = killed_while_it_writes(tmp_path)
@@ -479,11 +595,10 @@ def test_a_bad_place_under_a_directory_fails_one_load_and_not_every_one_to_come(
     """Found by reading: the file was found and failed again and again, and was never stored anew."""
     tier = shared(f"file://{tmp_path}")
     store(tier, 1)
-    error = GenericError(f"Generic LocalFileSystem error: {os.strerror(errno.EIO)} (os error {errno.EIO})")
     with monkeypatch.context() as patch:
-        patch.setattr(obstore, "get", raising(error))
+        patch.setattr(object_listing, "Descriptor", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
         if not can_delete:
-            patch.setattr(obstore, "delete", raising(GenericError("a file system that is not there at all")))
+            patch.setattr(Path, "unlink", raising(OSError(errno.EIO, "a file system that is not there at all")))
         with pytest.raises(TierError, match=os.strerror(errno.EIO)):
             load(tier, 1)
     assert store(tier, 1) is (StoreOutcome.STORED if can_delete else StoreOutcome.PRESENT)
@@ -494,7 +609,7 @@ def test_a_store_that_fails_to_answer_loses_nothing(tmp_path: Path, monkeypatch:
     tier = shared(f"file://{tmp_path}")
     store(tier, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(obstore, "get", raising(GenericError("Stale file handle (os error 116)")))
+        patch.setattr(object_listing, "Descriptor", raising(OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
         with pytest.raises(TierError, match="Stale"):
             load(tier, 1)
     assert load(tier, 1) == payload(1)
@@ -531,9 +646,33 @@ def test_a_shared_directory_that_was_deleted_is_made_anew_for_its_owner_only(tmp
     assert directory.stat().st_mode & 0o077 == 0
 
 
-def test_a_probe_without_files_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by playing: where no more files could be opened, Python warned of a coroutine that nobody awaits."""
+def test_one_folder_that_cannot_be_entered_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests may run as the superuser, who may enter every folder."""
     tier = shared(f"file://{tmp_path}")
+    store(tier, 1)
+    store(tier, 2)
+    really_look = os.lstat
+
+    def look(path: Path) -> os.stat_result:
+        if path.name in closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return really_look(path)
+
+    closed = {key(1).hex()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", look)
+        assert tier.probe([key(1), key(2), key(3)]) == [False, True, False]
+        closed |= {key(number).hex() for number in (2, 3)}
+        with pytest.raises(TierError, match="Permission denied"):
+            tier.probe([key(1), key(2), key(3)])
+
+
+def test_a_probe_without_files_is_an_error_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by playing: where no more files could be opened, Python warned of a coroutine that nobody awaits."""
+    monkeypatch.setattr("cargohold.offload.tier.object_tier.from_url", lambda *_, **__: MemoryStore())
+    tier = shared("s3://bucket/prefix")
     store(tier, 1)
     with monkeypatch.context() as patch:
         patch.setattr("asyncio.events.new_event_loop", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
@@ -550,13 +689,12 @@ def test_a_file_is_no_shared_directory(tmp_path: Path) -> None:
         shared(f"file://{directory}")
 
 
-def test_credentials_that_may_not_ask_what_is_there_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_credentials_that_may_not_ask_what_is_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: without the right to list, S3 answers so to a request for any chunk that is not there."""
+    monkeypatch.setattr("cargohold.offload.tier.object_tier.from_url", lambda *_, **__: MemoryStore())
     monkeypatch.setattr(obstore, "head", raising(PermissionDeniedError("403 Forbidden")))
     with pytest.raises(ConfigError, match="the store refuses access: 403 Forbidden"):
-        shared(f"file://{tmp_path}")
+        shared("s3://bucket/prefix")
 
 
 def test_missing_credentials_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

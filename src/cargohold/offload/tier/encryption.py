@@ -129,14 +129,19 @@ def _read_private(source: str, path: Path) -> bytes:
 
 
 def _decode(source: str, data: bytes) -> bytes:
-    if len(data) == KEY_BYTES:
-        return data
     try:
         secret = binascii.unhexlify(data.strip())
     except binascii.Error:
         secret = b""
+    # Bytes that are all hexadecimal digits are not random: such a text of 32 digits is a key of 16 bytes.
+    if len(data) == KEY_BYTES and not secret:
+        return data
     if len(secret) != KEY_BYTES:
-        raise ConfigError(_OPTION, source, f"no key of {KEY_BYTES} bytes is there; `openssl rand -hex 32` makes one")
+        raise ConfigError(
+            _OPTION,
+            source,
+            f"no key of {KEY_BYTES} bytes, or {2 * KEY_BYTES} digits, is there; `openssl rand -hex 32` makes one",
+        )
     return secret
 
 

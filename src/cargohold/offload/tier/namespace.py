@@ -72,7 +72,7 @@ class Namespace:
 def parse_description(data: bytes) -> dict[str, Any]:
     """Parse the JSON description of a namespace; return an empty dict if it is malformed."""
     try:
-        found = json.loads(data)
+        found = json.loads(data.decode())
     except (ValueError, RecursionError):  # anybody may have written it, nested however deep
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,26 +1,39 @@
-"""Lists the objects of a store that are ours, and limits their total size."""
+"""Lists, reads and deletes the objects of a store that are ours, and limits their total size.
+
+In a directory, whoever may write there can put something else in the place of one of our files, such as a link, or a pipe. To
+open a pipe is to wait until somebody writes to it. So only regular files are opened, and everything else counts as absent; the
+next store of the chunk takes its place. The package ``obstore`` opens whatever is there, even to say its size. So it is not
+used to look for files of a directory or to read them.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
+import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import BinaryIO, Final
 
 import obstore
 from obstore.store import ObjectStore
 
+from cargohold.offload.tier.disk.files import Descriptor
 from cargohold.offload.tier.shared_directory import delete_unfinished, directory_of, files_in
 
 logger = logging.getLogger(__name__)
 
 DESCRIPTION: Final = "namespace.json"
 _OURS: Final = re.compile(
-    rf"(?P<namespace>[0-9a-f]{{32}})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})"
+    rf"(?P<namespace>[0-9a-f]{{32}})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})(?P<unfinished>#[0-9]+)?"
 )
+_NO_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL})
+"""Errors that say that there is no regular file: those of the system, and ``EINVAL``, which ``Descriptor`` raises."""
 _LOOKS_PER_BUDGET: Final = 16
 _KEPT: Final = 0.9
 """Fraction of the budget that is used after making room, so that room need not be made for every chunk."""
@@ -33,7 +46,8 @@ class StoredObject:
     Attributes:
         path: its path in the store.
         namespace_id: id of its namespace.
-        key: the chunk's key; empty if the object is the namespace's description.
+        key: the chunk's key; empty if the object is no whole chunk, but the namespace's description, or a file that is still
+            being written, or that a killed process left.
         num_bytes: its size.
         written_s: time of writing, in seconds since 1970.
     """
@@ -63,15 +77,76 @@ def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
     for path, num_bytes, written_s in entries:
         match = _OURS.fullmatch(path)
         if match is not None:
-            yield StoredObject(path, match["namespace"], bytes.fromhex(match["key"] or ""), num_bytes, written_s)
+            key = b"" if match["unfinished"] else bytes.fromhex(match["key"] or "")
+            yield StoredObject(path, match["namespace"], key, num_bytes, written_s)
+
+
+def is_there(store: ObjectStore, path: str) -> bool:
+    """Whether there is an object. Raises the store's errors."""
+    directory = directory_of(store)
+    try:
+        if directory is None:
+            obstore.head(store, path)
+            return True
+        return stat.S_ISREG(os.lstat(directory / path).st_mode)
+    except OSError as error:
+        _require_absent(error)
+        return False
+
+
+def read_object(store: ObjectStore, path: str, max_bytes: int) -> memoryview:
+    """Return an object's bytes; none of them if it has more than ``max_bytes``.
+
+    Raises ``FileNotFoundError`` if it is not there, and the store's other errors.
+    """
+    directory = directory_of(store)
+    if directory is None:
+        found = obstore.get(store, path)
+        return memoryview(found.bytes() if found.meta["size"] <= max_bytes else b"")
+    with _open(directory / path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        return memoryview(file.read(num_bytes) if num_bytes <= max_bytes else b"")
+
+
+def read_pieces(store: ObjectStore, path: str, piece_bytes: int) -> Iterator[memoryview]:
+    """Yield an object's bytes in pieces of ``piece_bytes``. Raises as ``read_object``, when the first one is asked for."""
+    directory = directory_of(store)
+    if directory is None:
+        yield from (memoryview(piece) for piece in obstore.get(store, path).stream(piece_bytes))
+        return
+    with _open(directory / path) as file:
+        while piece := file.read(piece_bytes):
+            yield memoryview(piece)
 
 
 def delete_if_there(store: ObjectStore, path: str) -> None:
     """Delete an object, unless another process has deleted it already. Raises the store's other errors."""
+    directory = directory_of(store)
     try:
-        obstore.delete(store, path)
-    except FileNotFoundError:
-        return
+        if directory is None:
+            obstore.delete(store, path)
+        else:
+            (directory / path).unlink()
+    except OSError as error:
+        _require_absent(error)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read. Raises ``FileNotFoundError`` if there is none, whatever else is there."""
+    try:
+        descriptor = Descriptor(path, os.O_RDONLY)
+    except OSError as error:
+        _require_absent(error)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+    with closing(descriptor), open(descriptor.number, "rb", closefd=False) as file:
+        yield file
+
+
+def _require_absent(error: OSError) -> None:
+    """Raise an error again unless it says that there is no object."""
+    if not isinstance(error, FileNotFoundError) and error.errno not in _NO_FILE:
+        raise error
 
 
 class StoreBudget:
@@ -139,7 +214,7 @@ class StoreBudget:
     def _look(self, num_wanted: int) -> int:
         """List the store, and delete the oldest chunks if ``num_wanted`` bytes more would exceed the limit.
 
-        Returns the bytes that our objects take then.
+        Returns the bytes that our objects take then, with the unfinished files that may not be deleted yet.
         """
         delete_unfinished(self._store)
         objects = list(list_ours(self._store))

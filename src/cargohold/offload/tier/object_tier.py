@@ -6,6 +6,7 @@ A chunk is the object ``<namespace id>/<first byte of the key>/<key>``, in hexad
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -25,10 +26,11 @@ from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import PARALLEL_PROBES, SharedTierConfig
 from cargohold.offload.tier.header import HEADER_BYTES
-from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there
+from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there, is_there, read_object
 from cargohold.offload.tier.others import warn_of_readers, warn_of_writers
 from cargohold.offload.tier.shared import SharedTier
-from cargohold.offload.tier.shared_directory import directory_of, is_bad_place, is_full, make_directory
+from cargohold.offload.tier.shared_directory import directory_of, is_full, make_directory
+from cargohold.sparing_log import SparingLog
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -86,6 +88,7 @@ class ObjectTier(SharedTier):
         self._directory = directory_of(self._store)
         self._budget = None if config.num_max_bytes is None else StoreBudget(self._store, config.num_max_bytes)
         self._prefix = codec.namespace.id
+        self._obstacles = SparingLog(logger)
         self._introduce(config)
         if self._directory is not None and not codec.namespace.encryption:
             own = self._directory / self._prefix
@@ -98,12 +101,12 @@ class ObjectTier(SharedTier):
         open_store(config)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Ask for each object, several at a time."""
+        """Ask for each object: in a directory one after the other, of another store several at a time."""
         with self._errors():
-            if len(keys) == 1:
-                return [self._exists(keys[0])]
+            if self._directory is not None or len(keys) == 1:
+                return self._ask_in_turn(keys)
             with asyncio.Runner() as runner:
-                return runner.run(self._exist(keys))
+                return runner.run(self._ask_together(keys))
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Delete objects."""
@@ -127,7 +130,13 @@ class ObjectTier(SharedTier):
             # In one part: if an upload in several parts is broken off, its parts stay, cost money, and no listing shows them.
             obstore.put(self._store, path, value, use_multipart=False)
         except store_errors.GenericError as error:
-            if self._directory is None or not is_full(error):
+            if self._directory is None:
+                raise
+            if has_obstacle(self._directory, path):
+                self._obstacles.warning(
+                    "%s tier: %s cannot be stored, because something that is not ours has its place", self.name, path
+                )
+            elif not is_full(error):
                 raise
             return False
         return True
@@ -135,14 +144,12 @@ class ObjectTier(SharedTier):
     def _get(self, key: OffloadKey) -> memoryview | None:
         with self._errors():
             try:
-                found = obstore.get(self._store, self._path(key))
-                if found.meta["size"] > HEADER_BYTES + self.chunk_bytes:
-                    return memoryview(b"")  # not one of our chunks, and perhaps too large for our memory
-                return memoryview(found.bytes())
+                # Nothing larger is one of our chunks, and it could be too large for our memory.
+                return read_object(self._store, self._path(key), HEADER_BYTES + self.chunk_bytes)
             except FileNotFoundError:
                 return None
-            except store_errors.GenericError as error:
-                if self._directory is not None and is_bad_place(error):
+            except OSError as error:
+                if error.errno == errno.EIO:
                     # A bad place on the disk must not fail every request that wants this chunk. Once it is deleted, the chunk
                     # is stored again, in another place.
                     with suppress(store_errors.BaseError, OSError):
@@ -153,14 +160,23 @@ class ObjectTier(SharedTier):
         name = key.hex()
         return f"{self._prefix}/{name[:2]}/{name}"
 
-    def _exists(self, key: OffloadKey) -> bool:
-        try:
-            obstore.head(self._store, self._path(key))
-        except FileNotFoundError:
-            return False
-        return True
+    def _ask_in_turn(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Ask for one object after the other. Those that cannot be asked for count as absent, unless it is all of them.
 
-    async def _exist(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        So a folder that we may not enter does not hide the chunks in the others.
+        """
+        found, failures = [], []
+        for key in keys:
+            try:
+                found.append(is_there(self._store, self._path(key)))
+            except OSError as error:
+                failures.append(error)
+                found.append(False)
+        if failures and len(failures) == len(keys):
+            raise failures[0]
+        return found
+
+    async def _ask_together(self, keys: Sequence[OffloadKey]) -> list[bool]:
         slots = asyncio.Semaphore(PARALLEL_PROBES)
 
         async def exists(key: OffloadKey) -> bool:
@@ -182,7 +198,7 @@ class ObjectTier(SharedTier):
         try:
             obstore.put(self._store, f"{self._prefix}/{DESCRIPTION}", text)
             # Without the right to list, S3 denies access to absent objects: then no chunk could be asked for, or stored.
-            self._exists(_NO_KEY)
+            is_there(self._store, self._path(_NO_KEY))
         except _ACCESS_ERRORS as error:
             raise ConfigError("url", config.shown_url, f"the store refuses access: {first_line(error)}") from error
         except (store_errors.BaseError, OSError, ValueError) as error:
@@ -196,6 +212,14 @@ class ObjectTier(SharedTier):
             yield
         except (store_errors.BaseError, OSError, ValueError) as error:
             raise TierError(self.name, first_line(error)) from error
+
+
+def has_obstacle(directory: Path, path: str) -> bool:
+    """Whether no file can be written because a folder is in its place, or something else in the place of a folder above."""
+    file = directory / path
+    return file.is_dir() or any(
+        os.path.lexists(folder) and not folder.is_dir() for folder in file.parents if folder.is_relative_to(directory)
+    )
 
 
 def lacks_credentials(error: Exception) -> bool:

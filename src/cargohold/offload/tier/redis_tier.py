@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
@@ -18,6 +20,7 @@ from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.shared import SharedTier
 
 logger = logging.getLogger(__name__)
@@ -28,10 +31,86 @@ _AUTH_VARIABLE: Final = "REDISCLI_AUTH"
 _NO_KEYS: Final = tuple(bytes([number]) for number in range(16))
 """Keys that no chunk has, for trial commands: so many that hardly one node of a cluster is responsible for all of them."""
 _NO_SUCH_DATABASE: Final = "DB index is out of range"
+_WRONG_TYPE: Final = "WRONGTYPE"
+"""Start of the answer to a command for strings if the value is a list, a hash or the like."""
+_ROOM_FOR_ANSWERS: Final = 1024**2
+"""Bytes that an answer may have besides a chunk: short ones to many commands that were sent together, or an error's text."""
+_NO_CHUNK: Final = memoryview(b"")
+"""Stands for a value that cannot be a chunk, so that it is treated as a damaged one."""
 
 
-def open_client(config: SharedTierConfig) -> redis.Redis:
+class TooLongError(redis.exceptions.RedisError):
+    """An answer has more bytes than any that we ask for. What is left of it was not read, and the connection is closed."""
+
+
+class LimitedSocket:
+    """A connected socket with limits to whole requests: the answer must arrive in time, to its last byte, and not be too long.
+
+    The timeout of a socket itself begins again with every byte that arrives. So a server that sends slowly enough never exceeds
+    it. A request begins here with the first bytes that are sent after an answer.
+
+    Args:
+        connected: the socket, plain or with TLS. Its other methods can be called on this object, too.
+        limit_s: seconds from the beginning of a request to the end of its answer.
+        max_bytes: bytes of the longest answer; ``None`` for no limit.
+    """
+
+    def __init__(self, connected: socket.socket, limit_s: float, max_bytes: int | None) -> None:
+        self._socket = connected
+        self._limit_s = limit_s
+        self._max_bytes = max_bytes
+        self._is_sending = False
+        self._ends_at = 0.0
+        self._num_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        """As for sockets. Raises ``TimeoutError`` when the request's time is over."""
+        if not self._is_sending:
+            self._is_sending = True
+            self._ends_at = time.monotonic() + self._limit_s
+            self._num_bytes = 0
+        self._allow_rest()
+        self._socket.sendall(data)
+
+    def recv(self, num_bytes: int, flags: int = 0) -> bytes:
+        """As for sockets. Raises ``TimeoutError`` when the request's time is over, and ``TooLongError``."""
+        self._allow_rest()
+        data = self._socket.recv(num_bytes, flags)
+        self._note_received(len(data))
+        return data
+
+    def recv_into(self, buffer: bytearray) -> int:
+        """As for sockets. Raises ``TimeoutError`` when the request's time is over, and ``TooLongError``."""
+        self._allow_rest()
+        num_bytes = self._socket.recv_into(buffer)
+        self._note_received(num_bytes)
+        return num_bytes
+
+    def _allow_rest(self) -> None:
+        """Let the next call wait for what is left of the request's time."""
+        if self._socket.gettimeout() == 0:
+            return  # the client only looks whether something has arrived, and must not wait
+        rest_s = self._ends_at - time.monotonic()
+        if rest_s <= 0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(rest_s)
+
+    def _note_received(self, num_bytes: int) -> None:
+        self._is_sending = False
+        self._num_bytes += num_bytes
+        if self._max_bytes is not None and self._num_bytes > self._max_bytes:
+            raise TooLongError(f"the server's answer has more than {self._max_bytes} bytes")
+
+
+def open_client(config: SharedTierConfig, max_answer_bytes: int | None = None) -> redis.Redis:
     """Make a client for the server that a URL names. Sends the server nothing.
+
+    Args:
+        config: the options with the URL.
+        max_answer_bytes: bytes of the longest answer, beyond which commands raise ``TooLongError``; ``None`` for no limit.
 
     Raises:
         ConfigError: the URL cannot be understood.
@@ -49,6 +128,9 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
             protocol=2,
         )
         pool = client.connection_pool
+        # The URL may have a shorter one.
+        limit_s = min(config.request_timeout_s, pool.connection_kwargs["socket_timeout"])
+        pool.connection_kwargs["redis_connect_func"] = _limiting(limit_s, max_answer_bytes)
         # Made only for its checks: otherwise the package reports an unknown option only at the first connection.
         pool.connection_class(**pool.connection_kwargs)
     except (ValueError, TypeError, redis.exceptions.RedisError) as error:
@@ -58,6 +140,22 @@ def open_client(config: SharedTierConfig) -> redis.Redis:
             "url", config.shown_url, "decode_responses is not possible, because chunks are bytes and no text"
         )
     return client
+
+
+def is_wrong_type(error: redis.exceptions.ResponseError) -> bool:
+    """Whether a server answered that a value is no string, so that it cannot be a chunk."""
+    return str(error).startswith(_WRONG_TYPE)
+
+
+def _limiting(limit_s: float, max_bytes: int | None) -> Callable[[Any], None]:
+    """Return a function that the package calls with each new connection, before anything is sent over it."""
+
+    def limit(connection: Any) -> None:
+        # The package has no option for this. It reads and writes through this attribute, with TLS and without.
+        connection._sock = LimitedSocket(connection._sock, limit_s, max_bytes)  # noqa: SLF001
+        connection.on_connect()
+
+    return limit
 
 
 class RedisTier(SharedTier):
@@ -74,7 +172,7 @@ class RedisTier(SharedTier):
 
     def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int) -> None:
         super().__init__(codec, chunk_bytes)
-        self._client = open_client(config)
+        self._client = open_client(config, HEADER_BYTES + chunk_bytes + _ROOM_FOR_ANSWERS)
         self._ttl_s = config.ttl_s
         self._prefix = f"{PREFIX}{codec.namespace.id}".encode()
         self._introduce(config)
@@ -108,7 +206,14 @@ class RedisTier(SharedTier):
 
     def _get(self, key: OffloadKey) -> memoryview | None:
         with self._errors():
-            value = self._client.get(self._name(key))
+            try:
+                value = self._client.get(self._name(key))
+            except TooLongError:
+                return _NO_CHUNK
+            except redis.exceptions.ResponseError as error:
+                if not is_wrong_type(error):
+                    raise
+                return _NO_CHUNK
         return memoryview(value) if isinstance(value, bytes) else None
 
     def _of_each(self, command: Literal["exists", "unlink"], keys: Sequence[OffloadKey]) -> list[Any]:

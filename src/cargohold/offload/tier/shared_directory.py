@@ -48,11 +48,6 @@ def is_full(error: Exception) -> bool:
     return not _FULL.isdisjoint(_numbers_of(error))
 
 
-def is_bad_place(error: Exception) -> bool:
-    """Whether an error means that the disk cannot read a file that is there."""
-    return errno.EIO in _numbers_of(error)
-
-
 def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
     """Yield path and status of all files where ours can be, whoever wrote them.
 

@@ -7,14 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
-import obstore
 from obstore import exceptions as store_errors
 from obstore.store import ObjectStore
 
 from cargohold.errors import TierError
 from cargohold.offload.tier.inventory.base import PIECE_BYTES, Finding, Holding, Inventory, check_value
 from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
-from cargohold.offload.tier.object_listing import DESCRIPTION, StoredObject, delete_if_there, list_ours
+from cargohold.offload.tier.object_listing import (
+    DESCRIPTION,
+    StoredObject,
+    delete_if_there,
+    list_ours,
+    read_object,
+    read_pieces,
+)
 from cargohold.offload.tier.object_tier import first_line, lacks_credentials
 from cargohold.offload.tier.shared_directory import delete_unfinished
 
@@ -52,10 +58,9 @@ class ObjectInventory(Inventory):
         with _errors():
             for chunk in self._namespace(namespace_id).chunks:
                 try:
-                    found = obstore.get(self._store, chunk.path)
+                    finding = check_value(read_pieces(self._store, chunk.path, PIECE_BYTES), namespace_id, chunk.key)
                 except FileNotFoundError:
                     continue  # deleted meanwhile
-                finding = check_value(map(memoryview, found.stream(PIECE_BYTES)), namespace_id, chunk.key)
                 if finding is Finding.DAMAGED and delete:
                     delete_if_there(self._store, chunk.path)
                 yield finding
@@ -101,12 +106,10 @@ class ObjectInventory(Inventory):
 
     def _facts(self, name: str) -> dict[str, str]:
         try:
-            found = obstore.get(self._store, f"{name}/{DESCRIPTION}")
+            found = read_object(self._store, f"{name}/{DESCRIPTION}", MAX_DESCRIPTION_BYTES)
         except FileNotFoundError:
             return {}
-        if found.meta["size"] > MAX_DESCRIPTION_BYTES:
-            return {}
-        return as_facts(parse_description(bytes(found.bytes())))
+        return as_facts(parse_description(bytes(found)))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,9 @@ from dataclasses import dataclass
 import redis
 
 from cargohold.errors import TierError, one_line
-from cargohold.offload.tier.inventory.base import Finding, Holding, Inventory, check_value
+from cargohold.offload.tier.inventory.base import PIECE_BYTES, Finding, Holding, Inventory, check_value
 from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
-from cargohold.offload.tier.redis_tier import PREFIX
+from cargohold.offload.tier.redis_tier import PREFIX, is_wrong_type
 
 _NAME = "shared"
 _ID_CHARS = 32
@@ -43,7 +44,8 @@ class RedisInventory(Inventory):
                 count = counts.setdefault(_namespace_of(name), _Count())
                 if _key_of(name):
                     count.num_chunks += 1
-                count.num_bytes += int(self._client.strlen(name))
+                with _other_types_left_out():
+                    count.num_bytes += int(self._client.strlen(name))
             return [
                 Holding(
                     namespace_id, self._facts(namespace_id), count.num_chunks, count.num_bytes, None, is_in_use=False
@@ -55,12 +57,12 @@ class RedisInventory(Inventory):
         """Fetch and check every value."""
         with _errors():
             for name in self._names(f"{namespace_id}:"):
-                value = self._client.get(name)
-                if not isinstance(value, bytes):
-                    continue  # deleted meanwhile
-                finding = check_value([memoryview(value)], namespace_id, _key_of(name))
-                if finding is Finding.DAMAGED and delete:
-                    self._client.unlink(name)
+                finding = check_value(self._pieces(name), namespace_id, _key_of(name))
+                if finding is Finding.DAMAGED:
+                    if not self._client.exists(name):
+                        continue  # deleted meanwhile, perhaps between two pieces
+                    if delete:
+                        self._client.unlink(name)
                 yield finding
 
     def remove(self, namespace_id: str) -> None:
@@ -79,8 +81,22 @@ class RedisInventory(Inventory):
                 yield name
 
     def _facts(self, namespace_id: str) -> dict[str, str]:
-        value = self._client.getrange(f"{PREFIX}{namespace_id}", 0, MAX_DESCRIPTION_BYTES)
-        return as_facts(parse_description(value)) if isinstance(value, bytes) else {}
+        return as_facts(parse_description(self._read(f"{PREFIX}{namespace_id}".encode(), 0, MAX_DESCRIPTION_BYTES + 1)))
+
+    def _pieces(self, name: bytes) -> Iterator[memoryview]:
+        """Yield a value's bytes in pieces, of which only the last one may be shorter or empty."""
+        for start in itertools.count(step=PIECE_BYTES):
+            piece = self._read(name, start, PIECE_BYTES)
+            yield memoryview(piece)
+            if len(piece) < PIECE_BYTES:
+                return
+
+    def _read(self, name: bytes, start: int, num_bytes: int) -> bytes:
+        """Return ``num_bytes`` bytes of a value from ``start``, or as many as there are; none if it is no string."""
+        found: object = b""
+        with _other_types_left_out():
+            found = self._client.getrange(name, start, start + num_bytes - 1)
+        return found if isinstance(found, bytes) else b""
 
 
 def _namespace_of(name: bytes) -> str:
@@ -90,6 +106,16 @@ def _namespace_of(name: bytes) -> str:
 def _key_of(name: bytes) -> bytes:
     """Return the chunk's key from its name; empty for the namespace's description."""
     return name[len(PREFIX) + _ID_CHARS + 1 :]
+
+
+@contextmanager
+def _other_types_left_out() -> Iterator[None]:
+    """End the ``with`` if it asks about a value that is a list, a hash or the like, which somebody put in a chunk's place."""
+    try:
+        yield
+    except redis.exceptions.ResponseError as error:
+        if not is_wrong_type(error):
+            raise
 
 
 @contextmanager
