@@ -716,6 +716,17 @@ def test_one_engine_prefills_and_another_decodes(windows: tuple[int | None, ...]
     assert decode.tokens("r")[:1] == prefill.tokens("r")
 
 
+@pytest.mark.parametrize("holds", HOLDS)
+def test_all_of_a_long_prompt_is_kept_for_remote_decode_even_if_one_step_computes_it(holds: str) -> None:
+    """Found by reading: what exceeded the limit on blocks held by stores was announced as missing, or lost."""
+    offloading = SimulatedOffloading(200)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=256, **HOLDS[holds])
+    engine.add("r", prompt(0, 201), 1, kv_transfer_params={"do_remote_decode": True})
+    finish(engine, offloading)
+    assert engine.outputs["r"].kv_transfer_params == {"do_remote_prefill": True, "num_offloaded_tokens": 200}
+    assert offloading.manager.num_ready == 50
+
+
 def test_what_found_no_place_or_was_lost_is_not_said_to_be_there_for_remote_decode() -> None:
     offloading = SimulatedOffloading(4)
     engine = SimulatedEngine(simulated_layout(60), offloading)
@@ -1005,7 +1016,7 @@ def test_who_waits_for_a_load_is_looked_up_again_when_it_ends_and_not_before(mon
     serve_and_lose(engine, offloading, shared, 1)
     (transfers,) = offloading.transfers
     transfers.auto = False
-    engine.add("first", [*shared, 1], 1)
+    engine.add("loads", [*shared, 1], 1)
     engine.step()
     (load,) = transfers.pending
     looks: list[Sequence[bytes]] = []

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.waiting_queue import QueuePolicy
+from cargohold.errors import RequestError
 from cargohold.protocol import FinishedTransfers, RequestView
 from cargohold.simulation import SimulatedEngine, VirtualClock, WrongTokenError, simulated_layout
 from tests.engine.scripted import Load, Script, ScriptedScheduler, ScriptedWorker, fill, scripted_connector
@@ -151,6 +152,34 @@ def test_an_abort_leaks_nothing(steps: int) -> None:
     engine.run()
     engine.scheduler.check_settled()
     assert engine.outputs["a"].request.finish_reason is FinishReason.ABORT
+
+
+def test_an_id_is_not_used_again_before_it_was_told_that_its_request_has_ended() -> None:
+    """Found by reading: a step said that a request has ended which it also computed."""
+    engine = SimulatedEngine(simulated_layout(20), scripted_connector(Script()))
+    engine.add("again", prompt(0, 5), 3)
+    engine.step()
+    engine.abort("again")
+    engine.add("again", prompt(0, 5), 3)
+    step, _ = engine.step()
+    assert step.finished_req_ids == {"again"} and not step.scheduled
+    step, _ = engine.step()
+    assert not step.finished_req_ids and [share.request_id for share in step.scheduled] == ["again"]
+    engine.run()
+    assert engine.tokens("again") == alone(prompt(0, 5), 3)
+
+
+def test_an_id_is_not_used_again_while_blocks_of_its_request_are_being_copied() -> None:
+    """Found by reading: the end of the earlier request's load would have ended that of the later one."""
+    script = Script()
+    script.offers["again"] = (8, True)
+    engine = SimulatedEngine(simulated_layout(40), scripted_connector(script))
+    engine.add("again", prompt(1, 12), 3)
+    engine.step()
+    engine.abort("again")
+    engine.step()
+    with pytest.raises(RequestError, match="request again: the blocks of an earlier request"):
+        engine.add("again", prompt(2, 12), 3)
 
 
 def test_a_load_that_does_not_end_is_noticed_while_others_go_on() -> None:

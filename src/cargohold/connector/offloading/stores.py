@@ -110,7 +110,9 @@ class EagerStores:
                 tables = share.block_ids
                 for group, keys in enumerate(state.keys):
                     end = min(num_tokens // keys.chunk_tokens, len(keys.keys))
-                    num_allowed -= self._offer(offered, state, group, tables[group], end, num_allowed)
+                    # Another engine waits for all of a prompt that it is to decode, and this one may end with this very step.
+                    limit = end if state.params.do_remote_decode else num_allowed
+                    num_allowed -= self._offer(offered, state, group, tables[group], end, limit)
         yield from self._store(offered)
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:

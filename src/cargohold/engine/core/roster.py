@@ -90,6 +90,10 @@ class Roster:
         request.status = RequestStatus.FINISHED
         self._finished_ids.add(request.request_id)
 
+    def has_just_ended(self, request_id: str) -> bool:
+        """Whether a request with this id has ended since ``take_news`` was called last."""
+        return request_id in self._finished_ids
+
     def take_news(self) -> tuple[frozenset[str], frozenset[str]]:
         """Ids of the requests that were preempted, and of those that ended, since the last call."""
         preempted, finished = frozenset(self._preempted_ids), frozenset(self._finished_ids)

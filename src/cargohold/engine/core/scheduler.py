@@ -16,6 +16,7 @@ from cargohold.engine.core.plan import StepPlan
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus
 from cargohold.engine.core.roster import Roster
 from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.errors import RequestError
 from cargohold.protocol import CacheReport, Clock, ConnectorGuard, KVCacheLayout, KVConnectorScheduler, KVEvent
 
 _NO_REPORT = CacheReport()
@@ -75,7 +76,13 @@ class Scheduler:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ``RequestError`` if a connector refuses it."""
+        """Queue a request. Raises ``RequestError`` if a connector refuses it, or if its id is not free yet."""
+        if self._roster.transfers.holds(request):
+            # Workers report the end of transfers by id. They would end those of this request with those of the earlier one.
+            raise RequestError(
+                "the blocks of an earlier request with this id are still being copied; use another id",
+                request.request_id,
+            )
         self.connector.on_new_request(request)
         if not self._roster:
             self._reports.note_progress()
@@ -221,6 +228,8 @@ class Scheduler:
             num_active = len(roster.running) + roster.transfers.num_loads
             if plan.num_tokens_left == 0 or num_active >= self._config.max_num_seqs:
                 break
+            if roster.has_just_ended(request.request_id):
+                continue  # this step tells connectors that an earlier request with this id has ended
             if self._admission.try_admit(request, plan) is Verdict.NO_ROOM:
                 break
 

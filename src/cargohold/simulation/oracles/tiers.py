@@ -103,9 +103,15 @@ class TierOracle(Oracle):
         used, num_free = manager.num_ready + num_writing + manager.num_leaving, manager.num_free
         if used < 0 or num_free < 0 or used + num_free != manager.capacity:
             self.fail(f"{used} slots used and {num_free} free of {manager.capacity}")
-        if jobs.num_store_blocks > watched.side.max_store_blocks:
-            allowed = watched.side.max_store_blocks
+        if jobs.num_store_blocks > (allowed := watched.side.max_store_blocks + self._num_exempt_blocks(jobs)):
             self.fail(f"stores in flight hold {jobs.num_store_blocks} blocks; {allowed} are allowed")
+
+    def _num_exempt_blocks(self, jobs: JobTable) -> int:
+        """The blocks of stores for remote decode, for which there is no limit."""
+        return sum([len(store.block_ids) for store in jobs.stores() if any(map(self._is_remote, store.request_ids))])
+
+    def _is_remote(self, request_id: str) -> bool:
+        return bool((self._engine.requests[request_id].kv_transfer_params or {}).get("do_remote_decode"))
 
     def _check_loads(self, side: OffloadingScheduler) -> None:
         loading = Counter(key for load in side.jobs.loads() for key in set(load.handle.keys) - self._own_keys(load))
