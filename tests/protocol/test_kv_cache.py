@@ -20,7 +20,9 @@ from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
         (AttentionKind.RECURRENT, 16, 8, "window_tokens=8"),
     ],
 )
-def test_groups(kind: AttentionKind, block_tokens: int, window_tokens: int | None, named: str) -> None:
+def test_impossible_groups_are_refused(
+    kind: AttentionKind, block_tokens: int, window_tokens: int | None, named: str
+) -> None:
     with pytest.raises(ValueError, match=named):
         KVCacheGroup(0, kind, block_tokens, ("layer",), window_tokens)
 
@@ -35,14 +37,14 @@ def test_a_window_may_be_smaller_than_a_block() -> None:
     [
         ({"hash_block_tokens": 6}, "hash_block_tokens=6 does not divide block_tokens=16 of group 0"),
         ({"hash_block_tokens": 32}, "hash_block_tokens=32 does not divide block_tokens=16 of group 0"),
-        ({"groups": ()}, "at least|one"),
+        ({"groups": ()}, "there must be one at least"),
         ({"groups": (KVCacheGroup(1, AttentionKind.FULL, 16, ("layer",)),)}, "numbered 0, 1"),
-        ({"num_blocks": 1}, "two blocks"),
-        ({"block_bytes": 0}, "byte"),
-        ({"world_size": 0}, "worker"),
+        ({"num_blocks": 1}, "num_blocks=1 is too few: .* at least 2"),
+        ({"block_bytes": 0}, "block_bytes=0 is too few: .* at least 1"),
+        ({"world_size": 0}, "world_size=0 is too few: .* at least 1"),
     ],
 )
-def test_layouts(changed: dict[str, Any], named: str) -> None:
+def test_impossible_layouts_are_refused(changed: dict[str, Any], named: str) -> None:
     layout: dict[str, Any] = {
         "groups": (KVCacheGroup(0, AttentionKind.FULL, 16, ("layer",)),),
         "num_blocks": 8,

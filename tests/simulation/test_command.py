@@ -6,6 +6,8 @@ import pytest
 
 from cargohold.cli import main
 from cargohold.cli import simulate as simulate_module
+from cargohold.simulation import campaign
+from cargohold.worker_pool import WorkerPool
 from tests.simulation import careless
 
 
@@ -25,14 +27,28 @@ def test_more_seeds_than_could_ever_be_played_are_played_while_there_is_time(
 ) -> None:
     options = ("--seeds", "9" * 20, "--minutes", "0.001", "--jobs", jobs, "--workload", "small", "--connector", "eager")
     assert simulate(monkeypatch, *options) == 0
-    assert " seed(s), " in capsys.readouterr().out
+    assert int(capsys.readouterr().out.split(" seed(s), ")[0]) > 0
 
 
 def test_seeds_are_played_by_several_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert simulate(monkeypatch, "--seeds", "6", "--jobs", "2", "--workload", "small", "--faults", "failed,late") == 0
-    assert capsys.readouterr().out.startswith("6 seed(s), ")
+    sizes = []
+
+    class CountedPool(WorkerPool):
+        def __init__(self, num_processes: int) -> None:
+            super().__init__(num_processes)
+            sizes.append(num_processes)
+
+    monkeypatch.setattr(campaign, "WorkerPool", CountedPool)
+    told = []
+    for jobs in ("1", "2"):
+        options = ("--seeds", "6", "--jobs", jobs, "--workload", "small", "--faults", "failed,late")
+        assert simulate(monkeypatch, *options) == 0
+        first, *rest = capsys.readouterr().out.splitlines()
+        told.append((first.partition(" in ")[0], rest))
+    assert told[0] == told[1] and told[0][0].startswith("6 seed(s), ")
+    assert sizes == [2]
 
 
 def test_a_failure_is_shown_as_short_as_possible(

@@ -88,8 +88,12 @@ class ServedModel:
         runs_code: whether the engine runs Python code that comes with the model.
         code_revision: branch, tag or commit of that code; ``None`` for ``revision`` if the code is in the model's own files.
         config_path: directory or hub id whose configuration is used instead of the one beside the weights.
+        download_dir: directory to which the engine downloads the weights of a hub id, in the form of the hub's cache; ``None``
+            for the default cache. Configuration and code are in the default cache in any case.
         obstacle: start of a sentence that says what determines the KV's bytes and cannot be named; empty if there is nothing.
             Unless it is empty, the KV cannot outlive the engine.
+        read_after_s: a time, in seconds since 1970, before which the engine had read none of the model's files; ``None`` if it
+            cannot say. A file that changed later may not be the one that was read.
     """
 
     name: str
@@ -99,7 +103,9 @@ class ServedModel:
     runs_code: bool = False
     code_revision: str | None = None
     config_path: str | None = None
+    download_dir: str | None = None
     obstacle: str = ""
+    read_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,5 +137,8 @@ class KVCacheLayout:
                     f"hash_block_tokens={self.hash_block_tokens} does not divide block_tokens={group.block_tokens} "
                     f"of group {group.index}"
                 )
-        if self.num_blocks < 2 or self.block_bytes < 1 or self.world_size < 1:
-            raise ValueError("a layout needs at least two blocks (one is null), one byte per block and one worker")
+        # One of the blocks is the null block.
+        for name, least in (("num_blocks", 2), ("block_bytes", 1), ("world_size", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name}={value} is too few: a layout needs at least {least}")

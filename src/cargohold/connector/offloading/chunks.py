@@ -97,22 +97,13 @@ def chunks_to_store(
         start, end = index * blocks_per_chunk, (index + 1) * blocks_per_chunk
         needed_from = group.num_skipped_tokens(end * group.block_tokens - 1) // group.block_tokens
         if NULL_BLOCK_ID not in table[max(start, needed_from) : end]:
-            chunks += _by_chunk(table, range(start, end), blocks_per_chunk)
+            kept = [at for at in range(start, end) if table[at] != NULL_BLOCK_ID]
+            if kept:
+                positions, block_ids = [at - start for at in kept], [table[at] for at in kept]
+                chunks.append(ChunkBlocks(index, tuple(positions), tuple(block_ids)))
     return chunks
 
 
 def chunk_rows(chunk: ChunkBlocks, slot: int, blocks_per_chunk: int) -> Iterator[int]:
     """Yield the tier's row for each of a chunk's stored blocks."""
     return (slot * blocks_per_chunk + position for position in chunk.positions)
-
-
-def _by_chunk(table: Sequence[int], blocks: range, blocks_per_chunk: int) -> Iterator[ChunkBlocks]:
-    for index in range(blocks.start // blocks_per_chunk, -(-blocks.stop // blocks_per_chunk)):
-        start = index * blocks_per_chunk
-        kept = [
-            at
-            for at in range(max(blocks.start, start), min(blocks.stop, start + blocks_per_chunk))
-            if table[at] != NULL_BLOCK_ID
-        ]
-        if kept:
-            yield ChunkBlocks(index, tuple(at - start for at in kept), tuple(table[at] for at in kept))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import TierEvents
@@ -40,6 +40,9 @@ from cargohold.protocol import (
 
 logger = logging.getLogger(__name__)
 
+HOST_TIER: Final = "host"
+"""Name of host memory in reports."""
+
 
 class OffloadingScheduler(KVConnectorScheduler):
     """Copies KV down as it is computed, and loads it back on a prefix hit.
@@ -49,7 +52,6 @@ class OffloadingScheduler(KVConnectorScheduler):
         environment: facts about the engine.
         manager: plans which chunks the tier holds.
         make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.
-        tier: name of the tier in reports.
         lower: the tiers below, if there are any; ``manager`` must then be their ``TieringManager``.
     """
 
@@ -63,7 +65,6 @@ class OffloadingScheduler(KVConnectorScheduler):
         manager: OffloadManager,
         *,
         make_stores: MakeStores = EagerStores,
-        tier: str = "host",
         lower: LowerTiers | None = None,
     ) -> None:
         holder = LockHolder() if environment.applies_locks else RequestHolder()
@@ -71,7 +72,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         events = TierEvents(manager, MEDIUM_HOST, chunk_tokens) if environment.emits_events else None
         jobs = JobTable(environment.clock)
         self._shared = Shared(
-            config, environment.layout, manager, tier, holder, jobs, events, environment.finds_partial_loads
+            config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
         )
         self._requests: dict[str, RequestState] = {}
         self._lower = None
@@ -168,7 +169,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         lookup, state.lookup = state.lookup, None
         if lookup is None:
             state.was_admitted = True
-            return  # the second call, after the load
+            return  # no look-up came before: the load has ended, or the engine did not ask
         # Chunks are marked as used only now that the request is admitted: a look-up may be repeated any number of times.
         for keys in state.keys:
             self._shared.manager.touch(keys.keys)

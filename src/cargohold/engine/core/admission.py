@@ -19,7 +19,10 @@ class Verdict(Enum):
     LOADS = auto()
     """The request has its blocks and waits for a connector to fill them."""
     DEFERRED = auto()
-    """A connector does not know yet what it has; try again in the next step. Requests behind this one may go first."""
+    """A connector does not know yet what it has, or has broken while it was told of the blocks; try again in the next step.
+
+    Requests behind this one may go first.
+    """
     NO_ROOM = auto()
     """There are not enough blocks. Requests behind this one must wait too, or it would never get them."""
 

@@ -15,14 +15,15 @@ from cargohold.protocol import Adapter, ExtraKey
 class RequestStatus(Enum):
     """Stages of a request's life.
 
-    ::
-
-        WAITING ---> RUNNING ---> FINISHED
-          ^   \\________  |  ^
-          |            \\ |  |    (preempted, or its load failed: it starts over)
-          +-------------WAITING
-          |
-          +--> LOADING --> WAITING   (its blocks are being filled; not schedulable until they are)
+    ======== ======== ==============================================================================================
+    from     to       when
+    ======== ======== ==============================================================================================
+    WAITING  LOADING  blocks are allocated for it, and a connector begins to fill them; until then it cannot run
+    LOADING  WAITING  its load has ended: it keeps the blocks, or gives them back and starts over if the load failed
+    WAITING  RUNNING  it is admitted to a step
+    RUNNING  WAITING  it is preempted, or read KV that was not there: it gives its blocks back and starts over
+    any      FINISHED it has all of its tokens, is aborted, or fails
+    ======== ======== ==============================================================================================
     """
 
     WAITING = auto()

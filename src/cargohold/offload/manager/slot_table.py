@@ -22,9 +22,9 @@ FREE: Final = 0
 WRITING: Final = 1
 READY: Final = 2
 LEAVING: Final = 3
+NUM_STATES: Final = 4
 # Of the type of ``busy``: numpy counts ten times slower if it has to convert.
 _ONE: Final = np.int32(1)
-STATE_NAMES: Final = ("absent", "writing", "ready", "leaving")
 
 
 class SlotTable:
@@ -57,7 +57,7 @@ class SlotTable:
 
     def slots_in(self, *states: int) -> Slots:
         """Return all slots in one of these states. Walks the whole table."""
-        is_wanted = np.zeros(len(STATE_NAMES), dtype=np.bool_)
+        is_wanted = np.zeros(NUM_STATES, dtype=np.bool_)
         is_wanted[list(states)] = True
         return is_wanted[self._states[:-1]].nonzero()[0]
 
@@ -122,7 +122,7 @@ class SlotTable:
 
     def check(self) -> None:
         """Verify that every slot is accounted for once. Raises ``AssertionError``."""
-        counts = np.bincount(self._states[:-1], minlength=len(STATE_NAMES)).tolist()
+        counts = np.bincount(self._states[:-1], minlength=NUM_STATES).tolist()
         assert counts == [self.num_free, self.num_writing, self.num_ready, self.num_leaving], f"counts are {counts}"
         assert sorted(self._free[: self.num_free].tolist()) == self.slots_in(FREE).tolist(), (
             "the free slots are not free"

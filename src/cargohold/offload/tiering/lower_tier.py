@@ -34,10 +34,11 @@ MAX_ANSWERS = 2**18
 MAX_ANNOUNCED = 2**18
 """Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
 MAX_ANSWER_AGE_S = 10.0
+"""Seconds for which an answer of the tier counts: it may evict chunks, and other engines may write to it."""
 REMEASURE_S = 30.0
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
 _GROWTH = 4
-"""See ``LowerTier.num_to_ask``."""
+"""A look-up that has found n chunks asks for this many times n next; see ``LowerTier.num_to_ask``."""
 
 
 class LowerTier:

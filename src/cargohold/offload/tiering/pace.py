@@ -7,9 +7,9 @@ from cargohold.protocol import Clock
 _KEEP = 0.8
 """Weight that earlier measurements keep with each new one."""
 _KEEP_LONG = 0.95
-"""The same for what look-ups find in the long run."""
+"""Weight that the long-run share of chunks found keeps with each new look-up."""
 _KEEP_LATEST = 0.5
-"""The same for what they found lately."""
+"""Weight that the latest share of chunks found keeps with each new look-up."""
 
 
 class Pace:

@@ -82,7 +82,8 @@ class Promotions:
         if not good:
             handle.forfeit()
             return
-        # A handle commits all its chunks or none, so chunks that did not arrive are ready for two lines; nobody sees it.
+        # A handle commits all its chunks or none, so chunks that did not arrive are ready until the next line. Nobody looks
+        # them up in between.
         handle.commit()
         self._host.remove([key for key, is_good in zip(task.keys, succeeded, strict=True) if not is_good])
         self.num_never_there += len(task.keys) - len(good)
