@@ -24,7 +24,7 @@ def test_every_option_can_be_given(mode: str, kind: Any) -> None:
     assert parse_offload({"mode": mode, **options}) == config
 
 
-def test_several() -> None:
+def test_several_connectors_are_composed() -> None:
     children = [{"host_bytes": 1000}, {"mode": "lazy", "host_bytes": "8MiB", "lookahead_blocks": 3}]
     assert parse_offload({"mode": "multi", "connectors": children}) == [
         OffloadConfig(host_bytes=1000),
@@ -32,7 +32,7 @@ def test_several() -> None:
     ]
 
 
-def test_tiers() -> None:
+def test_tiers_are_told_apart_by_their_kind() -> None:
     disk = {
         "kind": "disk",
         "directory": "/var/kv",

@@ -43,7 +43,7 @@ def test_outputs_depend_on_the_prompt(reference: list[tuple[int, ...]]) -> None:
     assert all(len(set(tokens)) > 5 for tokens in reference)
 
 
-def test_batched(
+def test_tokens_are_those_of_transformers_when_batched(
     kind: str, reference: list[tuple[int, ...]], tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     llm = make_llm(tiny_model(kind), block_tokens=4)
@@ -51,7 +51,7 @@ def test_batched(
     assert generate(llm, prompts(8)) == reference, "and again, from the prefix cache"
 
 
-def test_one_by_one(
+def test_tokens_are_those_of_transformers_one_by_one(
     kind: str, reference: list[tuple[int, ...]], tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     llm = make_llm(tiny_model(kind), block_tokens=4, prefix_caching=False)
@@ -59,7 +59,7 @@ def test_one_by_one(
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [3, 16])
-def test_chunked(
+def test_tokens_are_those_of_transformers_when_prompts_are_chunked(
     kind: str,
     reference: list[tuple[int, ...]],
     max_num_batched_tokens: int,
@@ -70,7 +70,7 @@ def test_chunked(
     assert generate(llm, prompts(8)) == reference
 
 
-def test_preempted(
+def test_tokens_are_those_of_transformers_when_requests_are_preempted(
     kind: str, reference: list[tuple[int, ...]], tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     groups = {"gemma3": 3}.get(kind, 1)
@@ -87,7 +87,7 @@ def test_preempted(
         assert sum(output.metrics.preemptions for output in outputs) > 0, "the pool was not small enough"
 
 
-def test_prompts_longer_than_a_query_tile(
+def test_tokens_are_those_of_transformers_for_prompts_longer_than_a_query_tile(
     kind: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cargohold.engine.model.batch.QUERY_TILE", 16)

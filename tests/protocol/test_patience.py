@@ -16,10 +16,10 @@ class Clock:
 def test_patience_ends_when_the_same_is_overdue_for_several_looks_and_a_while() -> None:
     clock = Clock()
     patience = Patience(clock)
-    assert not any(patience.ends_with("job", 120) for _ in range(100)), "no time has passed"
+    assert not any(patience.has_run_out("job", 120) for _ in range(100)), "no time has passed"
     clock.now += MAX_GRACE_S
-    assert patience.ends_with("job", 120)
-    assert patience.ends_with("job", 120)
+    assert patience.has_run_out("job", 120)
+    assert patience.has_run_out("job", 120)
 
 
 def test_who_was_away_looks_several_times() -> None:
@@ -28,7 +28,7 @@ def test_who_was_away_looks_several_times() -> None:
     looks = []
     for _ in range(MIN_LOOKS):
         clock.now += 1000
-        looks.append(patience.ends_with("job", 120))
+        looks.append(patience.has_run_out("job", 120))
     assert looks == [False] * (MIN_LOOKS - 1) + [True]
 
 
@@ -37,7 +37,7 @@ def test_something_else_that_is_overdue_has_patience_of_its_own() -> None:
     patience = Patience(clock)
     for what in ("job", None, "job", "other", "job", "other"):
         clock.now += 1000
-        assert not patience.ends_with(what, 120)
+        assert not patience.has_run_out(what, 120)
 
 
 def test_a_short_limit_has_a_short_while() -> None:
@@ -45,6 +45,6 @@ def test_a_short_limit_has_a_short_while() -> None:
     patience = Patience(clock)
     looks = []
     for _ in range(MIN_LOOKS):
-        looks.append(patience.ends_with("job", 1.0))
+        looks.append(patience.has_run_out("job", 1.0))
         clock.now += 0.04
     assert looks[-1]

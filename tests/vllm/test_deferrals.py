@@ -37,7 +37,7 @@ def test_who_is_asked_for_again_and_again_has_waited(asks: str) -> None:
 
 
 @pytest.mark.parametrize("asks", ["aaa" + "." * 1000 + "aaa", "ab" + "b" * 5 + "." * 500 + "ab", "a" * 10])
-def test_who_had_no_place_has_not(asks: str) -> None:
+def test_who_had_no_place_has_not_waited(asks: str) -> None:
     assert accused(asks) == set()
 
 

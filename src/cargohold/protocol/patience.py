@@ -29,7 +29,7 @@ class Patience:
         self._since = 0.0
         self._num_looks = 0
 
-    def ends_with(self, overdue: Hashable, limit_s: float) -> bool:
+    def has_run_out(self, overdue: Hashable, limit_s: float) -> bool:
         """Whether ``overdue`` has been overdue at enough looks and for long enough. Call it at each look, at most once a step.
 
         Args:

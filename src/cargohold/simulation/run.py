@@ -114,7 +114,7 @@ class Run:
             try:
                 self._start_engine()
                 self._play_actions()
-                self._let_lower_tiers_rest()
+                self._let_lower_tiers_settle()
                 self._finish()
             except Exception as error:  # noqa: BLE001  # whatever the code under test raises is what we are looking for
                 result.error = error
@@ -233,7 +233,7 @@ class Run:
         if wake_at > self._clock.now:
             self._clock.advance(wake_at - self._clock.now)
 
-    def _let_lower_tiers_rest(self) -> None:
+    def _let_lower_tiers_settle(self) -> None:
         """Step on while chunks are on their way to lower tiers, or look-ups have answers of only some workers.
 
         An idle engine stops before that, because both can wait for the next request.
@@ -327,7 +327,7 @@ class Run:
 
 
 def _what_keeps(engine_connector: ConnectorGuard) -> Iterator[str]:
-    """Reasons why an engine with this connector does not come to rest, as sentences, from each connector inside it."""
+    """Reasons why an engine with this connector does not settle, as sentences, from each connector inside it."""
     for connector in innermost_guards(engine_connector):
         held = connector.held_references()
         if held:

@@ -45,7 +45,7 @@ def test_no_choice_whatever_gives_more_hits(requests: Requests, capacity: int) -
 
 @settings(max_examples=100, deadline=None)
 @given(requests=st.lists(st.tuples(paths.map(chain), st.integers(0, 3)), max_size=6), capacity=st.integers(1, 4))
-def test_nor_where_chunks_of_answers_are_not_looked_up(
+def test_the_optimum_counts_only_chunks_that_are_looked_up(
     requests: Sequence[tuple[Sequence[bytes], int]], capacity: int
 ) -> None:
     keys = [path for path, _ in requests]

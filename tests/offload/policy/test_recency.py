@@ -21,7 +21,7 @@ from cargohold.offload.manager import ChunksRemoved, LoadHandle, StoreHandle, Ti
 from cargohold.offload.policy.base import ReplacementPolicy
 from cargohold.offload.policy.fifo import FIFOPolicy
 from cargohold.offload.policy.lru import LRUPolicy
-from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst
+from cargohold.offload.policy.oldest_first import NO_STAMP, OldestFirst
 from tests.offload.common import DEPTH, chain
 from tests.offload.policy.naive_policies import NaiveFIFO, NaiveLRU
 
@@ -183,7 +183,7 @@ def test_a_slot_that_gets_the_stamp_it_had_is_taken_once(is_busy: bool) -> None:
     assert first == ([1] if is_busy else [0])
     again = 0 if is_busy else 2
     stamp = int(stamps[again])
-    stamps[[*first, again]] = ABSENT
+    stamps[[*first, again]] = NO_STAMP
     stamps[again] = stamp
     oldest.note(np.array([again]), np.array([stamp]))
     assert oldest.take(3).tolist() == [slot for slot in range(4) if slot not in first]

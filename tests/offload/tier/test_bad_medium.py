@@ -907,14 +907,14 @@ def play_and_shorten(make: Callable[[], MediumMachine], seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12 * ROUNDS))
-def test_a_disk(seed: int) -> None:
+def test_a_disk_on_a_bad_medium_is_never_wrong(seed: int) -> None:
     play_and_shorten(DiskMachine, seed)
 
 
 # An event loop that could not be made for want of files complains when it is forgotten.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(12 * ROUNDS))
-def test_a_shared_directory(seed: int) -> None:
+def test_a_shared_directory_on_a_bad_medium_is_never_wrong(seed: int) -> None:
     play_and_shorten(SharedMachine, seed)
 
 

@@ -11,7 +11,9 @@ from benchmarks import tiers
 
 
 @pytest.mark.parametrize("yardstick", ["fio", "dd"])
-def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, yardstick: str) -> None:
+def test_the_benchmark_of_tiers_has_all_of_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, yardstick: str
+) -> None:
     if shutil.which(yardstick) is None:
         pytest.skip(f"{yardstick} is not installed")
     if yardstick == "dd":

@@ -759,7 +759,7 @@ def test_a_lock_that_cannot_be_let_go_of_is_gone_with_its_file(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", lock)
         assert store(tier, 1) is StoreOutcome.STORED
-    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MOST_BRIEF_S", 0.0)
+    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MAX_LOCK_WAIT_S", 0.0)
     with brief_lock(tmp_path):
         assert load(tier, 1) == payload(1)
 
@@ -784,7 +784,7 @@ def test_nobody_waits_for_ever_for_a_process_that_was_stopped_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by reading: after Ctrl-Z in `cargohold cache ls`, an engine hung at its start, and said nothing."""
-    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MOST_BRIEF_S", 0.1)
+    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MAX_LOCK_WAIT_S", 0.1)
     tier = disk_tier(tmp_path)
     with brief_lock(tmp_path):
         with pytest.raises(ConfigError, match="another process has held"):

@@ -67,7 +67,7 @@ def test_a_bad_place_on_the_disk_is_a_damaged_chunk(
 def test_engines_do_not_wait_for_a_look_at_large_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: whoever needed room, or started, waited until all headers were read, and gave up after a minute."""
     filled(disk_tier(tmp_path, using=codec(weights="other")), 3).close()
-    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MOST_BRIEF_S", 0.1)
+    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MAX_LOCK_WAIT_S", 0.1)
     engines: list[Tier] = []
 
     def count(file: Path) -> int:

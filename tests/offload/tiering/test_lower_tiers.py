@@ -607,7 +607,7 @@ def test_a_chunk_counts_as_seen_also_while_the_tier_has_it() -> None:
     tier = LowerTier(TierOptions(name="tier", admission=Admission.REUSED), 8, VirtualClock(), TieringConfig())
     for is_there in (True, False):
         tier.note_presence(KEYS[:1], [is_there])
-        tier.note_stored(KEYS[:1], {KEYS[0]: None})
+        tier.note_new_in_host(KEYS[:1], {KEYS[0]: None})
         assert len(tier.backlog) == (0 if is_there else 1)
 
 
@@ -940,7 +940,7 @@ def test_a_look_up_up_to_the_first_absent_chunk_says_nothing_of_those_behind() -
         (TransferOutcome.DONE, True, UNKNOWN),
     ],
 )
-def test_what_a_tier_says_when_told_of_use_counts_if_it_was_told_in_todays_words(
+def test_answers_to_touches_count_unless_they_failed_or_came_after_a_reset(
     outcome: TransferOutcome, *, is_reset: bool, state: int
 ) -> None:
     world = World(capacity=16)

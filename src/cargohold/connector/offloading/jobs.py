@@ -151,7 +151,7 @@ class JobTable:
             oldest, since = next(iter(self._since.items()))
             if self._clock() - since > after_s:
                 overdue = oldest
-        return overdue if self._patience.ends_with(overdue, after_s) else None
+        return overdue if self._patience.has_run_out(overdue, after_s) else None
 
     def is_loading(self, job_id: int | None) -> bool:
         """Whether this job is a load in flight."""

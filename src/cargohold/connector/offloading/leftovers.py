@@ -19,7 +19,7 @@ from cargohold.protocol import NULL_BLOCK_ID, BlockIds, SchedulerContext
 MAX_LEFTOVERS: Final = 256
 """Maximum number of ended requests remembered; beyond it, those that ended first are forgotten."""
 
-_Print: TypeAlias = tuple[bytes, int | None] | None
+_BlockContent: TypeAlias = tuple[bytes, int | None] | None
 
 
 @dataclass(slots=True)
@@ -29,13 +29,13 @@ class Leftover:
     Attributes:
         state: the request; its ``next_chunk`` says which chunks come next.
         tables: its block tables when it ended.
-        prints: per group, the block hash and group that each block held then, beginning with the first chunk not offered.
-        starts: per group, the number of the block that the first entry of ``prints`` is about.
+        contents: per group, the block hash and group that each block held then, beginning with the first chunk not offered.
+        starts: per group, the number of the block that the first entry of ``contents`` is about.
     """
 
     state: RequestState
     tables: tuple[tuple[int, ...], ...]
-    prints: tuple[list[_Print], ...]
+    contents: tuple[list[_BlockContent], ...]
     starts: tuple[int, ...]
 
     def end_chunk(self, group: int, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
@@ -43,13 +43,15 @@ class Leftover:
 
         Looks at ``limit`` chunks at most.
         """
-        table, prints, start = self.tables[group], self.prints[group], self.starts[group]
+        table, contents, start = self.tables[group], self.contents[group], self.starts[group]
         number = self.state.next_chunk[group] * blocks_per_chunk
         if number < start:
-            return self.state.next_chunk[group]  # chunks to be offered again; ``prints`` has nothing about their blocks
-        end = min(start + len(prints), number + limit * blocks_per_chunk)
+            return self.state.next_chunk[
+                group
+            ]  # chunks to be offered again; ``contents`` has nothing about their blocks
+        end = min(start + len(contents), number + limit * blocks_per_chunk)
         while number < end:
-            if _print_of(table[number], context) != prints[number - start]:
+            if _content_of(table[number], context) != contents[number - start]:
                 break
             number += 1
         return number // blocks_per_chunk
@@ -73,15 +75,15 @@ class Leftovers:
         Only chunks within its first ``num_tokens`` tokens are remembered.
         """
         state.extend_keys()
-        starts, prints = [], []
+        starts, contents = [], []
         for keys, first, table in zip(state.keys, state.next_chunk, tables, strict=True):
             per_chunk = keys.chunk_tokens // keys.group.block_tokens
             end = min(num_tokens // keys.chunk_tokens, len(keys.keys)) * per_chunk
             starts.append(first * per_chunk)
-            prints.append(_prints(table[first * per_chunk : end], context))
-        if any(prints):
+            contents.append(_contents(table[first * per_chunk : end], context))
+        if any(contents):
             self._leftovers.append(
-                Leftover(state, tuple(tuple(table) for table in tables), tuple(prints), tuple(starts))
+                Leftover(state, tuple(tuple(table) for table in tables), tuple(contents), tuple(starts))
             )
 
     def remove(self, leftover: Leftover) -> None:
@@ -89,17 +91,17 @@ class Leftovers:
         self._leftovers.remove(leftover)
 
 
-def _prints(block_ids: Sequence[int], context: SchedulerContext) -> list[_Print]:
+def _contents(block_ids: Sequence[int], context: SchedulerContext) -> list[_BlockContent]:
     """Return what blocks hold, up to the first that is not in the prefix cache; ``None`` for null blocks."""
-    prints: list[_Print] = []
+    contents: list[_BlockContent] = []
     for block_id in block_ids:
-        held = _print_of(block_id, context)
+        held = _content_of(block_id, context)
         if held is None and block_id != NULL_BLOCK_ID:
             break
-        prints.append(held)
-    return prints
+        contents.append(held)
+    return contents
 
 
-def _print_of(block_id: int, context: SchedulerContext) -> _Print:
+def _content_of(block_id: int, context: SchedulerContext) -> _BlockContent:
     block = context.get_block(block_id)
     return None if block.block_hash is None else (block.block_hash, block.group_id)

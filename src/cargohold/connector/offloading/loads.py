@@ -110,11 +110,11 @@ class Loads:
         self._shared.holder.release(load.block_ids)
         num_restored = len(load.origins.tiers)
         if outcome is not TransferOutcome.DONE:
-            num_restored = self._num_kept_tokens(load, bad_blocks, output)
+            num_restored = self._num_usable_tokens(load, bad_blocks, output)
             self._note_failure(load, outcome, bad_keys, num_restored)
         self._note_restored(load, num_restored)
 
-    def _num_kept_tokens(self, load: Load, bad_blocks: AbstractSet[int], output: KVConnectorOutput) -> int:
+    def _num_usable_tokens(self, load: Load, bad_blocks: AbstractSet[int], output: KVConnectorOutput) -> int:
         """Return how many leading tokens of a load that failed the engine uses nevertheless."""
         is_whole = not bad_blocks or load.request_id in output.finished.failed_recving
         if is_whole or not self._shared.keeps_partial_loads:

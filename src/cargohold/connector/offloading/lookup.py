@@ -54,7 +54,7 @@ class TierLookup:
             lookup = state.lookup = self._find(state, num_computed_tokens, basis)
         return lookup
 
-    def num_kept_tokens(self, state: RequestState) -> int:
+    def num_loadable_tokens(self, state: RequestState) -> int:
         """Return how many leading tokens of a request can be loaded once the stores in flight have ended, if all succeed."""
         state.extend_keys()
         storing = {key for store in self._jobs.stores() if not store.is_spoiled for key in store.handle.keys}

@@ -39,8 +39,10 @@ from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tier.jobs import Access
 from cargohold.offload.tiering import Chain, LowerTiers
 
-PATIENCE = 0.5
-"""Fraction of the time that a request waits at most which a load may take by its estimate, because estimates err."""
+MAX_COMPUTE_RATIO = 2.0
+"""A request waits for lower tiers for at most this many times the time that computing takes."""
+MAX_TIMEOUT_PART = 0.5
+"""Part of ``restore_timeout_s`` that a load may take by its estimate, because estimates err."""
 LOOK_AGAIN_S = 0.02
 """Seconds until a request that waits for slots or for other requests' chunks looks again whether it can have them."""
 
@@ -207,7 +209,7 @@ class Recalls:
         compute_s = self._compute_s(state, num_computed_tokens, num_tokens)
         if compute_s is None:
             return False
-        limit_s = compute_s / PATIENCE
+        limit_s = MAX_COMPUTE_RATIO * compute_s
         excuse = f"lower tiers took longer than {limit_s:.3g} s, and computing is expected to take {compute_s:.3g} s"
         self._bring_forward(recall, self._clock() + limit_s, excuse)
         return True
@@ -302,7 +304,7 @@ class Recalls:
     def _worth_while(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> _Plan:
         """Return what is worth bringing up for a hit: all of it, a part, or nothing."""
         plan = self._soonest(state, num_computed_tokens, self._plan(state, num_computed_tokens, num_hit_tokens))
-        limit_s = PATIENCE * self._lower.config.restore_timeout_s
+        limit_s = MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s
         if plan.load_s <= limit_s:
             return plan
         # Only as many tokens as are likely to come in time.

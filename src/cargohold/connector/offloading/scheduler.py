@@ -145,7 +145,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._stores.end_request(state, block_ids)
         if not state.params.do_remote_decode:
             return keeps_blocks, None
-        num_tokens = self._lookup.num_kept_tokens(state)
+        num_tokens = self._lookup.num_loadable_tokens(state)
         return keeps_blocks, {"do_remote_prefill": True, "num_offloaded_tokens": num_tokens}
 
     def explain(self, request_id: str) -> CacheReport:

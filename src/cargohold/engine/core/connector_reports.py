@@ -59,7 +59,7 @@ class ConnectorReports:
         num_kept = len(self._roster.waiting) + len(self._roster.running) if is_quiet else 0
         # A lack of progress is identified by the time of the last progress, so that any progress makes patience start anew.
         overdue = late if late is not None or not num_kept else self._last_progress
-        if not self._patience.ends_with(overdue, limit):
+        if not self._patience.has_run_out(overdue, limit):
             return
         if late is not None:
             self._connector.break_off(f"did not end the load of request {late} within {limit:g} s")

@@ -67,6 +67,6 @@ class Deferrals:
                 continue
             wait.seconds += self._last_step - before
             overdue = request_id if wait.seconds > limit_s else None
-            if wait.patience.ends_with(overdue, limit_s):
+            if wait.patience.has_run_out(overdue, limit_s):
                 late = late or request_id
         return late

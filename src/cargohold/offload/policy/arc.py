@@ -10,7 +10,7 @@ import numpy as np
 from cargohold.offload.policy.arc_balance import Balance
 from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, OneByOnePolicy, Room, Slots, joined
 from cargohold.offload.policy.ghosts import Ghosts
-from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst, Stamps
+from cargohold.offload.policy.oldest_first import NO_STAMP, OldestFirst, Stamps
 from cargohold.offload.policy.stamps import REFRESHED_AFTER_PART, StampClock, new_stamps, stamps_below
 
 _OFTEN: Final = 1 << 62
@@ -46,7 +46,7 @@ class ARCPolicy(OneByOnePolicy):
         self._clock = StampClock()
         self._stamps = new_stamps(capacity)
         self._keys = np.full(capacity, None, dtype=object)
-        self._lists = (OldestFirst(self._stamps, 0, _OFTEN), OldestFirst(self._stamps, _OFTEN, ABSENT))
+        self._lists = (OldestFirst(self._stamps, 0, _OFTEN), OldestFirst(self._stamps, _OFTEN, NO_STAMP))
         self._ghosts = Ghosts(capacity + min(capacity, _MOMENT))
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:  # noqa: D102
@@ -84,16 +84,16 @@ class ARCPolicy(OneByOnePolicy):
 
     def drop(self, slots: Slots) -> None:  # noqa: D102
         self._count(slots, -1)
-        self._stamps[slots] = ABSENT
+        self._stamps[slots] = NO_STAMP
         self._keys[slots] = None
 
     def clear(self) -> None:  # noqa: D102
-        self.drop((self._stamps != ABSENT).nonzero()[0])
+        self.drop((self._stamps != NO_STAMP).nonzero()[0])
         for queue in self._lists:
             queue.clear()
 
     def check(self, slots: Slots) -> None:  # noqa: D102
-        used = (self._stamps != ABSENT).nonzero()[0]
+        used = (self._stamps != NO_STAMP).nonzero()[0]
         assert used.tolist() == sorted(slots.tolist()), "not the slots in use"
         num_often = int(np.count_nonzero(self._stamps[used] >= _OFTEN))
         assert self._sizes == [len(used) - num_often, num_often], "sizes are wrong"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cargohold.offload.policy.base import BusyCounts, Offer, OneByOnePolicy, Room, Slots
-from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst
+from cargohold.offload.policy.oldest_first import NO_STAMP, OldestFirst
 from cargohold.offload.policy.stamps import StampClock, new_stamps
 
 
@@ -23,7 +23,7 @@ class FIFOPolicy(OneByOnePolicy):
     def __init__(self, capacity: int) -> None:
         self._stamps = new_stamps(capacity)
         self._clock = StampClock()
-        self._oldest = OldestFirst(self._stamps, 0, ABSENT)
+        self._oldest = OldestFirst(self._stamps, 0, NO_STAMP)
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:
         """Do nothing: uses do not count here."""
@@ -33,7 +33,7 @@ class FIFOPolicy(OneByOnePolicy):
         busy[guarded] += 1
         victims = self._oldest.take(num_slots, busy)
         busy[guarded] -= 1
-        self._stamps[victims] = ABSENT
+        self._stamps[victims] = NO_STAMP
         is_short = len(victims) < num_slots
         return Room(victims, refused=is_short and self._oldest.has_idle(busy, 0))
 
@@ -43,11 +43,11 @@ class FIFOPolicy(OneByOnePolicy):
         self._oldest.note(slots, stamps)
 
     def drop(self, slots: Slots) -> None:  # noqa: D102
-        self._stamps[slots] = ABSENT
+        self._stamps[slots] = NO_STAMP
 
     def clear(self) -> None:  # noqa: D102
-        self._stamps[:] = ABSENT
+        self._stamps[:] = NO_STAMP
         self._oldest.clear()
 
     def check(self, slots: Slots) -> None:  # noqa: D102
-        assert set((self._stamps != ABSENT).nonzero()[0].tolist()) == set(slots.tolist()), "not the slots in use"
+        assert set((self._stamps != NO_STAMP).nonzero()[0].tolist()) == set(slots.tolist()), "not the slots in use"

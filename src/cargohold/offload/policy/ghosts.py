@@ -9,7 +9,7 @@ import numpy as np
 
 from cargohold.offload.policy.base import Slots
 from cargohold.offload.policy.key_map import KeyMap
-from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst
+from cargohold.offload.policy.oldest_first import NO_STAMP, OldestFirst
 from cargohold.offload.policy.stamps import new_stamps
 
 _SECOND: Final = 1 << 62
@@ -30,7 +30,7 @@ class Ghosts:
         self._rows = KeyMap(capacity)
         self._keys = np.full(capacity, None, dtype=object)
         self._stamps = new_stamps(capacity)
-        self._lists = (OldestFirst(self._stamps, 0, _SECOND), OldestFirst(self._stamps, _SECOND, ABSENT))
+        self._lists = (OldestFirst(self._stamps, 0, _SECOND), OldestFirst(self._stamps, _SECOND, NO_STAMP))
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.intp)
         self._now = 0
 
@@ -75,7 +75,7 @@ class Ghosts:
 
     def check(self) -> None:
         """Verify that sizes, rows and keys agree. Raises ``AssertionError``."""
-        used = (self._stamps != ABSENT).nonzero()[0]
+        used = (self._stamps != NO_STAMP).nonzero()[0]
         num_second = int(np.count_nonzero(self._stamps[used] >= _SECOND))
         assert self.sizes == [len(used) - num_second, num_second], "sizes are wrong"
         assert sorted(self._rows.values()) == used.tolist(), "keys and rows do not match"
@@ -92,5 +92,5 @@ class Ghosts:
         num_second = int(np.count_nonzero(self._stamps[rows] >= _SECOND))
         self.sizes[0] -= len(rows) - num_second
         self.sizes[1] -= num_second
-        self._stamps[rows] = ABSENT
+        self._stamps[rows] = NO_STAMP
         self._keys[rows] = None

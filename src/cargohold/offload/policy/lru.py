@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, OneByOnePolicy, Room, Slots
-from cargohold.offload.policy.oldest_first import ABSENT, OldestFirst, Stamps
+from cargohold.offload.policy.oldest_first import NO_STAMP, OldestFirst, Stamps
 from cargohold.offload.policy.stamps import REFRESHED_AFTER_PART, StampClock, new_stamps, stamps_below
 
 
@@ -27,7 +27,7 @@ class LRUPolicy(OneByOnePolicy):
         self._patience = capacity // REFRESHED_AFTER_PART
         self._stamps = new_stamps(capacity)
         self._clock = StampClock()
-        self._oldest = OldestFirst(self._stamps, 0, ABSENT)
+        self._oldest = OldestFirst(self._stamps, 0, NO_STAMP)
 
     def touch(self, slots: Slots, *, is_whole: bool) -> None:  # noqa: D102
         self._stamp(slots, self._clock.next_stamps(len(slots)))
@@ -35,7 +35,7 @@ class LRUPolicy(OneByOnePolicy):
     def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:  # noqa: D102
         before = self._stamp_of_parent(offer)
         victims = self._oldest.take(num_slots, busy, before)
-        self._stamps[victims] = ABSENT
+        self._stamps[victims] = NO_STAMP
         is_short = len(victims) < num_slots
         return Room(victims, refused=is_short and before is not None and self._oldest.has_idle(busy, before))
 
@@ -45,14 +45,14 @@ class LRUPolicy(OneByOnePolicy):
         self._stamp(slots, stamps)
 
     def drop(self, slots: Slots) -> None:  # noqa: D102
-        self._stamps[slots] = ABSENT
+        self._stamps[slots] = NO_STAMP
 
     def clear(self) -> None:  # noqa: D102
-        self._stamps[:] = ABSENT
+        self._stamps[:] = NO_STAMP
         self._oldest.clear()
 
     def check(self, slots: Slots) -> None:  # noqa: D102
-        assert set((self._stamps != ABSENT).nonzero()[0].tolist()) == set(slots.tolist()), "not the slots in use"
+        assert set((self._stamps != NO_STAMP).nonzero()[0].tolist()) == set(slots.tolist()), "not the slots in use"
 
     def _stamp(self, slots: Slots, stamps: Stamps) -> None:
         self._stamps[slots] = stamps

@@ -25,7 +25,7 @@ from cargohold.offload.policy.base import NO_SLOTS, BusyCounts, Slots, distinct,
 
 Stamps = npt.NDArray[np.int64]
 
-ABSENT: Final = np.iinfo(np.int64).max
+NO_STAMP: Final = np.iinfo(np.int64).max
 """The stamp of a slot without a chunk; beyond every range."""
 
 _MIN_PICK: Final = 1024
@@ -38,7 +38,7 @@ class OldestFirst:
     """The slots whose stamps are in a range, oldest first; among equal stamps, the lowest slot first.
 
     Args:
-        stamps: one per slot; ``ABSENT`` for a slot without a chunk. Written only by the owner, which calls ``note`` then.
+        stamps: one per slot; ``NO_STAMP`` for a slot without a chunk. Written only by the owner, which calls ``note`` then.
         first: start of the range.
         end: end of the range, exclusive.
     """

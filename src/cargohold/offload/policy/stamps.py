@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from cargohold.offload.policy.oldest_first import ABSENT, Stamps
+from cargohold.offload.policy.oldest_first import NO_STAMP, Stamps
 
 _SPACING: Final = 1 << 20
 """Distance of the stamps of two uses, so that chunks stored later fit in behind those of their prefix. No prefix is longer."""
@@ -37,5 +37,5 @@ def stamps_below(stamp: int, num_chunks: int) -> Stamps:
 
 
 def new_stamps(capacity: int) -> Stamps:
-    """Make an array with one stamp per slot, all ``ABSENT``."""
-    return np.full(capacity, ABSENT, dtype=np.int64)
+    """Make an array with one stamp per slot, all ``NO_STAMP``."""
+    return np.full(capacity, NO_STAMP, dtype=np.int64)

@@ -172,7 +172,7 @@ class LowerTier:
         """Whether the tier is being asked for a chunk, or the chunk is being written or waits to be."""
         return key in self.probing or key in self._writing or key in self.backlog
 
-    def note_stored(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+    def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Learn that host memory has new chunks; add those that the tier is to get to the backlog."""
         if self.options.admission is Admission.REUSED:
             keys = [key for key in keys if self._was_seen(key)]

@@ -231,7 +231,7 @@ class LowerTiers:
         """
         return self._promotions.begin(chains, kept)
 
-    def note_stored(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+    def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Learn that host memory has new chunks: they are to be written down."""
         self._note_new(self.tiers, keys, parents)
 
@@ -320,7 +320,7 @@ class LowerTiers:
         parents: Mapping[OffloadKey, OffloadKey | None],
     ) -> None:
         for tier in tiers:
-            tier.note_stored(keys, parents)
+            tier.note_new_in_host(keys, parents)
         self._expect_writes()
 
     def _expect_writes(self) -> None:

@@ -71,7 +71,7 @@ class TieringManager(ForwardingManager):
         parents: dict[OffloadKey, OffloadKey | None] = {}
         for keys, parent in offers:
             parents.update(zip(keys, (parent, *keys), strict=False))
-        return WatchedStore(handle, partial(self.lower.note_stored, parents=parents))
+        return WatchedStore(handle, partial(self.lower.note_new_in_host, parents=parents))
 
     def check(self) -> None:
         """Verify every invariant of host memory and of the tiers below."""

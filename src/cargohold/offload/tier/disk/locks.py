@@ -14,7 +14,7 @@ from typing import Final
 
 from cargohold.offload.tier.disk.files import Descriptor
 
-MOST_BRIEF_S: Final = 60.0
+MAX_LOCK_WAIT_S: Final = 60.0
 """Maximum seconds to wait for a brief lock. Deleting chunks of other models takes a while, but a process that was stopped in
 the middle of it must not stop all others."""
 _POLL_S: Final = 0.05
@@ -94,7 +94,7 @@ class DirectoryLock:
 
 @contextmanager
 def brief_lock(directory: Path) -> Iterator[None]:
-    """Hold a lock that only one process has at a time, for short work on ``directory``. Waits at most ``MOST_BRIEF_S``.
+    """Hold a lock that only one process has at a time, for short work on ``directory``. Waits at most ``MAX_LOCK_WAIT_S``.
 
     Raises:
         OSError: the directory is not there or not writable, or another process does not release the lock.
@@ -102,14 +102,14 @@ def brief_lock(directory: Path) -> Iterator[None]:
     path = directory / ".lock"
     owner = os.getpid()
     file = _open(path, os.O_RDWR | os.O_CREAT)
-    end = time.monotonic() + MOST_BRIEF_S
+    end = time.monotonic() + MAX_LOCK_WAIT_S
     while True:
         try:
             fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             if time.monotonic() >= end:
-                reason = f"another process has held {path} for {MOST_BRIEF_S:g} s; `fuser {path}` tells which"
+                reason = f"another process has held {path} for {MAX_LOCK_WAIT_S:g} s; `fuser {path}` tells which"
                 raise OSError(errno.EBUSY, reason) from None
         time.sleep(_POLL_S)
     try:

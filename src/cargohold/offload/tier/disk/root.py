@@ -94,7 +94,7 @@ def bytes_in(directory: Path) -> int:
     """
     total = 0
     top = os.fspath(directory)
-    for path, directories, names in os.walk(top, onerror=_require_uncountable):
+    for path, directories, names in os.walk(top, onerror=_raise_unless_skippable):
         if path == top:
             directories[:] = [name for name in directories if not _REPLICA_NAME.fullmatch(name)]
         for name in names:
@@ -106,7 +106,7 @@ def bytes_in(directory: Path) -> int:
     return total
 
 
-def _require_uncountable(error: OSError) -> None:
+def _raise_unless_skippable(error: OSError) -> None:
     """Raise ``error`` unless it says that a directory is gone, or that we may not read it."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
         raise error
