@@ -49,7 +49,7 @@ from cargohold.offload.tier.jobs import Access
 from cargohold.offload.tiering import Promotion
 from cargohold.offload.tiering.dispatch import Dispatch
 from cargohold.offload.tiering.promotions import Promotions
-from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.task import LoadTask
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -423,7 +423,7 @@ def believes_one_worker_that_a_chunk_has_arrived(patch: Patch) -> None:
 def keeps_chunks_whose_promotion_failed(patch: Patch) -> None:
     end = Promotions.end_load
 
-    def good(self: Promotions, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
+    def good(self: Promotions, task: LoadTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
         end(self, task, [True] * len(succeeded), is_done=is_done)
 
     patch.setattr(Promotions, "end_load", good)

@@ -9,7 +9,7 @@ from typing import Final
 
 from cargohold.connector.offloading.params import TransferParams
 from cargohold.offload.keys import ChunkKeys
-from cargohold.offload.tiering import Promotion, TierTask
+from cargohold.offload.tiering import ProbeTask, Promotion
 from cargohold.protocol import KVCacheLayout, RequestView
 
 MAX_NOTES: Final = 32
@@ -65,7 +65,7 @@ class Recall:
     excuse: str
     alarm_at: float
     asked_in: int
-    probes: Sequence[TierTask] = ()
+    probes: Sequence[ProbeTask] = ()
     num_found: Counter[int] = field(default_factory=Counter)
     look_again_at: float = 0.0
     is_in_line: bool = False

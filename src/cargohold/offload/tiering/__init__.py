@@ -8,7 +8,7 @@ from cargohold.offload.tiering.lower_tiers import LowerTiers
 from cargohold.offload.tiering.manager import TieringManager
 from cargohold.offload.tiering.pace import Pace
 from cargohold.offload.tiering.promotion import Chain, Promotion
-from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.task import ProbeTask
 
 __all__ = [
     "UNKNOWN",
@@ -16,10 +16,10 @@ __all__ = [
     "Chain",
     "LowerTiers",
     "Pace",
+    "ProbeTask",
     "Promotion",
     "TierCommand",
     "TierOptions",
-    "TierTask",
     "TieringConfig",
     "TieringManager",
     "WriteMode",

@@ -14,7 +14,7 @@ from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig
 from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.offload.tiering.promotions import BATCH_CHUNKS
-from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.task import LoadTask, TierTask, WriteTask
 from cargohold.offload.tiering.tasks import TaskTable
 
 _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
@@ -76,7 +76,7 @@ class Dispatch:
                     break
                 tier.breakers.admit(JobKind.STORE)
                 pins = self._host.prepare_load(batch.keys)
-                task = TierTask(JobKind.STORE, at, batch.keys, pins.slots, batch.parents, pins=pins)
+                task = WriteTask(at, batch.keys, batch.parents, pins)
                 tier.begin_writing(task)
                 yield self._command(new_id(), task, self._config.store_timeout_s)
 
@@ -99,15 +99,13 @@ class Dispatch:
 
     def _command(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
         self._tasks.begin(job_id, task, timeout_s)
-        return TierCommand(
-            job_id,
-            task.tier,
-            task.kind,
-            self._names(task.keys),
-            tuple(task.slots),
-            self._names(task.parents) if task.kind is JobKind.STORE else (),
-            timeout_s,
-        )
+        slots: Sequence[int] = ()
+        parents: tuple[OffloadKey | None, ...] = ()
+        if isinstance(task, LoadTask):
+            slots = task.reserved.slots
+        elif isinstance(task, WriteTask):
+            slots, parents = task.pins.slots, self._names(task.parents)
+        return TierCommand(job_id, task.tier, task.kind, self._names(task.keys), tuple(slots), parents, timeout_s)
 
     def _names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
         """Return the names of chunks in the tiers: their keys, or digests of epoch and key after a ``rename``."""

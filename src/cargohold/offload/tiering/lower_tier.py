@@ -17,7 +17,7 @@ from cargohold.offload.tiering.backlog import Backlog
 from cargohold.offload.tiering.commands import TieringConfig, TierOptions
 from cargohold.offload.tiering.pace import LookUpGain, Pace
 from cargohold.offload.tiering.presence import Presence
-from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.task import ProbeTask, TierTask, WriteTask
 from cargohold.protocol import Clock
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class LowerTier:
         self._allowance = None if daily is None else Allowance(daily, clock)
         self._max_dirty = host_capacity * 3 // 4
         # The job that writes each chunk, for chunks under their current names.
-        self._writing: dict[OffloadKey, TierTask] = {}
+        self._writing: dict[OffloadKey, WriteTask] = {}
         # Chunks used once, for ``Admission.REUSED``; oldest first.
         self._seen: OrderedDict[OffloadKey, None] = OrderedDict()
         self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
@@ -140,7 +140,7 @@ class LowerTier:
             return None
         return first_s + part * (whole_s - first_s)
 
-    def note_look_up(self, task: TierTask, took_s: float) -> None:
+    def note_look_up(self, task: ProbeTask, took_s: float) -> None:
         """Learn how long a probe took and, if its look-up ends with it, what part of what that wanted is there."""
         self.look_up_pace.note(len(task.keys), took_s)
         goes_on = task.num_after > 0 and task.num_found == len(task.keys)
@@ -218,14 +218,14 @@ class LowerTier:
         events, self._events = self._events, []
         return events
 
-    def begin_writing(self, task: TierTask) -> None:
+    def begin_writing(self, task: WriteTask) -> None:
         """Note that the chunks of a job are being written, and take them off the daily allowance."""
         if self._allowance is not None:
             self._allowance.spend(len(task.keys))
         self._writing.update(dict.fromkeys(task.keys, task))
         self.num_writing += len(task.keys)
 
-    def end_writing(self, task: TierTask, succeeded: Sequence[bool]) -> None:
+    def end_writing(self, task: WriteTask, succeeded: Sequence[bool]) -> None:
         """Note that a job's chunks are not being written any more; ``succeeded`` says which of them were written."""
         for key in task.keys:
             if self._writing.get(key) is task:

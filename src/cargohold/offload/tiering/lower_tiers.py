@@ -22,14 +22,13 @@ from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
-from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
 from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
 from cargohold.offload.tiering.lower_tier import UNKNOWN, LowerTier, mark
 from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.promotions import Promotions
 from cargohold.offload.tiering.stepped_clock import SteppedClock
-from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.task import LoadTask, ProbeTask, TierTask, TouchTask, WriteTask
 from cargohold.offload.tiering.tasks import TaskTable
 from cargohold.offload.tiering.upkeep import Upkeep
 from cargohold.protocol import Clock, TransferOutcome
@@ -41,8 +40,6 @@ PROGRESS_S = 3.0
 
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
-_HARMLESS = frozenset({JobKind.PROBE, JobKind.TOUCH})
-"""Kinds of jobs that move no chunk, so that nobody needs to wait for them."""
 
 
 class LowerTiers:
@@ -115,8 +112,8 @@ class LowerTiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no chunk is on its way or held for a request. Probes and touches may be in flight."""
-        return not self._promotions and all(task.kind in _HARMLESS for task in self._tasks)
+        """Whether no chunk is on its way or held for a request. Probes and touches, which move none, may be in flight."""
+        return not self._promotions and all(isinstance(task, ProbeTask | TouchTask) for task in self._tasks)
 
     @property
     def is_bringing_up(self) -> bool:
@@ -141,7 +138,7 @@ class LowerTiers:
 
     @property
     def _is_loading(self) -> bool:
-        return any(task.kind is JobKind.LOAD for task in self._tasks)
+        return any(isinstance(task, LoadTask) for task in self._tasks)
 
     def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, skipped: Container[int] = ()) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
@@ -190,7 +187,7 @@ class LowerTiers:
 
     def probe(
         self, keys: Sequence[OffloadKey], *, skipped: Container[int] = (), num_found: Mapping[int, int] = _NOTHING_FOUND
-    ) -> list[TierTask]:
+    ) -> list[ProbeTask]:
         """Ask for chunks whose state is ``UNKNOWN``: each in the first usable tier that has not said that it is absent.
 
         Some may have to be asked for again, with what is still unknown once the probes are answered.
@@ -205,7 +202,7 @@ class LowerTiers:
         """
         states = self.lookup(keys, skipped=skipped)
         rest = [key for key, state in zip(keys, states, strict=True) if state == UNKNOWN]
-        probes: list[TierTask] = []
+        probes: list[ProbeTask] = []
         for at, tier in enumerate(self.tiers):
             if tier.is_readable and at not in skipped:
                 answers = tier.presence.get(rest)
@@ -214,10 +211,7 @@ class LowerTiers:
                 before = num_found.get(at, 0)
                 count = tier.num_to_ask(len(asked), before)
                 tier.probing.update(asked[:count])
-                probes += [
-                    TierTask(JobKind.PROBE, at, part, num_before=before, num_after=len(asked) - count)
-                    for part in tier.parts(asked[:count])
-                ]
+                probes += [ProbeTask(at, part, before, len(asked) - count) for part in tier.parts(asked[:count])]
         for probe in probes:
             self._tasks.want(probe)
         return probes
@@ -303,12 +297,12 @@ class LowerTiers:
         tasks = list(self._tasks)
         for at, tier in enumerate(self.tiers):
             own = [task for task in tasks if task.tier == at]
-            assert tier.probing == {k for t in own if t.kind is JobKind.PROBE for k in t.keys}, "asked by nobody"
-            assert tier.touching == {k for t in own if t.kind is JobKind.TOUCH for k in t.keys}, "touched by nobody"
-            assert tier.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
+            assert tier.probing == {k for t in own if isinstance(t, ProbeTask) for k in t.keys}, "asked by nobody"
+            assert tier.touching == {k for t in own if isinstance(t, TouchTask) for k in t.keys}, "touched by nobody"
+            assert tier.num_writing == sum(len(t.keys) for t in own if isinstance(t, WriteTask)), "written by nobody"
             assert len(tier.backlog) <= self._host.capacity, "the backlog is longer than it may be"
         self._promotions.check()
-        num_read = sum(len(task.keys) for task in tasks if task.pins is not None)
+        num_read = sum(len(task.keys) for task in tasks if isinstance(task, WriteTask))
         assert num_read + self._promotions.num_held <= self._host.num_pins, "a chunk is held without a pin"
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -329,32 +323,29 @@ class LowerTiers:
     def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Draw the consequences of a job's end."""
         task.has_ended = True
-        self._num_changes += task.kind is not JobKind.TOUCH  # a touch changes no answer of a look-up
+        self._num_changes += not isinstance(task, TouchTask)  # a touch changes no answer of a look-up
         tier, succeeded = self.tiers[task.tier], task.succeeded(self.config.num_workers)
-        match task.kind:
-            case JobKind.PROBE:
+        match task:
+            case ProbeTask():
                 self._end_probe(task, tier, succeeded, outcome)
-            case JobKind.TOUCH:
+            case TouchTask():
                 tier.touching.difference_update(task.keys)
                 if outcome is TransferOutcome.DONE and not task.is_cancelled:
                     tier.note_touched(task.keys, succeeded)
-            case JobKind.LOAD:
+            case LoadTask():
                 self._promotions.end_load(task, succeeded, is_done=outcome is TransferOutcome.DONE)
                 self._note_loaded(task, succeeded)
                 if outcome is TransferOutcome.DONE:
                     tier.note_presence(task.keys, succeeded)
                 elif not task.is_cancelled:
                     tier.presence.forget(task.keys)
-            case JobKind.STORE:
-                assert task.pins is not None
+            case WriteTask():
                 task.pins.release()
                 tier.end_writing(task, succeeded)
                 if outcome is TransferOutcome.DONE and not task.is_cancelled:  # after a reset, names are others
                     tier.note_presence(task.keys, succeeded)
-            case JobKind.REMOVE:
-                raise AssertionError("nobody removes")
 
-    def _end_probe(self, task: TierTask, tier: LowerTier, succeeded: Sequence[bool], outcome: TransferOutcome) -> None:
+    def _end_probe(self, task: ProbeTask, tier: LowerTier, succeeded: Sequence[bool], outcome: TransferOutcome) -> None:
         tier.probing.difference_update(task.keys)
         if task.is_cancelled:
             return
@@ -366,7 +357,7 @@ class LowerTiers:
             gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
             self._note_new([tier], gone, task.rewrites)
 
-    def _note_loaded(self, task: TierTask, succeeded: Sequence[bool]) -> None:
+    def _note_loaded(self, task: LoadTask, succeeded: Sequence[bool]) -> None:
         tier = self.tiers[task.tier]
         tier.stats["loaded_chunks"] += sum(succeeded)
         tier.stats["not_loaded_chunks"] += len(succeeded) - sum(succeeded)
@@ -381,7 +372,7 @@ class LowerTiers:
     def _judge(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Tell the tier's breakers what a job's end says of the tier's health."""
         tier = self.tiers[task.tier]
-        if task.is_late or task.kind is JobKind.TOUCH:
+        if task.is_late or isinstance(task, TouchTask):
             return  # the tier was blamed for a late job already; a failed touch blames nobody
         if outcome is TransferOutcome.DONE:
             tier.breakers.note_success(task.kind)

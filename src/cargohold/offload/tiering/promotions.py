@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
-from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.offload.tiering.promotion import Chain, Promotion
-from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.task import LoadTask
 from cargohold.offload.tiering.tasks import TaskTable
 from cargohold.protocol import Clock
 
@@ -68,13 +67,12 @@ class Promotions:
             return None
         return promotion
 
-    def end_load(self, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
+    def end_load(self, task: LoadTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
         """End a load job: chunks that arrived on all workers become ready and are pinned, the others are removed.
 
         ``is_done`` says whether the job was carried out as a whole, whatever it found.
         """
         handle, promotion = task.reserved, task.promotion
-        assert handle is not None and promotion is not None
         self.arriving.difference_update(task.keys)
         good = [key for key, is_good in zip(task.keys, succeeded, strict=True) if is_good]
         promotion.end_job(task.tier, good, is_done=is_done)
@@ -98,7 +96,7 @@ class Promotions:
 
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``."""
-        loads = [task for task in self._tasks if task.kind is JobKind.LOAD]
+        loads = [task for task in self._tasks if isinstance(task, LoadTask)]
         assert self.arriving == {key for task in loads for key in task.keys}, "brought up by nobody"
         assert len(self.arriving) <= self._host.num_writing, "a slot is filled that is not reserved"
         for promotion in self._live:
@@ -123,17 +121,13 @@ class Promotions:
             promotion.begin_job(chain.tier)
             before = dict(zip(keys, (parent, *keys), strict=False))
             parents = [before[key] for key in handle.keys]
-            self._tasks.want(
-                TierTask(
-                    JobKind.LOAD, chain.tier, handle.keys, handle.slots, parents, reserved=handle, promotion=promotion
-                )
-            )
+            self._tasks.want(LoadTask(chain.tier, handle.keys, parents, handle, promotion))
             if len(handle.keys) < len(keys):
                 break
             parent = keys[-1]
         return True
 
-    def _note_pace(self, task: TierTask, promotion: Promotion) -> None:
+    def _note_pace(self, task: LoadTask, promotion: Promotion) -> None:
         """Let a tier learn how long it took to bring up its chunks, if the job that has ended was the last and tells that."""
         num_chunks = promotion.num_measured(task.tier)
         if num_chunks is not None and not task.is_late:
@@ -142,5 +136,8 @@ class Promotions:
     def _forget(self, promotion: Promotion) -> None:
         self._live.discard(promotion)
         if promotion.num_running:  # seldom: its request mostly waits until all jobs have ended
-            self._tasks.cancel(lambda task: task.promotion is promotion, in_flight=not promotion.is_given_up)
+            self._tasks.cancel(
+                lambda task: isinstance(task, LoadTask) and task.promotion is promotion,
+                in_flight=not promotion.is_given_up,
+            )
         self.num_released += 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
-from cargohold.offload.tier.jobs import JobKind
-from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.task import TierTask, WriteTask
 from cargohold.protocol import Clock
 
 GRACE_S = 1.0
@@ -51,7 +50,7 @@ class TaskTable:
         task.begun_at = self._clock()
         task.deadline = task.begun_at + timeout_s
         self._in_flight[job_id] = task
-        if task.kind is not JobKind.STORE:
+        if not isinstance(task, WriteTask):
             self._num_asked[task.tier] += len(task.keys)
 
     def get(self, job_id: int) -> TierTask | None:
@@ -61,7 +60,7 @@ class TaskTable:
     def end(self, job_id: int) -> TierTask | None:
         """Remove and return a job that all workers have reported; ``None`` if it is not in flight."""
         task = self._in_flight.pop(job_id, None)
-        if task is not None and task.kind is not JobKind.STORE:
+        if task is not None and not isinstance(task, WriteTask):
             self._num_asked[task.tier] -= len(task.keys)
         return task
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.config import WriteMode
-from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.lower_tier import LowerTier, parents_in
-from cargohold.offload.tiering.task import TierTask
+from cargohold.offload.tiering.task import ProbeTask, TouchTask
 from cargohold.offload.tiering.tasks import TaskTable
 
 LOOK_AFTER_S = 600.0
@@ -48,7 +47,7 @@ class Upkeep:
         parents = parents_in(keys)
         tier.probing.update(asked)
         for part in reversed(tier.parts(asked)):
-            self._tasks.want(TierTask(JobKind.PROBE, at, part, rewrites={key: parents[key] for key in part}))
+            self._tasks.want(ProbeTask(at, part, rewrites={key: parents[key] for key in part}))
 
     def _tell(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey]) -> None:
         """Tell the tier of the use of all chunks that it is thought to have, if it was not told of one of them lately.
@@ -62,4 +61,4 @@ class Upkeep:
         if tier.presence.not_heard_of(known, TOUCH_S):
             tier.touching.update(known)
             for part in reversed(tier.parts(known)):
-                self._tasks.want(TierTask(JobKind.TOUCH, at, part))
+                self._tasks.want(TouchTask(at, part))
