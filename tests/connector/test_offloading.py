@@ -952,6 +952,32 @@ def test_of_a_request_that_the_tier_has_as_a_whole_the_last_token_is_computed() 
     assert note.endswith("40 more in host; only the last is computed again, for its logits")
 
 
+def test_a_request_is_told_why_no_more_of_it_was_found() -> None:
+    offloading = SimulatedOffloading(60, blocks_per_chunk=2)
+    engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)
+    (transfers,) = offloading.transfers
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
+
+    def why(name: str, tokens: list[int], **options: Any) -> str:
+        engine.add(name, tokens, 1, **options)
+        while name not in engine.outputs:
+            engine.step()
+        return engine.outputs[name].cache_report.notes[-1].partition("; ")[2]
+
+    limit = {"kv_transfer_params": {"max_load_tokens": 16}}
+    assert why("limited", prompt(0, 40), **limit) == (
+        "24 were left to compute, because the request allows 16 to be loaded"
+    )
+    assert why("little is left", [*prompt(0, 40), 1, 2]) == "2 were left to compute, less than a chunk of 8"
+    transfers.auto = False
+    assert why("longer", [*prompt(1, 24)]) == "24 were left to compute, because the chunk from token 0 on is not there"
+    assert why("too early", [*prompt(1, 24), 1]) == (
+        "25 were left to compute, because the chunk from token 0 on is still being stored"
+    )
+    transfers.auto = True
+    finish(engine, offloading)
+
+
 def test_a_load_that_ends_is_progress_even_if_its_request_is_gone() -> None:
     offloading = SimulatedOffloading(60)
     first = SimulatedEngine(simulated_layout(60), offloading)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cargohold.blocks import GroupUnits, longest_hit
+from cargohold.blocks import READY, GroupUnits, longest_hit
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.connector.offloading.recall import Recalls
 from cargohold.connector.offloading.requests import Lookup, RequestState
@@ -63,6 +63,23 @@ class TierLookup:
             for keys in state.keys
         ]
         return longest_hit(groups, state.request.num_tokens).num_tokens
+
+    def why_no_more(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> str:
+        """Return why no more than ``num_hit_tokens`` leading tokens of a request were found, as the end of a sentence."""
+        num_left, max_load = state.request.num_tokens - num_hit_tokens, state.params.max_load_tokens
+        chunk_tokens = min(keys.chunk_tokens for keys in state.keys)
+        if num_left < chunk_tokens:
+            return f"less than a chunk of {chunk_tokens}"
+        if max_load is not None and num_hit_tokens + chunk_tokens > num_computed_tokens + max_load:
+            return f"because the request allows {max_load} to be loaded"
+        for keys in state.keys:
+            at = num_hit_tokens // keys.chunk_tokens
+            (key,) = keys.keys[at : at + 1] or (None,)  # the group's chunks may be larger than others'
+            if key is not None and self._manager.lookup([key]) != bytes([READY]):
+                is_being_stored = any(key in store.handle.keys for store in self._jobs.stores())
+                reason = "still being stored" if is_being_stored else "not there"
+                return f"because the chunk from token {at * keys.chunk_tokens} on is {reason}"
+        return "because chunks that later windows reach back to are not there"
 
     def _find(self, state: RequestState, num_computed_tokens: int, basis: tuple[int, int]) -> Lookup:
         num_tokens = state.request.num_tokens

@@ -180,7 +180,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         state.end_recall()
         if not state.params.do_remote_decode:
             state.skip_offers(num_hit_tokens)
-        self._note_lookup(state, lookup.num_computed_tokens, sources)
+        why_no_more = self._lookup.why_no_more(state, lookup.num_computed_tokens, num_hit_tokens)
+        self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
         state.was_admitted = True
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
@@ -298,11 +299,15 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._lingering.difference_update(released)
         return released
 
-    def _note_lookup(self, state: RequestState, num_computed_tokens: int, sources: Counter[str]) -> None:
+    def _note_lookup(
+        self, state: RequestState, num_computed_tokens: int, sources: Counter[str], why_no_more: str
+    ) -> None:
         num_tokens = state.request.num_tokens
         num_missing = num_tokens - num_computed_tokens - sources.total()
         left = (
-            f"{num_missing} were left to compute" if num_missing else "only the last is computed again, for its logits"
+            f"{num_missing} were left to compute, {why_no_more}"
+            if num_missing
+            else "only the last is computed again, for its logits"
         )
         found = " and ".join(f"{count} more in {tier}" for tier, count in (sources or {self._shared.tier: 0}).items())
         state.notes.append(f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {found}; {left}")
