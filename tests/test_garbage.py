@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -73,6 +75,24 @@ def test_a_collector_that_was_off_stays_off() -> None:
     with made_for_good(), collected_in_one_go():
         pass
     assert not gc.isenabled()
+
+
+class Interrupting(Ring):
+    """Ctrl-C is pressed while it is collected: Python would print a ``KeyboardInterrupt`` of ``__del__``, and ignore it."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("collected", [made_for_good, collected_in_one_go])
+def test_ctrl_c_in_a_collection_comes_after_it(collected: Callable[[], AbstractContextManager[None]]) -> None:
+    def work() -> None:
+        with collected():
+            Interrupting()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert gc.isenabled()
 
 
 LOADED = """

@@ -1,10 +1,16 @@
-"""When Python's garbage collector looks at what is made."""
+"""When Python's garbage collector looks at what is made.
+
+Collections run with Ctrl-C held back. Python would raise ``KeyboardInterrupt`` in the first ``__del__`` that is called, where
+exceptions are printed and then ignored.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from cargohold.interrupts import deferred_interrupt
 
 
 @contextmanager
@@ -15,7 +21,8 @@ def collected_in_one_go() -> Iterator[None]:
             yield
     finally:
         if gc.isenabled():
-            gc.collect(0)  # looks only at objects made meanwhile, not at older ones
+            with deferred_interrupt():
+                gc.collect(0)  # looks only at objects made meanwhile, not at older ones
 
 
 @contextmanager
@@ -30,8 +37,9 @@ def made_for_good() -> Iterator[None]:
         try:
             yield
         finally:
-            gc.collect()
-            gc.freeze()
+            with deferred_interrupt():
+                gc.collect()
+                gc.freeze()
 
 
 @contextmanager

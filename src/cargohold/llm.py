@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections import deque
@@ -12,7 +13,8 @@ from difflib import get_close_matches
 from numbers import Integral
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Final, NoReturn, Self, TypedDict, Unpack
+from weakref import WeakSet
 
 from cargohold.connector.factory import Offload, check_places, connector_factory
 from cargohold.connector.lazy import LazyOffloadConfig
@@ -42,6 +44,7 @@ Progress = Callable[[int, int], None]
 class RequestOptions(TypedDict, total=False):
     """Options of a request other than its sampling parameters; see ``LLMEngine.add_request``."""
 
+    request_id: str | None
     priority: int
     salt: str | None
     kv_transfer_params: Mapping[str, Any] | None
@@ -57,8 +60,9 @@ class LLM:
             print(out.text, out.metrics)
 
     Use it as a context manager, or call ``close``, to stop its transfers and give its memory back; a model that is dropped
-    without that is stopped in the background. Several threads may use it: their requests are batched, and one thread at a time
-    computes a step for all of them.
+    without that is stopped in the background, and one that is there when the program ends is closed then. Several threads may
+    use it: their requests are batched, and one thread at a time computes a step for all of them. Other processes cannot use it,
+    not even those that are forked from this one.
 
     Ctrl-C ends a call cleanly: the call's requests are aborted once the step in progress is done, ``KeyboardInterrupt`` is
     raised, and the model can be used again. A second Ctrl-C does not wait for the step, and ends the engine.
@@ -94,8 +98,9 @@ class LLM:
         self.engine = build_engine(self.plan, factory)
         self._turns = Turns()
         self._inboxes: dict[str, Inbox] = {}
-        # Ids of requests whose calls have ended; the next turn aborts those that have not finished.
-        self._abandoned: deque[str] = deque()
+        # Ids of requests to abort in the next turn, unless they have finished: those whose calls have ended, for instance.
+        self._aborted: deque[str] = deque()
+        _close_at_exit(self)
 
     def generate(
         self,
@@ -111,12 +116,14 @@ class LLM:
             prompts: one prompt or several; each text or token ids.
             sampling: for all prompts, or one per prompt.
             progress: called with the number of prompts done and the number of all, whenever it changes.
-            options: for all prompts; see ``LLMEngine.add_request``.
+            options: for all prompts; see ``LLMEngine.add_request``. Several prompts cannot have one ``request_id``.
 
         Raises:
+            ConfigError: there is no such option.
             RequestError: a prompt cannot be served; then none of the prompts is completed.
-            EngineDeadError: the engine has stopped.
+            EngineDeadError: the engine has stopped, or belongs to another process.
         """
+        _check_names("generate", ("prompts", "sampling", "progress"), options)
         prompt_list = _as_list(prompts)
         asked = list(zip(prompt_list, _per_prompt(sampling, len(prompt_list)), strict=True))
         done: dict[int, RequestOutput] = {}
@@ -133,13 +140,20 @@ class LLM:
     ) -> Generator[RequestOutput]:
         """Complete one prompt, yielding an output per new piece; the last one is ``finished``.
 
-        The request starts when the first output is asked for, and is aborted when the iterator is closed early. Several
-        streams may be read in turn.
+        Nothing happens before the first output is asked for: then the request starts, or is refused. It is aborted when the
+        iterator is closed early. Several streams may be read in turn.
 
         Raises:
-            RequestError: the prompt cannot be served.
-            EngineDeadError: the engine has stopped.
+            ConfigError: there is no such option; raised at once.
+            RequestError: the prompt cannot be served; raised in place of the first output.
+            EngineDeadError: the engine has stopped, or belongs to another process; raised in place of an output.
         """
+        _check_names("stream", ("prompt", "sampling"), options)
+        return self._stream(prompt, sampling, options)
+
+    def _stream(
+        self, prompt: Prompt, sampling: SamplingParams | None, options: RequestOptions
+    ) -> Generator[RequestOutput]:
         with closing(self._serve([(prompt, sampling)], options)) as outputs:
             for _, output in outputs:
                 yield output
@@ -150,7 +164,8 @@ class LLM:
         sampling: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """Answer a conversation: messages with ``role`` (system, user, assistant) and ``content``."""
+        """Answer a conversation: messages with ``role`` (system, user, assistant) and ``content``. Raises as ``generate``."""
+        _check_names("chat", ("messages", "sampling"), options)
         return self.generate([self.chat_prompt(messages)], sampling, **options)[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -158,6 +173,16 @@ class LLM:
         if self.engine.tokenizer is None:
             raise RequestError("this model has no tokenizer, so it has no chat template")
         return self.engine.tokenizer.apply_chat_template(messages)
+
+    def abort(self, request_id: str) -> None:
+        """End a request early, from any thread and without waiting; does nothing if no request of this id is being served.
+
+        The call that waits for the request gets its last output, which has the ``finish_reason`` ``abort``. Each output says
+        the id of its request; ``request_id`` chooses it.
+        """
+        if not isinstance(request_id, str):  # another call would stumble over it
+            raise RequestError(f"request_id={request_id!r} is not possible: it must be text")
+        self._aborted.append(request_id)
 
     def reset_cache(self) -> bool:
         """Forget all cached KV, on the device and below; ``False`` if requests or transfers are in flight."""
@@ -175,9 +200,13 @@ class LLM:
             return self.engine.stats()
 
     def close(self) -> None:
-        """End everything and give the memory back. May be called twice."""
-        with self._turns.take():
-            self.engine.shutdown()
+        """End everything and give the memory back. May be called twice. Does nothing in a process that was forked."""
+        if self._turns.are_here:
+            with self._turns.take():
+                self.engine.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be pickled: it belongs to its process; make one in each process")
 
     def __enter__(self) -> Self:
         return self
@@ -200,6 +229,7 @@ class LLM:
         try:
             for at, (prompt, sampling) in enumerate(asked):
                 with self._turn(), _numbered(at, len(asked)):
+                    self._check_unused(options.get("request_id"))
                     request_id = self.engine.add_request(prompt, sampling, **options)
                     positions[request_id] = at
                     self._inboxes[request_id] = inbox
@@ -217,7 +247,7 @@ class LLM:
             with deferred_interrupt():
                 for request_id in positions:
                     del self._inboxes[request_id]
-                self._abandoned.extend(positions)
+                self._aborted.extend(positions)
             # The garbage collector closes a generator that was not read to its end in any thread and at any moment: in the
             # middle of a turn, or of something that a turn waits for. So another thread takes no turn here.
             if get_ident() == served_in:
@@ -231,8 +261,13 @@ class LLM:
         """
         with deferred_interrupt(), self._turns.take() as is_whole:
             if is_whole:
-                self._end_abandoned()
+                self._end_aborted()
             yield
+
+    def _check_unused(self, request_id: object) -> None:
+        """Raise ``RequestError`` for the id of a request that may have ended, but whose outputs have not all been taken."""
+        if isinstance(request_id, str) and request_id in self._inboxes:
+            raise RequestError("a request with this id is being served already", request_id)
 
     def _step(self) -> None:
         for output in self.engine.step():
@@ -241,9 +276,9 @@ class LLM:
             if inbox is not None:
                 inbox.put(output)
 
-    def _end_abandoned(self) -> None:
-        while self._abandoned:
-            self.engine.abort(self._abandoned.popleft())
+    def _end_aborted(self) -> None:
+        while self._aborted:
+            self.engine.abort(self._aborted.popleft())
 
     def _settle(self) -> None:
         """Step until all transfers have ended. Return at once if other calls have requests: their steps let transfers end.
@@ -256,10 +291,31 @@ class LLM:
         while is_busy and time.monotonic() < patience_ends:
             with deferred_interrupt(), self._turns.take_if_free() as is_free:
                 if is_free:
-                    self._end_abandoned()
+                    self._end_aborted()
                 is_busy = is_free and not self._inboxes and self.engine.has_work()
                 if is_busy:
                     self._step()
+
+
+_open: Final[WeakSet[LLM]] = WeakSet()
+
+
+def _close_at_exit(llm: LLM) -> None:
+    """Close the model when the program ends, if it is still there and open.
+
+    Daemon threads end soon after, those of tiers and transfers among them. Whoever would then wait for one of them, such as a
+    stream that is closed when its module is taken apart, would wait for ever.
+    """
+    _open.add(llm)
+    # What was registered last is called first: before what multiprocessing and Ray have registered, which ends the workers.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    with ExitStack() as stack:
+        for llm in list(_open):
+            stack.callback(llm.close)
 
 
 def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
@@ -315,10 +371,26 @@ def _engine_config(model: str | os.PathLike[str], options: Mapping[str, Any]) ->
     known = [field.name for field in fields(EngineConfig) if field.name != "model"]
     for key, value in options.items():
         if key not in known:
-            close = get_close_matches(key, ["offload", "record", *known], n=2)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"there are offload, record, {', '.join(known)}"
-            raise ConfigError(key, value, f"there is no such option; {hint}")
+            raise _no_such_option(key, value, ["offload", "record", *known])
     return EngineConfig(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **options)
+
+
+def _check_names(method: str, own: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if ``options`` has one that the method has not: neither as its own nor for the request."""
+    of_requests = RequestOptions.__annotations__
+    of_sampling = {field.name for field in fields(SamplingParams)}
+    for key, value in options.items():
+        if key in of_sampling:
+            expected = f"it is a field of SamplingParams; give sampling=SamplingParams({key}=...) to {method}"
+            raise ConfigError(key, value, expected)
+        if key not in of_requests:
+            raise _no_such_option(key, value, [*own, *of_requests], f" of {method}")
+
+
+def _no_such_option(key: str, value: object, known: Sequence[str], of: str = "") -> ConfigError:
+    close = get_close_matches(key, known, n=2)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+    return ConfigError(key, value, f"there is no such option{of}; {hint}")
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

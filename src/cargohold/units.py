@@ -21,7 +21,7 @@ NUMBER = r"[0-9]{1,40}(?:\.[0-9]{1,40})?"
 """Pattern of a size's number. Its length is limited because Python refuses to convert very long numbers."""
 _SIZE = re.compile(rf"\s*({NUMBER})\s*([A-Za-z]*)\s*")
 MAX_TIMEOUT_S = 1_000_000
-_EXPECTED = "it must be a number of bytes, such as 2GiB, 512MiB, 1.5GB or 1000000"
+_SUCH_AS = "such as 2GiB, 512MiB, 1.5GB or 1000000"
 
 
 def parse_bytes(key: str, value: int | str) -> int:
@@ -35,8 +35,10 @@ def parse_bytes(key: str, value: int | str) -> int:
         ConfigError: it is not a size, or not a positive one.
     """
     num_bytes = _parse(value)
-    if num_bytes is None or num_bytes < 1:
-        raise ConfigError(key, value, _EXPECTED)
+    if num_bytes is None:
+        raise ConfigError(key, value, f"it must be a number of bytes, {_SUCH_AS}")
+    if num_bytes < 1:
+        raise ConfigError(key, value, f"it must be a size above 0, {_SUCH_AS}")
     return num_bytes
 
 
@@ -64,6 +66,11 @@ def format_bytes(num_bytes: float) -> str:
             number = num_bytes / size
             return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def format_count(number: int, noun: str) -> str:
+    """A number of things for people: ``1 request``, ``1,400 requests``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def is_int(value: object) -> TypeGuard[int]:

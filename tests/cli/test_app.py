@@ -30,7 +30,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no disk": (["run", MODEL, "-p", "x", "--disk-bytes", "1GiB"], "--disk-bytes='1GiB' .* it needs --disk-dir"),
     "disk alone": (
         ["run", MODEL, "-p", "x", "--disk-dir", "/tmp"],
-        "not possible without --host-bytes: .* such as 1GiB",
+        "cargohold: --disk-dir and --shared-url need --host-bytes too: give a size, such as 1GiB$",
     ),
     "tiny disk": (
         ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--disk-dir", "DIRECTORY", "--disk-bytes", "1"],
@@ -45,6 +45,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--shared-url", "ftp://host"],
         "--shared-url='ftp://host' .* one of s3",
     ),
+    "no time": (["simulate", "--minutes", "0"], "--minutes=0.0 is not possible: it must be above 0"),
     "no prompt": (["run", MODEL], "there is no prompt; give it with --prompt or pipe one in"),
     "empty prompt": (["run", MODEL, "-p", ""], "the prompt is empty"),
     "max_tokens": (["run", MODEL, "-p", "x", "--max-tokens", "0"], "--max-tokens=0 .* an integer from 1"),
@@ -53,6 +54,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "top_p": (["run", MODEL, "-p", "x", "--top-p", "1.5"], "--top-p=1.5 .* at most 1"),
     "seed": (["run", MODEL, "-p", "x", "--seed=-3"], "--seed=-3 .* an integer from 0"),
     "host_bytes": (["run", MODEL, "-p", "x", "--host-bytes", "lots"], "--host-bytes='lots' .* such as 2GiB"),
+    "host_bytes of 0": (
+        ["run", MODEL, "-p", "x", "--host-bytes", "0"],
+        "--host-bytes='0' is not possible: it must be a size above 0, such as 2GiB",
+    ),
     "host_bytes too many": (
         ["chat", MODEL, "--host-bytes", "9000TiB"],
         "--host-bytes='9000TiB' .* this machine allows",

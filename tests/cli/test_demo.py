@@ -41,6 +41,21 @@ def test_it_shows_that_answers_are_the_same_and_come_sooner(cargohold: Command, 
     assert [row[3] == "0" for row in rows] == [True, True, False, False], "restored on the second visit only"
 
 
+def test_the_two_engines_take_turns(cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by use: one after the other, a machine that was busy in between decided how many times sooner it was."""
+    chat, asked = LLM.chat, list[tuple[int, str]]()
+
+    def listen(llm: LLM, messages: Any, *args: Any) -> RequestOutput:
+        asked.append((id(llm), messages[-1]["content"]))
+        return chat(llm, messages, *args)
+
+    monkeypatch.setattr(LLM, "chat", listen)
+    assert demo(cargohold, chat_model, "--num-device-blocks", "300").status == 0
+    for (plain, question), (offloading, same) in zip(asked[::2], asked[1::2], strict=True):
+        assert (plain, offloading, question) == (asked[0][0], asked[1][0], same)
+    assert asked[0][0] != asked[1][0]
+
+
 def test_the_second_run_finds_on_the_disk_what_the_first_has_left(
     cargohold: Command, chat_model: str, tmp_path: Path
 ) -> None:

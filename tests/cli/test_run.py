@@ -110,3 +110,4 @@ def test_a_prompt_is_not_said_to_be_made_of_more_than_it_is() -> None:
     parts = "100 prompt tokens: 32 on the device, 64 from host"
     assert describe_reuse(came_back) == f"{parts}, 4 computed; first token after 0.50 s"
     assert describe_reuse(replace(came_back, preemptions=1)) == f"{parts} in 2 goes; first token after 0.50 s"
+    assert describe_reuse(RequestMetrics(1, 1)) == "1 prompt token: 0 on the device, 1 computed"

@@ -20,6 +20,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from cargohold import (
     LLM,
+    ConfigError,
     DiskTierConfig,
     EngineDeadError,
     LazyOffloadConfig,
@@ -159,6 +160,37 @@ def test_a_stream_closed_early_is_aborted(llama: MakeLLM) -> None:
     stream.close()
     assert not llm.engine.has_work()
     assert llm.engine.num_unfinished == 0
+
+
+def test_a_request_may_be_aborted_by_its_id_from_another_thread(llama: MakeLLM) -> None:
+    llm = llama()
+    sampling = SamplingParams(max_tokens=400)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(llm.generate, prompt(0, 10), sampling, request_id="long")
+        while not llm.engine.num_unfinished:
+            time.sleep(0.001)
+        llm.abort("another")
+        llm.abort("long")
+        (output,) = waiting.result(timeout=60)
+    assert (output.request_id, output.finish_reason) == ("long", "abort")
+    assert len(output.token_ids) < 400
+    llm.abort("long")
+    (whole,) = llm.generate(prompt(0, 10), SamplingParams(max_tokens=9), request_id="longer")
+    assert len(whole.token_ids) == 9
+
+
+def test_an_id_is_taken_until_its_stream_is_read_to_the_end(llama: MakeLLM) -> None:
+    """Or the end of the first stream would be the end of the second, of which nobody would hear any more."""
+    llm = llama()
+    sampling = SamplingParams(max_tokens=3)
+    first = llm.stream(prompt(0, 10), sampling, request_id="mine")
+    next(first)
+    llm.generate(prompt(1, 10), SamplingParams(max_tokens=9))  # meanwhile the first one ends
+    with pytest.raises(RequestError, match="request mine: a request with this id is being served already"):
+        llm.generate(prompt(2, 10), sampling, request_id="mine")
+    assert list(first)[-1].finished
+    (again,) = llm.generate(prompt(2, 10), sampling, request_id="mine")
+    assert (again.request_id, again.finish_reason) == ("mine", "length")
 
 
 def test_streams_may_be_read_in_turn(llama: MakeLLM) -> None:
@@ -484,6 +516,40 @@ def test_requests_that_cannot_be_served_are_refused_and_harm_nobody(
     assert "\n" not in str(raised.value)
     assert not llm.engine.has_work(), "of several prompts none was started"
     assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "user"}, "message 2 of 2 has no content: "),
+        ({"content": "And now?"}, "message 2 of 2 has no role: "),
+        ({"role": "user", "content": ["And now?"]}, "message 2 of 2 has a content that is no text: "),
+        ("And now?", "message 2 of 2 is no mapping but 'And now?': "),
+    ],
+)
+def test_of_messages_that_cannot_be_the_wrong_one_is_named(
+    message: Any, expected: str, chat_model: str, make_llm: MakeLLM
+) -> None:
+    with pytest.raises(RequestError) as raised:
+        make_llm(chat_model).chat([{"role": "user", "content": "Hello"}, message])
+    assert str(raised.value) == f"{expected}each message needs role and content, both text"
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"max_tokens": 5}, r"max_tokens=5 .* give sampling=SamplingParams\(max_tokens=...\) to METHOD"),
+        ({"sampling_params": 5}, r"there is no such option of METHOD; did you mean sampling\?"),
+        ({"kv_transfer_param": 5}, r"there is no such option of METHOD; did you mean kv_transfer_params\?"),
+        ({"colour": "red"}, "of METHOD; there are .*, sampling, .*request_id, priority, salt, kv_transfer_params"),
+    ],
+)
+@pytest.mark.parametrize("method", ["generate", "stream", "chat"])
+def test_an_option_that_there_is_not_is_told_by_the_name_of_the_method(
+    method: str, option: dict[str, Any], expected: str, llama: MakeLLM
+) -> None:
+    with pytest.raises(ConfigError, match=expected.replace("METHOD", method)):
+        getattr(llama(), method)([1, 2, 3], **option)
 
 
 def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused_and_harms_nobody(

@@ -29,6 +29,19 @@ def test_stats_count_what_was_moved(tiny_model: Callable[[str], str], make_llm: 
     assert llm.stats() == llm.stats(), "asking changes nothing"
 
 
+def test_both_sides_of_a_connector_count_under_one_name(
+    tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    """Found by looking: the workers of the lazy connector counted for the eager one."""
+    offload = [LazyOffloadConfig(host_bytes="8MiB", lookahead_blocks=15), OffloadConfig(host_bytes="8MiB")]
+    llm = make_llm(tiny_model("llama"), block_tokens=8, num_device_blocks=16, max_model_len=100, offload=offload)
+    for number in range(3):
+        llm.generate([number, *range(64)], SamplingParams(max_tokens=1))
+    stats = llm.stats()
+    for name in ("lazy", "offloading"):
+        assert stats[f"{name}.store_blocks"] == stats[f"{name}.stored_blocks"] > 0
+
+
 def test_there_is_nothing_to_count_without_a_connector(
     tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:

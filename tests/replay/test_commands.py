@@ -228,38 +228,43 @@ class TestReplay:
         log = tmp_path / "log"
         log.write_text('{"token_ids": [1, 2, 3]}\n{"token_ids": [1, 2], "output_token_ids": [3, 4, 5]}\n')
         result = cargohold("replay", str(log))
-        told = "--block-tokens=16 is not possible: there is nothing to replay: the longest prompt has 3 tokens"
-        assert result.status == 2 and told in result.err
+        told = "the longest prompt has 3 tokens, less than a block of 16; give a smaller --block-tokens\n"
+        assert result.status == 2 and result.err == f"cargohold: {told}"
+        result = cargohold("replay", str(log), "--block-tokens", "16")
+        assert result.err == f"cargohold: --block-tokens=16 is not possible: {told}"
         assert cargohold("replay", str(log), "--block-tokens", "3", "-s", "1").status == 0
 
     @pytest.mark.parametrize(
-        ("line", "options", "told"),
+        ("line", "options", "status", "told"),
         [
             (
                 {"token_ids": [1, 2, 3], "output_token_ids": [4] * 40},
                 (),
-                "--block-tokens=16 is not possible: there is nothing to replay: the longest prompt has 3 tokens",
+                2,
+                "the longest prompt has 3 tokens, less than a block of 16; give a smaller --block-tokens",
             ),
             (
                 {"hash_ids": [], "output_hash_ids": [1, 2]},
                 (),
-                "there is nothing to replay: their prompts have no blocks",
+                1,
+                "/trace: the 1 request in it has no full block, so there is nothing to replay",
             ),
             (
                 {"hash_ids": [1], "output_hash_ids": [2]},
                 ("--blocks-per-chunk", "2"),
+                2,
                 "--blocks-per-chunk=2 is not possible: there is nothing to replay: no prompt has so many blocks",
             ),
         ],
     )
     def test_answers_without_prompts_are_nothing_to_replay(
-        self, cargohold: Command, tmp_path: Path, line: dict[str, Any], options: tuple[str, ...], told: str
+        self, cargohold: Command, tmp_path: Path, line: dict[str, Any], options: tuple[str, ...], status: int, told: str
     ) -> None:
         trace = tmp_path / "trace"
         trace.write_text(json.dumps(line))
         for command in (("replay", str(trace)), ("plan", "--trace", str(trace), "--bytes-per-token", "8")):
             result = cargohold(*command, *options)
-            assert result.status == 2 and told in result.err
+            assert result.status == status and told in result.err
 
     @pytest.mark.parametrize(
         ("options", "missing"),
@@ -347,6 +352,16 @@ class TestPlan:
         for words in ("The curve bends at", "8.0 MiB of host memory", "64 MiB of disk", "This machine", "<- bend"):
             assert words in result.out
 
+    def test_of_a_request_that_nobody_repeats_no_bend_is_shown(self, cargohold: Command, tmp_path: Path) -> None:
+        trace = tmp_path / "trace"
+        trace.write_text('{"hash_ids": [1, 2, 3], "block_tokens": 16}')
+        arguments = ("plan", "--trace", str(trace), "--bytes-per-token", "8", "--policy", "lru")
+        result = cargohold(*arguments)
+        assert result.status == 0, result.err
+        assert "1 request asks for" in result.out and "Nothing comes back" in result.out
+        assert "bend" not in result.out
+        assert json.loads(cargohold(*arguments, "--json").out)["knee_bytes"] is None
+
     def test_json_and_page(
         self, cargohold: Command, small: str, tmp_path: Path, tiny_model: Callable[[str], str]
     ) -> None:
@@ -373,8 +388,8 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("arguments", "told"),
         [
-            ([], "trace"),
-            (["--trace", "SMALL"], "--model"),
+            ([], "cargohold: --trace FILE is required\n"),
+            (["--trace", "SMALL"], "cargohold: a plan needs --model or --bytes-per-token\n"),
             (
                 ["--trace", "SMALL", "--bytes-per-token", "8", "--disk-bytes", "1GiB"],
                 "--disk-bytes='1GiB' is not possible: a disk needs host memory above it: give --host-bytes too",

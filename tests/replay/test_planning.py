@@ -41,7 +41,7 @@ def planned(workload: Workload, budget: Budget, costs: CostModel) -> tuple[Plann
 def test_the_bend_is_where_what_is_hot_fits() -> None:
     workload = looping()
     _, plan, words = planned(workload, Budget(), CostModel(bytes_per_token=TOKEN_BYTES))
-    assert 20 <= plan.knee.num_chunks <= 64
+    assert plan.knee is not None and 20 <= plan.knee.num_chunks <= 64
     assert "The curve bends at" in words
     assert [step.num_chunks for step in plan.steps] == sorted({step.num_chunks for step in plan.steps})
     assert plan.steps[-1].num_chunks == workload.num_unique
@@ -53,6 +53,7 @@ def test_the_budget_is_on_the_curve_and_more_memory_than_needed_does_not_move_th
     _, without, _ = planned(workload, Budget(), costs)
     _, plan, words = planned(workload, Budget(host_bytes=100 * MIB), costs)
     assert plan.steps[-1].num_bytes == 100 * MIB
+    assert plan.knee is not None and without.knee is not None
     assert plan.knee.num_chunks == without.knee.num_chunks
     assert plan.host is plan.steps[-1].result
     assert "100 MiB of host memory" in words
@@ -76,8 +77,11 @@ def test_a_tier_pays_if_it_is_faster_than_prefill(rate: float, word: str) -> Non
 
 def test_where_nothing_comes_back_no_bend_is_claimed() -> None:
     workload = load_workload(TraceRequest(hash_ids=[at], block_tokens=BLOCK_TOKENS) for at in range(50))
-    _, _, words = planned(workload, Budget(), CostModel(bytes_per_token=TOKEN_BYTES))
+    _, plan, words = planned(workload, Budget(), CostModel(bytes_per_token=TOKEN_BYTES))
+    assert plan.knee is None
     assert "Nothing comes back: a cache of any size would find nothing." in words and "brings more" not in words
+    told = " ".join(fits(Budget(), plan, Machine(memory_bytes=20 * MIB)))
+    assert told == "This machine, with the limits of its control groups, allows 20 MiB in all."
 
 
 def test_without_a_prefill_rate_the_break_even_is_told() -> None:
@@ -113,7 +117,7 @@ def test_a_trace_without_hits_or_times() -> None:
     workload = load_workload([TraceRequest(hash_ids=[at], block_tokens=BLOCK_TOKENS) for at in range(50)])
     costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=10.0)
     _, plan, words = planned(workload, Budget(host_bytes=MIB), costs)
-    assert plan.knee is plan.steps[0]
+    assert plan.knee is None
     assert "0.0% prefix hits" in words and "0.0 s of prefill saved." in words
 
 

@@ -64,6 +64,8 @@ class _Commands(TyperGroup):
         option = error.key if error.key.startswith("--") else next((name for name in names if name in known), None)
         if option is None:
             return str(error)
+        if error.value is None and option in error.expected:
+            return error.expected  # a sentence of its own
         if error.value is None:
             return f"not possible without {option}: {error.expected}"
         return str(ConfigError(option, error.value, error.expected))

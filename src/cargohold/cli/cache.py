@@ -18,7 +18,7 @@ from cargohold.cli.console import Answers, errors
 from cargohold.errors import ConfigError
 from cargohold.offload.tier.inventory import Finding, Holding, Inventory, open_inventory
 from cargohold.offload.tier.store_url import without_secrets
-from cargohold.units import format_bytes, parse_bytes
+from cargohold.units import format_bytes, format_count, parse_bytes
 
 DAY_S = 86400
 
@@ -100,7 +100,7 @@ def prune(
 ) -> None:
     """Make room: what was used longest ago goes first. What is in use on this machine stays."""
     if max_bytes is None and max_days is None:
-        raise ConfigError("--max-bytes", None, "say how much may stay: give it or --max-days")
+        raise ConfigError("--max-bytes", None, "prune needs --max-bytes or --max-days")
     limit = None if max_bytes is None else parse_bytes("--max-bytes", max_bytes)
     inventory = open_inventory(place)
     holdings = _listed(inventory)
@@ -123,13 +123,15 @@ def rm(
     everything: Annotated[bool, typer.Option("--all", help="Delete every namespace.")] = False,
 ) -> None:
     """Delete namespaces with all their chunks."""
-    if bool(ids) is everything:
-        raise ConfigError("--all", everything or None, "name namespaces, or give --all for every one")
+    if ids and everything:
+        raise ConfigError("--all", None, "give either ids or --all, not both")
+    if not ids and not everything:
+        raise ConfigError("--all", None, "say what to delete: one or more ids, or --all")
     inventory = open_inventory(place)
     chosen = _chosen(_listed(inventory), ids)
     with errors.status("deleting"):
         gone = _remove(inventory, chosen)
-    typer.echo(f"deleted {len(chosen)} namespaces, {format_bytes(gone)}")
+    typer.echo(f"deleted {format_count(len(chosen), 'namespace')}, {format_bytes(gone)}")
 
 
 def _listed(inventory: Inventory) -> list[Holding]:
@@ -149,11 +151,17 @@ def _chosen(holdings: list[Holding], ids: Sequence[str] | None) -> list[Holding]
     chosen = {}
     for start in ids:
         found = [holding for holding in holdings if holding.id.startswith(start)]
-        if len(found) != 1 or not start:
-            known = ", ".join(holding.short_id for holding in found or holdings) or "none"
-            raise ConfigError("ID", start, f"the start of exactly one namespace's id; there are {known}")
+        if not found:
+            raise ConfigError("ID", start, f"it matches no namespace; stored here: {_short_ids(holdings)}")
+        if len(found) > 1 or not start:
+            expected = f"it must be the start of exactly one namespace's id; these match: {_short_ids(found)}"
+            raise ConfigError("ID", start, expected)
         chosen[found[0].id] = found[0]
     return list(chosen.values())
+
+
+def _short_ids(holdings: Sequence[Holding]) -> str:
+    return ", ".join(holding.short_id for holding in holdings) or "nothing"
 
 
 def _remove(inventory: Inventory, holdings: Iterable[Holding]) -> int:

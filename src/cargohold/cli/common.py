@@ -15,6 +15,7 @@ from cargohold.engine.model.source import is_kept_converted
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.garbage import made_for_good
 from cargohold.llm import LLM
+from cargohold.units import format_count
 
 
 def remark(text: str, style: str = "dim") -> None:
@@ -58,4 +59,4 @@ def describe_reuse(metrics: RequestMetrics) -> str:
     else:
         parts.append(f"{max(0, metrics.prompt_tokens - metrics.device_tokens - restored)} computed")
     ttft = "" if metrics.ttft_s is None else f"; first token after {metrics.ttft_s:.2f} s"
-    return f"{metrics.prompt_tokens} prompt tokens: {', '.join(parts)}{ttft}"
+    return f"{format_count(metrics.prompt_tokens, 'prompt token')}: {', '.join(parts)}{ttft}"

@@ -15,9 +15,8 @@ from cargohold.cli.app import app
 from cargohold.cli.common import loaded, quiet_transformers
 from cargohold.cli.console import Answers, errors
 from cargohold.cli.conversations import Conversation, load_conversations
-from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_all
-from cargohold.connector.factory import check_places
-from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
+from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visits
+from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.kv_layout import KVGeometry
 from cargohold.engine.model.silent_heads import write_with_silent_heads
@@ -70,13 +69,19 @@ def demo(
         "dtype": "float32",
         "tensor_parallel_size": tensor_parallel_size,
     }
-    with _splittable(model, tensor_parallel_size, out) as path, progress() as bar:
+    with (
+        _splittable(model, tensor_parallel_size, out) as path,
+        loaded(path, **options, offload=offload) as offloading,
+        loaded(path, **options) as plain,
+        progress() as bar,
+    ):
+        _check_fits(plain, conversations, answer_tokens)
         total = len(conversations) * turns
-        tick = ticker(bar, "without offloading", total)
-        without = _visit_all(path, conversations, answer_tokens, tick, options, later=offload)
-        options["offload"] = offload
-        with_offload = _visit_all(path, conversations, answer_tokens, ticker(bar, "with offloading", total), options)
-    show(out, without, with_offload)
+        without = _visits(plain, conversations, answer_tokens, ticker(bar, "without offloading", total))
+        with_offload = _visits(offloading, conversations, answer_tokens, ticker(bar, "with offloading", total))
+        # Visit by visit, first one engine and then the other: what else the machine does slows both of them down alike.
+        pairs = list(zip(without, with_offload, strict=True))
+    show(out, [visit for visit, _ in pairs], [visit for _, visit in pairs])
 
 
 @contextmanager
@@ -121,32 +126,22 @@ def _possible_shards(geometry: KVGeometry) -> list[int]:
     return [count for count in shards if geometry.splits_over(count) or width % num_heads(count) == 0]
 
 
-def _visit_all(
-    model: str,
-    conversations: Sequence[Conversation],
-    answer_tokens: int,
-    tick: Callable[[], None],
-    options: dict[str, Any],
-    later: OffloadConfig | None = None,
-) -> list[Visit]:
-    """Make the visits on a new engine. ``later``, options of the engine after it, is checked against this engine's model."""
+def _visits(
+    llm: LLM, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
+) -> Iterator[Visit]:
+    """Make the visits on an engine, one whenever the next is wanted."""
     sampling = SamplingParams(max_tokens=answer_tokens)
-    with loaded(model, **options) as llm:
-        _check_fits(llm, conversations, answer_tokens)
-        if later is not None:
-            OffloadingFactory(later).num_slots(llm.plan.layout)
-            check_places(later, llm.plan.layout)
-        _warm_up(llm)
+    _warm_up(llm)
 
-        def ask(messages: list[dict[str, str]]) -> Answer:
-            output = llm.chat(messages, sampling)
-            return Answer(output.text, output.token_ids, output.metrics)
+    def ask(messages: list[dict[str, str]]) -> Answer:
+        output = llm.chat(messages, sampling)
+        return Answer(output.text, output.token_ids, output.metrics)
 
-        return visit_all(conversations, ask, tick)
+    yield from visits(conversations, ask, tick)
 
 
 def _check_directory(directory: str) -> None:
-    """Raise ``ConfigError`` unless files can be written to the directory, which is used only in the demo's second half."""
+    """Raise ``ConfigError`` unless files can be written to the directory, before time is spent on the model."""
     path = parse_path("disk_dir", directory).absolute()
     try:
         make_private(path)

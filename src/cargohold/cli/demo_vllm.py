@@ -15,7 +15,7 @@ from cargohold.cli.app import app
 from cargohold.cli.common import quiet_transformers
 from cargohold.cli.console import Answers, errors
 from cargohold.cli.conversations import Conversation, load_conversations
-from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visit_all
+from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visits
 from cargohold.engine.model.source import locate_model
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.integrations.vllm.server import serving
@@ -84,7 +84,7 @@ def _visit_all(
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0)
     _ask(client, [{"role": "user", "content": "warm up"}], 2)
-    return visit_all(conversations, lambda messages: _ask(client, messages, answer_tokens), tick)
+    return list(visits(conversations, lambda messages: _ask(client, messages, answer_tokens), tick))
 
 
 def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Answer:

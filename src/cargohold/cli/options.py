@@ -86,9 +86,8 @@ class EngineOptions:
         if self.host_bytes is not None:
             return OffloadConfig(host_bytes=self.host_bytes, tiers=tiers)
         if tiers:
-            raise ConfigError(
-                "host_bytes", None, "the tiers below host memory need some of it; give a size, such as 1GiB"
-            )
+            expected = "--disk-dir and --shared-url need --host-bytes too: give a size, such as 1GiB"
+            raise ConfigError("host_bytes", None, expected)
         return None
 
 

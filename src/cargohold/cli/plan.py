@@ -102,7 +102,7 @@ def plan(
     Nothing is loaded of the model but its configuration.
     """
     if not what.trace:
-        raise ConfigError("trace", None, "there must be one: --trace FILE")
+        raise ConfigError("trace", None, "--trace FILE is required")
     budget = what.budget()
     disk_policy = disk_options.checked_policy(has_disk=what.disk_bytes is not None)
     machine = what.machine()
@@ -141,7 +141,7 @@ def _show(planner: Planner, found: Plan, words: list[str]) -> None:
         # Programs that read a pipe can wrap lines themselves.
         lines = wrap(sentence, max(_LEAST_WIDTH, console.width - 2)) if console.is_terminal else [sentence]
         console.print("* " + "\n  ".join(lines), highlight=False, markup=False, soft_wrap=True)
-    has_time = found.knee.saved_s is not None
+    has_time = found.steps[-1].saved_s is not None
     per = " per hour" if planner.per_hour(1) is not None else ""
     console.print(f"\n{found.policy}, by size of host memory", style="bold", highlight=False)
     table = Table(box=None, pad_edge=False)
@@ -176,7 +176,7 @@ def _facts(found: Plan, machine: Machine, words: list[str]) -> dict[str, Any]:
     return {
         "policy": found.policy,
         "memory_limit_bytes": machine.memory_bytes,
-        "knee_bytes": found.knee.num_bytes,
+        "knee_bytes": None if found.knee is None else found.knee.num_bytes,
         "advice": words,
         "curve": [
             {

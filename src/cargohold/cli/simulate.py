@@ -79,7 +79,9 @@ class AmountOptions:
         return DEFAULT_SEEDS if self.seeds is None and self.minutes is None else self.seeds
 
     def reports(self, recipe: Recipe) -> Generator[SeedReport]:
-        """Play the seeds; yields a report for each."""
+        """Play the seeds; yields a report for each. Raises ``ConfigError`` if there is no time for any."""
+        if self.minutes == 0:
+            raise ConfigError("minutes", self.minutes, "it must be above 0: in no time no seed is played")
         max_seconds = None if self.minutes is None else 60 * self.minutes
         return play_seeds(recipe, self.first_seed, self.num_seeds, self.jobs or os.cpu_count() or 1, max_seconds)
 

@@ -31,7 +31,7 @@ from cargohold.replay.results import OPTIMUM, ReplayResult
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
 from cargohold.replay.traces import TraceRequest, read_trace, stop
 from cargohold.replay.workload import Workload
-from cargohold.units import parse_bytes
+from cargohold.units import format_count, parse_bytes
 
 DEFAULT_LOG_BLOCK_TOKENS = 16
 
@@ -173,8 +173,8 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
     """Read a trace behind a progress bar.
 
     Raises:
-        ConfigError: an option is impossible, or there is nothing to replay.
-        TraceError: a file cannot be read, or a line is broken.
+        ConfigError: an option is impossible, or leaves nothing to replay.
+        TraceError: a file cannot be read, a line is broken, or there is nothing to replay.
     """
     selection = options.selection()
     decode = _decoder(options)
@@ -191,12 +191,15 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
         try:
             workload = load_workload(_counted(requests, files, skipped), selection)
         except ConfigError as error:
-            if error.key == "trace" and 0 < decode.longest < decode.block_tokens:
+            if error.key != "trace":
+                raise
+            if 0 < decode.longest < decode.block_tokens:
                 expected = (
-                    f"there is nothing to replay: the longest prompt has {decode.longest} tokens, less than a block"
+                    f"the longest prompt has {format_count(decode.longest, 'token')}, less than a block of "
+                    f"{decode.block_tokens}; give a smaller --block-tokens"
                 )
-                raise ConfigError("block_tokens", decode.block_tokens, expected) from error
-            raise
+                raise ConfigError("block_tokens", options.block_tokens, expected) from error
+            raise TraceError(" ".join(files), None, error.expected) from error
     num_misplaced = workload.count_misplaced()
     remarks = remarks_on(workload, num_misplaced, skipped.count)
     if skipped.count:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -54,11 +54,13 @@ class Answer:
     metrics: RequestMetrics
 
 
-def visit_all(
+def visits(
     conversations: Sequence[Conversation], ask: Callable[[list[dict[str, str]]], Answer], tick: Callable[[], None]
-) -> list[Visit]:
-    """Ask every conversation's first question, then every conversation's second one, and so on; call ``tick`` after each."""
-    visits = []
+) -> Iterator[Visit]:
+    """Ask every conversation's first question, then every conversation's second one, and so on; call ``tick`` after each.
+
+    Nothing is asked before the next visit is wanted.
+    """
     messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
     for turn in range(len(conversations[0].questions)):
         for talk in conversations:
@@ -66,9 +68,8 @@ def visit_all(
             history.append({"role": "user", "content": talk.questions[turn]})
             answer = ask(history)
             history.append({"role": "assistant", "content": answer.text})
-            visits.append(Visit(talk.topic, turn, answer.compared, answer.metrics))
             tick()
-    return visits
+            yield Visit(talk.topic, turn, answer.compared, answer.metrics)
 
 
 def show(out: Console, without: Sequence[Visit], with_offload: Sequence[Visit]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 import weakref
@@ -106,7 +107,8 @@ class LLMEngine:
         self._end: BaseException | None = None
         # If a forgotten engine were not stopped, threads of transfers and tiers would keep the KV, host memory and a disk's
         # directory for as long as the process lives.
-        self._if_forgotten = weakref.finalize(self, _stop_in_background, executor, scheduler.connector, publisher)
+        running = (executor, scheduler.connector, publisher)
+        self._if_forgotten = weakref.finalize(self, _stop_in_background, os.getpid(), *running)
         self._if_forgotten.atexit = False
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -214,12 +216,14 @@ class LLMEngine:
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """End all requests, let transfers finish, stop the workers and let go of them. May be called twice."""
-        for request_id in self.scheduler.unfinished_ids:
-            self.abort(request_id)
-        deadline = self._clock() + timeout_s
-        while self.has_work() and self._clock() < deadline:
-            self.step()
-        self._stop(EngineDeadError("it was shut down"))
+        try:
+            for request_id in self.scheduler.unfinished_ids:
+                self.abort(request_id)
+            deadline = self._clock() + timeout_s
+            while self.has_work() and self._clock() < deadline:
+                self.step()
+        finally:
+            self._stop(EngineDeadError("it was shut down"))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -352,11 +356,15 @@ def _stop_all(executor: Executor, connector: ConnectorGuard, publisher: ZmqEvent
             publisher.close()
 
 
-def _stop_in_background(executor: Executor, connector: ConnectorGuard, publisher: ZmqEventPublisher | None) -> None:
-    """Stop, in a thread of its own, what an engine has started to which nobody refers any more.
+def _stop_in_background(
+    process: int, executor: Executor, connector: ConnectorGuard, publisher: ZmqEventPublisher | None
+) -> None:
+    """Stop, in a thread of its own, what an engine of this process has started to which nobody refers any more.
 
     The garbage collector calls this in any thread and in the middle of anything, so it must not wait.
     """
+    if os.getpid() != process:
+        return  # a forked process has a copy of the engine; what that would stop is the original's
     # A thread that is no ``Thread`` would be listed as a dummy for ever after.
     stopping = Thread(target=_stop_all, args=(executor, connector, publisher), name="cargohold-stop", daemon=True)
     # ``Thread.start`` takes a lock, which this thread may hold already.

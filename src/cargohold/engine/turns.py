@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from cargohold.errors import EngineDeadError
 
 
 class Turns:
@@ -12,16 +15,31 @@ class Turns:
 
     A thread that has waited goes before one that has just had a turn: with one of Python's locks alone, a thread that takes
     turn after turn would keep the others out. Code that runs within a turn may take a nested one, as signal handlers do.
+
+    A process that is forked has the lock as it was at that moment, but none of the threads: no one would ever end a turn, or do
+    what a turn waits for. So turns are for one process only, the one that made them.
     """
 
     def __init__(self) -> None:
         self._next = threading.RLock()
         self._now = threading.RLock()
         self._whose: int | None = None
+        self._process = os.getpid()
+
+    @property
+    def are_here(self) -> bool:
+        """Whether this is the process that turns are for."""
+        return os.getpid() == self._process
 
     @contextmanager
     def take(self) -> Iterator[bool]:
-        """Wait for a turn, and hold it within the ``with`` block. Yields ``False`` if it is nested in this thread's turn."""
+        """Wait for a turn, and hold it within the ``with`` block. Yields ``False`` if it is nested in this thread's turn.
+
+        Raises:
+            EngineDeadError: this process was forked from the one that turns are for.
+        """
+        if not self.are_here:
+            raise EngineDeadError(f"this LLM belongs to process {self._process}; make one in each process")
         with self._next:
             self._now.acquire()
         before, self._whose = self._whose, threading.get_ident()
@@ -33,8 +51,11 @@ class Turns:
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
-        """Take a turn without waiting. Yields whether it was taken: not if any thread, even this one, has a turn."""
-        if self._whose == threading.get_ident() or not self._now.acquire(blocking=False):
+        """Take a turn without waiting. Yields whether it was taken: not while any thread, even this one, has a turn.
+
+        In a process that was forked, none is taken.
+        """
+        if not self.are_here or self._whose == threading.get_ident() or not self._now.acquire(blocking=False):
             yield False
             return
         self._whose = threading.get_ident()

@@ -11,7 +11,7 @@ from cargohold.replay.planning import Budget, Plan, Planner, loads_per_tier, tie
 from cargohold.replay.results import ReplayResult
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.replay.workload import Workload
-from cargohold.units import format_bytes
+from cargohold.units import format_bytes, format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +47,18 @@ def advise(planner: Planner, plan: Plan, workload: Workload, costs: CostModel, b
 
 def fits(budget: Budget, plan: Plan, machine: Machine) -> Iterator[str]:
     """Yield sentences about what fits this machine and what does not."""
-    allowed = format_bytes(machine.memory_bytes)
-    wanted = plan.knee.num_bytes if budget.host_bytes is None else budget.host_bytes
-    what = "the bend of the curve" if budget.host_bytes is None else "the host memory asked for"
-    if wanted > machine.memory_bytes:
-        yield f"This machine, with the limits of its control groups, allows {allowed} in all: {what} does not fit."
+    machine_allows = (
+        f"This machine, with the limits of its control groups, allows {format_bytes(machine.memory_bytes)} in all"
+    )
+    what, wanted = "the host memory asked for", budget.host_bytes
+    if wanted is None and plan.knee is not None:
+        what, wanted = "the bend of the curve", plan.knee.num_bytes
+    if wanted is None:
+        yield f"{machine_allows}."
+    elif wanted > machine.memory_bytes:
+        yield f"{machine_allows}: {what} does not fit."
     else:
-        share = wanted / machine.memory_bytes
-        yield f"This machine, with the limits of its control groups, allows {allowed} in all: {what} takes {share:.0%} of it."
+        yield f"{machine_allows}: {what} takes {wanted / machine.memory_bytes:.0%} of it."
     if machine.disk_free_bytes is None:
         return
     free = format_bytes(machine.disk_free_bytes)
@@ -68,15 +72,18 @@ def fits(budget: Budget, plan: Plan, machine: Machine) -> Iterator[str]:
 def _on_traffic(planner: Planner, plan: Plan, workload: Workload) -> str:
     everything = plan.steps[-1]
     time = f" in {format_seconds(workload.duration_s)}" if workload.duration_s else ""
+    asks = (
+        f"{format_count(workload.num_requests, 'request')}{time} {'asks' if workload.num_requests == 1 else 'ask'} for"
+    )
     return (
-        f"{workload.num_requests:,} requests{time} ask for {format_bytes(workload.num_unique * planner.chunk_bytes)} of "
-        f"different KV; a cache for all of it would find {everything.result.prefix_hit_ratio:.1%}."
+        f"{asks} {format_bytes(workload.num_unique * planner.chunk_bytes)} of different KV; a cache for all of it would find "
+        f"{everything.result.prefix_hit_ratio:.1%}."
     )
 
 
 def _on_knee(plan: Plan) -> str:
     knee = plan.knee
-    if not any(step.result.num_prefix_hits for step in plan.steps):
+    if knee is None:
         return "Nothing comes back: a cache of any size would find nothing."
     behind = [step for step in plan.steps if step.num_bytes > knee.num_bytes]
     text = f"The curve bends at {format_bytes(knee.num_bytes)}: {_hits(knee.result)}."

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cargohold.replay.report import Report
-from cargohold.units import format_bytes
+from cargohold.units import format_bytes, format_count
 
 
 def describe_trace(report: Report) -> str:
     """One line about what was replayed."""
     workload = report.workload
-    noun = "chunks" if workload.blocks_per_chunk > 1 else "blocks"
+    noun = "chunk" if workload.blocks_per_chunk > 1 else "block"
     tokens = "" if workload.chunk_tokens is None else f" of {workload.chunk_tokens} tokens"
     time = f", over {format_seconds(workload.duration_s)}" if workload.duration_s else ""
     return (
-        f"{workload.num_requests:,} requests{time}; {workload.num_lookups:,} look-ups of {workload.num_unique:,} different "
-        f"{noun}{tokens}"
+        f"{format_count(workload.num_requests, 'request')}{time}; {format_count(workload.num_lookups, 'look-up')} of "
+        f"{format_count(workload.num_unique, f'different {noun}')}{tokens}"
     )
 
 

@@ -14,13 +14,14 @@ import numpy.typing as npt
 from cargohold.errors import ConfigError
 from cargohold.replay.traces import MAX_TOKENS, TraceRequest
 from cargohold.replay.workload import UNKNOWN, Ints, Workload
-from cargohold.units import is_number, is_positive_int, is_positive_number
+from cargohold.units import format_count, is_number, is_positive_int, is_positive_number
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
 _BELIEVED_FROM: Final = 0.95
+_NOTHING: Final = "there is nothing to replay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,7 @@ class WorkloadBuilder:
 
     def _nothing_to_replay(self, num_requests: int) -> ConfigError:
         """An error that names the option because of which nothing is left."""
-        wanted, nothing = self._selection, "there is nothing to replay: "
+        wanted, nothing = self._selection, f"{_NOTHING}: "
         if num_requests and wanted.blocks_per_chunk > 1:
             return ConfigError("blocks_per_chunk", wanted.blocks_per_chunk, f"{nothing}no prompt has so many blocks")
         if not num_requests and wanted.sessions:
@@ -174,7 +175,9 @@ class WorkloadBuilder:
             key, value = ("until", wanted.until_s) if wanted.from_s is None else ("from", wanted.from_s)
             lasts_s = max(0.0, self._last_ms - self._first_ms) / 1000
             return ConfigError(key, value, f"{nothing}the trace ends {lasts_s:.1f} s after its first request")
-        return ConfigError("trace", f"{num_requests} requests", f"{nothing}their prompts have no blocks")
+        have = "has" if num_requests == 1 else "have"
+        expected = f"the {format_count(num_requests, 'request')} in it {have} no full block, so {_NOTHING}"
+        return ConfigError("trace", None, expected)
 
     def _implied_block_tokens(self) -> int | None:
         """The block size that fits the prompts' numbers of tokens and blocks best; ``None`` if it does not fit nearly all."""

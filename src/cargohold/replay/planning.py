@@ -64,14 +64,15 @@ class Plan:
     Attributes:
         policy: the policy that was replayed.
         steps: the curve, in ascending order of size.
-        knee: the size at which the curve is highest above the straight line from nothing to its largest size.
+        knee: the size at which the curve is highest above the straight line from nothing to its largest size; ``None`` if
+            nothing comes back, so that the curve is flat.
         host: result with host memory as large as the budget; ``None`` without a budget.
         both: result with that host memory and the disk below it; ``None`` without a disk.
     """
 
     policy: str
     steps: tuple[Step, ...]
-    knee: Step
+    knee: Step | None
     host: ReplayResult | None
     both: ReplayResult | None
 
@@ -95,7 +96,7 @@ class Planner:
             raise ConfigError("model", None, "a plan needs --model or --bytes-per-token")
         if chunk_bytes is None:
             raise ConfigError(
-                "block_tokens", None, "the trace does not tell how many tokens a block has: --block-tokens"
+                "block_tokens", None, "the trace does not tell how many tokens a block has; give --block-tokens"
             )
         self.chunk_bytes = chunk_bytes
         self._workload = workload
@@ -178,12 +179,12 @@ def _tokens(result: ReplayResult) -> int:
     return result.num_hit_tokens
 
 
-def _knee(steps: Sequence[Step]) -> Step:
-    """The step at which hits are highest above the straight line from nothing to the largest size.
+def _knee(steps: Sequence[Step]) -> Step | None:
+    """The step at which hits are highest above the straight line from nothing to the largest size, if there are hits.
 
     Up to there a byte brings more than the average byte of the whole curve, beyond it less.
     """
     largest, most = steps[-1].num_bytes, _tokens(steps[-1].result)
     if not most:
-        return steps[0]
+        return None
     return max(steps, key=lambda step: _tokens(step.result) / most - step.num_bytes / largest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from cargohold.connector.lazy.config import LazyOffloadConfig
 from cargohold.connector.lazy.stores import LazyStores
@@ -14,6 +15,9 @@ from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError
 from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
+
+_NAME: Final = "lazy"
+"""Name of both sides: a composed connector puts it in front of their counters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,11 @@ class LazyOffloadingFactory:
             tier_options(common, environment.layout),
             make_stores=partial(LazyStores, lookahead=self.config.lookahead(environment)),
         )
-        scheduler.name = "lazy"
+        scheduler.name = _NAME
         return scheduler
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
-        """Make the worker side, which is the eager connector's."""
-        return OffloadingFactory(self.config.common()).make_worker_side(environment)
+        """Make the worker side, which is the eager connector's under another name."""
+        worker = OffloadingFactory(self.config.common()).make_worker_side(environment)
+        worker.name = _NAME
+        return worker

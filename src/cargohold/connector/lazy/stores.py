@@ -23,28 +23,28 @@ class LazyStores:
 
     Args:
         shared: the state that the connector's parts share; its context must be bound before the first step.
-        requests: not used, because blocks are stored after their requests have given them back.
+        requests: the connector's requests, by id; they tell how many blocks the next step needs.
         lookahead: number of blocks ahead of eviction that are kept safe.
     """
 
     def __init__(self, shared: Shared, requests: Mapping[str, RequestState], lookahead: int) -> None:
-        del requests
         self._shared = shared
+        self._requests = requests
         self._lookahead = lookahead
         self._scout: FreeQueueScout | None = None
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield the store of the blocks that would be evicted next.
 
-        Blocks are not free while they are copied. So many stay free as another step like this one fills: if running requests
-        found none, some would be preempted, and computing their tokens again takes longer than computing evicted ones.
+        Blocks are not free while they are copied. So many stay free as running requests need in the next step. If they found
+        none, some would be preempted, and all of their tokens computed again.
         """
         context = self._context()
         if self._scout is None:
             self._scout = FreeQueueScout(context, self._is_kept, self._lookahead)
         blocks = self._scout.find_unsafe(self._shared.num_storable_blocks())
         if blocks:
-            num_reserved = self._num_filled_blocks(step)
+            num_reserved = self._num_needed_next(step)
             num_free = sum(1 for _ in islice(context.iter_free_blocks(), len(blocks) + num_reserved))
             blocks = blocks[: max(0, num_free - num_reserved)]
         if blocks:
@@ -87,13 +87,15 @@ class LazyStores:
         store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)
         yield start_store(self._shared, store, tuple(handle.slots))
 
-    def _num_filled_blocks(self, step: StepView) -> int:
-        """Return how many new blocks the tokens of a step may need at most."""
-        return sum(
-            request.num_scheduled_tokens // group.block_tokens + 1
-            for group in self._shared.layout.groups
-            for request in step.scheduled
-        )
+    def _num_needed_next(self, step: StepView) -> int:
+        """Return how many blocks the requests of this step may need in the next one: for a next token, or more of a prompt."""
+        num_blocks = 0
+        for share in step.scheduled:
+            num_tokens = self._requests[share.request_id].request.num_tokens
+            num_left = num_tokens - share.num_computed_tokens - share.num_scheduled_tokens
+            num_next = max(1, min(num_left, share.num_scheduled_tokens))
+            num_blocks += sum(-(-num_next // group.block_tokens) for group in self._shared.layout.groups)
+        return num_blocks
 
     def _is_kept(self, block: KVCacheBlockView) -> bool:
         return self._shared.manager.lookup([_key(block)])[0] == READY

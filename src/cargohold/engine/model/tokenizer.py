@@ -164,9 +164,20 @@ def _check_unicode(text: str) -> None:
 def _check_messages(messages: Any) -> None:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError("a conversation is a list of messages, at least one")
-    for at, message in enumerate(messages):
+    for at, message in enumerate(messages, start=1):
         # A template would silently write nothing for a key that is missing.
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise RequestError(f"message {at} must have role and content, both text")
+        wrong = _what_is_wrong_with(message)
+        if wrong is not None:
+            needed = "each message needs role and content, both text"
+            raise RequestError(f"message {at} of {len(messages)} {wrong}: {needed}")
+
+
+def _what_is_wrong_with(message: object) -> str | None:
+    if not isinstance(message, Mapping):
+        return f"is no mapping but {message!r:.40}"
+    for key in ("role", "content"):
+        if message.get(key) is None:
+            return f"has no {key}"
+        if not isinstance(message[key], str):
+            return f"has a {key} that is no text"
+    return None

@@ -35,7 +35,8 @@ class DiskInventory(Inventory):
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
-            raise ConfigError("PLACE", str(directory), "there is no such directory")
+            expected = "it is not a directory" if directory.exists() else "there is no such directory"
+            raise ConfigError("PLACE", str(directory), expected)
         self._root = directory
 
     def holdings(self) -> list[Holding]:
