@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -268,3 +271,104 @@ def test_tiers_are_closed_again_when_one_behind_them_cannot_be_opened(layout: KV
         open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good, bad]), environment)
     open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good]), environment)["disk"].shutdown()
     del caught
+
+
+def reading(layout: KVCacheLayout, path: Path) -> KVCacheLayout:
+    """The same model at ``path``, for an engine that begins to read it now."""
+    read = replace(layout, model=replace(model_of(layout), path=str(path), runs_code=True, read_after_s=time.time()))
+    time.sleep(0.05)  # the clock of a file system ticks every few milliseconds
+    return read
+
+
+def replace_a_file(name: str) -> Callable[[Path], None]:
+    """What puts another file, that is there already, in the place of one in ``latest``, which is then a directory."""
+
+    def run(places: Path) -> None:
+        (places / "other" / name).replace(places / "latest" / name)
+
+    return run
+
+
+def write_weights(places: Path) -> None:
+    with (places / "latest" / "one.safetensors").open("r+b") as file:
+        file.write(b"f")
+
+
+def flip_the_link(places: Path) -> None:
+    (places / "flipped").replace(places / "link")
+
+
+def rename_directories(places: Path) -> None:
+    (places / "latest").rename(places / "old")
+    (places / "other").rename(places / "latest")
+
+
+def rename_all(places: Path) -> None:
+    places.rename(places.parent / "old")
+    (places.parent / "staging").rename(places)
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "named"),
+    [
+        (replace_a_file("one.safetensors"), "latest", "latest/one.safetensors"),
+        (replace_a_file("config.json"), "latest", "latest/config.json"),
+        (replace_a_file("adapter_config.json"), "latest", "latest/adapter_config.json"),
+        (replace_a_file("modeling_own.py"), "latest", "latest/modeling_own.py"),
+        (replace_a_file("two.safetensors"), "linked", "linked/../latest/two.safetensors"),
+        (write_weights, "link", "link/one.safetensors"),
+        (flip_the_link, "link", "link"),
+        (rename_directories, "latest", "latest"),
+        (rename_all, "latest", ""),
+    ],
+)
+def test_a_model_that_was_replaced_while_the_engine_started_is_refused_tiers(
+    layout: KVCacheLayout, tmp_path: Path, change: Callable[[Path], object], path: str, named: str
+) -> None:
+    """Found by reading: KV of the weights that were loaded was kept under the name of those that were there later."""
+    places = tmp_path / "places"
+    places.mkdir()
+    for file in ("adapter_config.json", "modeling_own.py"):
+        (Path(model_of(layout).path) / file).write_text("{}")
+    for copy in ("latest", "other"):
+        shutil.copytree(model_of(layout).path, places / copy)
+    (places / "link").symlink_to("latest")
+    (places / "flipped").symlink_to("other")
+    (places / "linked").mkdir()
+    for file in ("one.safetensors", "two.safetensors"):
+        (places / "linked" / file).symlink_to(f"../latest/{file}")
+    shutil.copytree(places, tmp_path / "staging", symlinks=True)
+    read = reading(layout, places / path)
+    namespace_of(read, 0, 1)
+    change(places)
+    with pytest.raises(ConfigError, match=r"changed or replaced while the engine started.* start again") as caught:
+        namespace_of(read, 0, 1)
+    assert caught.value.value == str(places / named)
+    namespace_of(reading(layout, places / path), 0, 1)
+
+
+def test_what_does_not_change_the_model_may_come_and_go_while_the_engine_starts(
+    layout: KVCacheLayout, tmp_path: Path
+) -> None:
+    read = reading(layout, Path(model_of(layout).path))
+    for name in ("tokenizer.json", "logs/today", "../another model/config.json"):
+        file = Path(model_of(layout).path) / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+        namespace_of(read, 0, 1)
+        file.unlink()
+    assert namespace_of(read, 0, 1) == namespace_of(layout, 0, 1)
+
+
+def test_the_engine_itself_may_download_the_model_while_it_starts(
+    layout: KVCacheLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    read = reading(layout, Path("org/name"))
+    place = tmp_path / "hub" / "models--org--name"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("1" * 40)
+    Path(model_of(layout).path).rename(tmp_path / "downloaded")
+    (place / "snapshots").mkdir()
+    (tmp_path / "downloaded").rename(place / "snapshots" / ("1" * 40))
+    assert namespace_of(read, 0, 1).weights

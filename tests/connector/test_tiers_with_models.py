@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from cargohold import LLM, ConfigError, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.connector.offloading import OffloadingFactory, OffloadingScheduler
+from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
 from cargohold.offload.tier import (
     DiskTierConfig,
@@ -114,6 +117,33 @@ def test_other_weights_under_the_same_name_find_nothing(
     contents[-1] ^= 1  # a bit of the last weight
     weights.write_bytes(contents)
     assert restored(ask(make_llm(str(path), offload=config, **OPTIONS), prompts())) == [{}] * 3
+
+
+@pytest.mark.parametrize("workers", [{}, {"tensor_parallel_size": 2, "executor": "multiprocess"}], ids=["one", "two"])
+def test_weights_that_were_replaced_after_they_were_loaded_are_refused_tiers(
+    workers: dict[str, Any], tiny_model: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by trying: KV of the old weights was kept under the name of the new ones, and gave wrong tokens later."""
+    model = tmp_path / "latest"
+    shutil.copytree(tiny_model("llama"), model)
+    shutil.copy(model / "model.safetensors", tmp_path / "trained")
+    tiers = disk(tmp_path / "kv")
+    started = describe_model
+
+    def replaced_meanwhile(*options: Any) -> ModelInfo:
+        """Replaced after the engine has begun to read the model, and so at the latest when its weights are digested."""
+        info = started(*options)
+        time.sleep(0.05)  # the clock of a file system ticks every few milliseconds
+        (tmp_path / "trained").replace(model / "model.safetensors")
+        return info
+
+    with monkeypatch.context() as training:
+        training.setattr("cargohold.llm.describe_model", replaced_meanwhile)
+        with pytest.raises(ConfigError, match="changed or replaced while the engine started"):
+            LLM(model, offload=offload(tiers), **OPTIONS, **workers)
+    assert not list((tmp_path / "kv").rglob("shard.json"))
+    with LLM(model, offload=offload(tiers), **OPTIONS, **workers) as llm:
+        assert ask(llm, prompts(1))
 
 
 def test_damaged_files_are_misses(

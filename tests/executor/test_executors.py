@@ -5,15 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
 from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
-from cargohold.engine.executor import Executor, InlineExecutor, Worker
+from cargohold.engine.executor import Executor, InlineExecutor, Worker, multiprocess
 from cargohold.engine.executor.codec import StepCodec
 from cargohold.engine.executor.multiprocess import MultiprocessExecutor
 from cargohold.engine.executor.rank import RankPlace, RankSpec
@@ -274,6 +278,67 @@ def test_of_ranks_that_may_wait_for_each_other_none_is_blamed_alone(make_executo
     assert not multiprocessing.active_children()
 
 
+def test_all_ranks_have_one_deadline_over_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: each answer gave the others the whole time again, so a step could take that times the ranks."""
+    now = 0.0
+
+    def wait(waiting: Sequence[Any], *, num_returns: int, timeout: float) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The next answer comes after six seconds."""
+        nonlocal now
+        now += min(timeout, 6.0)
+        return (waiting[:num_returns], waiting[num_returns:]) if timeout >= 6.0 else ([], waiting)
+
+    frame = b"O" + StepCodec().encode_output(StepOutput({}, KVConnectorOutput()))
+    ray = MagicMock(wait=wait, get=lambda *_, **__: frame)
+    ray.remote.return_value.options.return_value.remote.side_effect = MagicMock  # an actor for each rank
+    monkeypatch.setattr("cargohold.engine.executor.ray_executor._connect", lambda _: (ray, False))
+    spec = RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic", lambda: now)
+        executor = RayExecutor(spec, 3, StepCodec(), OutputAggregator(3), step_timeout_s=10.0)
+        with pytest.raises(EngineDeadError, match="workers 1, 2 did not answer within 10 s"):
+            executor.execute(step(0))
+
+
+def test_ranks_that_cannot_be_killed_do_not_hang_the_engine(
+    make_executor: MakeExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by freezing a file system: a killed process ends when its I/O does, and the engine waited for that."""
+    monkeypatch.setattr(multiprocess, "KILL_WAIT_S", 0.5, raising=False)
+    executor = make_executor("multiprocess", Trouble("hang", "forward", 1, 0), step_timeout_s=1.0)
+    assert isinstance(executor, MultiprocessExecutor)
+    process_ids, processes = executor.process_ids, multiprocessing.active_children()
+    try:
+        with monkeypatch.context() as frozen:
+            frozen.setattr(SpawnProcess, "kill", lambda _: None)
+            with pytest.raises(EngineDeadError, match="worker 1 did not answer within 1 s"):
+                executor.execute(step(0))
+        assert f"do not end: process ids {process_ids[0]}, {process_ids[1]}." in caplog.text
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(20)
+
+
+def test_a_program_ends_although_its_workers_do_not() -> None:
+    """Found by reading: at the end of a program ``multiprocessing`` waits for all processes that it has started."""
+    with _another_engine(_leave_stopped_workers) as (engine, channel):
+        workers = channel.recv()
+        engine.join(20)
+        for process_id in workers:
+            with suppress(ProcessLookupError):  # the kernel ends stopped processes that nobody can continue any more
+                os.kill(process_id, signal.SIGKILL)
+        assert engine.exitcode == 0
+
+
+def _leave_stopped_workers(channel: multiprocessing.connection.Connection) -> None:
+    multiprocess.EXIT_WAIT_S = 0.5
+    executor = _engine()
+    for process_id in executor.process_ids:
+        os.kill(process_id, signal.SIGSTOP)  # it does not even take the signal to end
+    channel.send(executor.process_ids)
+
+
 @pytest.mark.parametrize("kind", MANY)
 def test_an_exception_in_a_rank_ends_the_engine_with_its_traceback(kind: str, make_executor: MakeExecutor) -> None:
     executor = make_executor(kind, Trouble("raise", "forward", 1, 0))
@@ -344,25 +409,71 @@ def _shared_memory_of(pid: int) -> set[Path]:
     return {Path(path) for path in used if path.startswith("/dev/shm/")}
 
 
-def test_workers_end_when_the_engine_is_killed(make_executor: MakeExecutor) -> None:
+@pytest.mark.parametrize("forks", [False, True])
+def test_workers_end_when_the_engine_is_killed(forks: bool) -> None:
+    """Found by trying: with a forked child, as of a pool, they waited for ever for a step, and kept their disk locked."""
+    with _another_engine(_wait_for_the_end, forks) as (engine, channel):
+        workers, children = ([psutil.Process(process_id) for process_id in ids] for ids in channel.recv())
+        engine.kill()
+        gone, alive = psutil.wait_procs(workers, timeout=20)
+        for process in (*alive, *children):
+            process.kill()
+    assert (len(gone), len(children)) == (2, int(forks))
+
+
+def _wait_for_the_end(channel: multiprocessing.connection.Connection, forks: bool) -> None:
+    executor = _engine()
+    children = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))] if forks else []
+    for child in children:
+        child.start()
+    channel.send((executor.process_ids, [child.pid for child in children]))
+    channel.recv()
+
+
+def test_a_forked_child_has_no_workers_and_leaves_those_of_its_parent_alone() -> None:
+    with _another_engine(_step_in_a_child) as (_, channel):
+        assert channel.poll(60)
+        assert channel.recv() == "its workers belong to the process from which this one was forked"
+        assert channel.recv() == {"r": 3}
+
+
+def _step_in_a_child(channel: multiprocessing.connection.Connection) -> None:
+    executor = _engine()
+    child = multiprocessing.get_context("fork").Process(target=_try_a_step, args=(executor, channel))
+    child.start()
+    child.join()
+    channel.send(executor.execute(step(0)).sampled)
+    executor.shutdown()
+
+
+def _try_a_step(executor: MultiprocessExecutor, channel: multiprocessing.connection.Connection) -> None:
+    try:
+        executor.execute(step(0))
+    except EngineDeadError as error:
+        channel.send(str(error))
+    executor.shutdown()
+
+
+@contextmanager
+def _another_engine(
+    run: Callable[..., None], *options: object
+) -> Iterator[tuple[SpawnProcess, multiprocessing.connection.Connection]]:
+    """A process that runs ``run`` on its end of a pipe, and our end."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    parent = context.Process(target=_engine_that_waits, args=(theirs,))
-    parent.start()
-    workers = [psutil.Process(pid) for pid in ours.recv()]
-    parent.kill()
-    parent.join()
-    gone, alive = psutil.wait_procs(workers, timeout=20)
-    assert not alive
-    assert len(gone) == 2
+    process = context.Process(target=run, args=(theirs, *options))
+    with ours, theirs:
+        process.start()
+        try:
+            yield process, ours
+        finally:
+            process.kill()
+            process.join()
 
 
-def _engine_that_waits(channel: multiprocessing.connection.Connection) -> None:
-    executor = MultiprocessExecutor(
-        RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 2, StepCodec(worker_metadata_type=Calls), OutputAggregator(2)
-    )
-    channel.send(executor.process_ids)
-    channel.recv()
+def _engine() -> MultiprocessExecutor:
+    spec = RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT)
+    return MultiprocessExecutor(spec, 2, StepCodec(worker_metadata_type=Calls), OutputAggregator(2))
 
 
 def test_a_connector_that_cannot_travel_is_refused_by_name() -> None:

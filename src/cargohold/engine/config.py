@@ -176,7 +176,7 @@ def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
             block_bytes,
             config.block_tokens,
             world_size,
-            ServedModel(info.name, info.path, info.dtype),
+            ServedModel(info.name, info.path, info.dtype, read_after_s=info.read_after_s),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=config.max_num_seqs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import pickle
 import shutil
 import signal
@@ -28,13 +29,31 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 BLAME_WAIT_S = 0.2
+KILL_WAIT_S = 30.0
+"""Longest time to wait for killed processes. Giving back a lot of pinned memory takes a while; I/O that the kernel cannot break
+off takes for ever."""
+EXIT_WAIT_S = 5.0
+"""Longest time to wait for each process when the program ends, which matters to nobody any more."""
+
+
+class RankProcess(SpawnProcess):
+    """A rank's process. Nobody waits for ever for its end, not even ``multiprocessing`` when the program ends.
+
+    SIGKILL does not end a process while one of its threads is in I/O that cannot be broken off, as on a frozen file system or
+    a network mount whose server is gone.
+    """
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended: at most ``timeout`` seconds, or ``EXIT_WAIT_S``."""
+        super().join(EXIT_WAIT_S if timeout is None else timeout)
 
 
 class MultiprocessExecutor:
     """Runs each step on all ranks at once. Satisfies ``Executor``.
 
     A rank that dies, raises, or does not answer in time ends the engine: the others are killed, for they would wait for it in
-    a collective for ever.
+    a collective for ever. A child that is forked from the engine's process has no ranks: ``execute`` raises there, and
+    ``shutdown`` does nothing.
 
     Args:
         spec: what each rank is made of.
@@ -60,7 +79,8 @@ class MultiprocessExecutor:
         self._codec = codec
         self._aggregator = aggregator
         self._step_timeout_s = step_timeout_s
-        self._processes: list[SpawnProcess] = []
+        self._owner = os.getpid()
+        self._processes: list[RankProcess] = []
         self._channels: list[Channel] = []
         scratch = Path(tempfile.mkdtemp(prefix="cargohold-"))  # readable by its owner alone
         try:
@@ -79,6 +99,8 @@ class MultiprocessExecutor:
 
     def execute(self, step: SchedulerStep) -> StepOutput:
         """Run one step on every rank."""
+        if os.getpid() != self._owner:
+            raise EngineDeadError("its workers belong to the process from which this one was forked")
         frame = self._codec.encode_step(step)
         try:
             for rank, channel in enumerate(self._channels):
@@ -95,6 +117,8 @@ class MultiprocessExecutor:
 
     def shutdown(self) -> None:
         """Let transfers end, then the processes; those that do not end in time are killed."""
+        if os.getpid() != self._owner:
+            return
         for channel in self._channels:
             try:
                 channel.send(STOP, STOP_TIMEOUT_S)
@@ -106,11 +130,10 @@ class MultiprocessExecutor:
         self._kill()
 
     def _start(self, spec: RankSpec, world_size: int, rendezvous: str) -> None:
-        context = multiprocessing.get_context("spawn")
         for rank in range(world_size):
             ours, theirs = Channel.pair()
             self._channels.append(ours)
-            process = context.Process(
+            process = RankProcess(
                 target=run_rank,
                 args=(spec, RankPlace(rank, world_size, rendezvous), theirs),
                 name=f"cargohold-worker-{rank}",
@@ -171,8 +194,16 @@ class MultiprocessExecutor:
         for process in self._processes:
             if process.is_alive():
                 process.kill()
+        deadline = time.monotonic() + KILL_WAIT_S
         for process in self._processes:
-            process.join()
+            process.join(max(0.0, deadline - time.monotonic()))
+        left = [process.pid for process in self._processes if process.exitcode is None]
+        if left:
+            logger.error(
+                "workers were killed and do not end: process ids %s. They wait for a medium that does not answer, and keep "
+                "what they have locked until it does",
+                ", ".join(map(str, left)),
+            )
         for channel in self._channels:
             channel.close()
         self._processes.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,8 +125,9 @@ class RayExecutor:
         frames: dict[int, bytes] = {}
         ranks = {reference: rank for rank, reference in enumerate(pending)}
         waiting = list(pending)
+        deadline = time.monotonic() + timeout_s
         while waiting:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise EngineDeadError(describe_silence(sorted(ranks[reference] for reference in waiting), timeout_s))
             rank = ranks[ready[0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class ModelInfo:
         max_positions: longest sequence that it can be served with.
         vocab_size: size of the vocabulary; a prompt's token ids are below it.
         eos_token_ids: tokens that end a sequence.
+        read_after_s: a time, in seconds since 1970, before which none of its files had been read.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ModelInfo:
     max_positions: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    read_after_s: float
 
     @property
     def dtype_bytes(self) -> int:
@@ -63,6 +66,7 @@ def describe_model(model: str, dtype: str = "auto") -> ModelInfo:
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError("dtype", dtype, f"it must be auto or one of {', '.join(DTYPES)}")
     path = locate_model(model)
+    read_after_s = time.time()  # not earlier: where a GGUF file is converted, the files have just been written
     config = load_config(model, path, otherwise="choose a model that transformers knows itself")
     _refuse_unless_causal(model, config)
     text = _text_config(model, config)
@@ -74,6 +78,7 @@ def describe_model(model: str, dtype: str = "auto") -> ModelInfo:
         max_positions=_max_positions(model, text),
         vocab_size=text.vocab_size,
         eos_token_ids=_eos_token_ids(model, path, text),
+        read_after_s=read_after_s,
     )
 
 

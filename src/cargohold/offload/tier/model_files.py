@@ -26,13 +26,14 @@ _MAY_NAME_CODE: Final = (CONFIG_FILE, *_PROCESSORS)
 _INDEXED: Final = (".safetensors", ".bin")
 
 
-def find_files(path: str, revision: str | None, what: str) -> Path:
-    """Return a local file or directory, or the snapshot of a hub id in the Hugging Face hub's local cache.
+def find_files(path: str, revision: str | None, what: str, cache: str | None = None) -> Path:
+    """Return a local file or directory, or the snapshot of a hub id in a local cache of the Hugging Face hub.
 
     Args:
         path: path of a directory or a file, or a hub id.
         revision: branch, tag or commit on the hub; ``None`` for the default one.
         what: what is wanted there, such as ``weights``, for the error.
+        cache: directory of the cache; ``None`` for the default one.
 
     Raises:
         ConfigError: there are no local files.
@@ -41,24 +42,37 @@ def find_files(path: str, revision: str | None, what: str) -> Path:
     if place.exists():
         return place
     from huggingface_hub import snapshot_download  # noqa: PLC0415  # slow to import
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(path, revision=revision, local_files_only=True))
+        return Path(snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ConfigError(
-            "tiers", path, f"to recognise KV of an earlier run, the model's {what} must be in local files"
+            "tiers",
+            path,
+            f"to recognise KV of an earlier run, the model's {what} must be in local files; none are in "
+            f"{cache or HF_HUB_CACHE}",
         ) from error
 
 
-def side_files(model: ServedModel, place: Path) -> dict[str, Path]:
-    """Return the configuration files beside the weights in ``place``, and the one used instead of ``config.json``, by name.
+def side_files(model: ServedModel, place: Path, weights_place: Path) -> dict[str, Path]:
+    """Return the configuration files beside ``config.json`` and the weights, and the one used instead of it, by name.
+
+    Args:
+        model: the model.
+        place: where ``config.json`` is.
+        weights_place: where the weights are. With a ``download_dir`` that is not the same place, and engines read some of the
+            files there.
 
     Raises:
         ConfigError: the weights are an adapter's whose base model is elsewhere, or the other configuration is in no local
             file.
     """
     found = {name: place / name for name in _SIDE_FILES if (place / name).is_file()}
+    if weights_place != place:
+        with_weights = {f"with the weights: {name}": weights_place / name for name in _SIDE_FILES}
+        found |= {name: file for name, file in with_weights.items() if file.is_file()}
     if ADAPTER_FILE in found and not Path(model.path).exists():
         # With the package peft, transformers then loads the model that it names, whichever that is today.
         raise ConfigError(
