@@ -6,10 +6,11 @@ import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.integrations.vllm.scheduler import EXPLAIN, SchedulerSide
 
 BLOCK_TOKENS = 32
@@ -30,6 +31,7 @@ class Answer:
         finish_reason: vLLM's finish reason.
         others: tokens of further answers, for a request that asked for several.
         prompt_logprobs: of the prompt's tokens except the first; empty if they were not asked for.
+        params: the response's ``kv_transfer_params``, from all connectors.
     """
 
     tokens: tuple[int, ...]
@@ -39,6 +41,7 @@ class Answer:
     finish_reason: str | None
     others: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: tuple[float, ...] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Engine:
@@ -80,6 +83,7 @@ class Engine:
             "max_num_seqs": 8,
             "async_scheduling": False,
             "skip_tokenizer_init": True,
+            "disable_log_stats": False,
         }
         options = defaults | options
         with _as_on_gpus(bool(options["async_scheduling"]), bool(options.pop("caches_latents", False))):
@@ -88,7 +92,6 @@ class Engine:
                 **options,
                 num_gpu_blocks_override=num_blocks,
                 enforce_eager=True,
-                disable_log_stats=False,
             )
         assert self.scheduler.scheduler_config.async_scheduling == options["async_scheduling"]
 
@@ -102,9 +105,15 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core
 
     @property
+    def connector(self) -> Any:
+        """The adapter on the scheduler's side, also inside vLLM's ``MultiConnector``; ``None`` if there is none."""
+        own = self.scheduler.connector
+        return next((one for one in getattr(own, "_connectors", [own]) if isinstance(one, CargoholdConnector)), None)
+
+    @property
     def side(self) -> SchedulerSide:
         """The adapter's scheduler side."""
-        side: SchedulerSide = self.scheduler.connector._scheduler
+        side: SchedulerSide = self.connector._scheduler
         return side
 
     def ask(
@@ -174,7 +183,7 @@ class Engine:
         held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
         assert not held, f"blocks {held} are held by nobody"
         assert pool.get_num_free_blocks() == len(pool.blocks) - 1
-        if self.scheduler.connector is not None and self.scheduler.connector._scheduler is not None:
+        if self.connector is not None and self.connector._scheduler is not None:
             assert not self.side.has_pending_work()
 
     def close(self) -> None:
@@ -234,7 +243,8 @@ def _sampling(max_tokens: int, kv_transfer_params: Mapping[str, Any], **options:
 
 def _answer(output: Any) -> Answer:
     completion = output.outputs[0]
-    explanation = (output.kv_transfer_params or {}).get(EXPLAIN, {})
+    params = output.kv_transfer_params or {}
+    explanation = params.get(EXPLAIN, {})
     return Answer(
         tokens=tuple(completion.token_ids),
         restored=sum(explanation.get("restored_tokens", {}).values()),
@@ -245,4 +255,5 @@ def _answer(output: Any) -> Answer:
         prompt_logprobs=tuple(
             next(iter(choices.values())).logprob for choices in output.prompt_logprobs or () if choices
         ),
+        params=params,
     )

@@ -45,7 +45,7 @@ class TestWithoutVLLM:
         assert compat.SupportsHMA is int
         assert f"vLLM has no {V1}.base.KVConnectorMetadata" in compat.MISSING
         assert "vLLM has no vllm.distributed.kv_events.BlockStored" in compat.MISSING
-        assert len(compat.MISSING) == 10
+        assert len(compat.MISSING) == 11
         assert isinstance(compat.KVConnectorStats(), compat.KVConnectorStats)
         assert compat.TransferResults is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.protocol import ConnectorGuard, NullConnectorScheduler
-from tests.vllm.common import EAGER, LAZY, ask_twice, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, LAZY, RESTARTED, ask_twice, make_prompts, restored, tokens
 
 
 class Kept(NullConnectorScheduler):
@@ -50,6 +51,22 @@ def test_tokens_after_new_weights_are_theirs_unless_the_user_vouches_for_the_old
     answers = engine.ask(prompts)
     assert (tokens(answers) == expected) == (not option), "old KV gives other tokens"
     assert restored(answers) == (640 if option else 0)
+
+
+def test_weights_that_come_before_the_first_request_are_told_by_a_reset_too(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Documented: nothing else tells of them, and chunks would be kept under the name of the weights in the files."""
+    before, after = vllm_model("llama"), vllm_model("llama-retrained")
+    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    prompts = make_prompts(1, 330)
+    engine = start(before, extra)
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": after})
+    assert engine.llm.reset_prefix_cache()
+    of_new_weights = tokens(ask_twice(engine, prompts))
+    answers = start(before, extra).ask(prompts, 6)
+    assert restored(answers) == 0
+    assert tokens(answers) != of_new_weights
 
 
 def test_a_reset_on_demand_drops_what_is_kept(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from cargohold.errors import ConfigError
+from cargohold.offload.tier.weights import digest_model
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
@@ -42,6 +47,9 @@ def served(
     lora: object = None,
     cache: dict[str, Any] | None = None,
     draft: dict[str, Any] | None = None,
+    device: str = "cuda",
+    load: dict[str, Any] | None = None,
+    transfer: object = None,
     specs: Sequence[Any] = (SimpleNamespace(block_size=16),),
     **options: Any,
 ) -> ServedModel:
@@ -64,7 +72,12 @@ def served(
             | (cache or {})
         ),
         parallel_config=SimpleNamespace(world_size=1),
-        load_config=SimpleNamespace(load_format=load_format),
+        device_config=SimpleNamespace(device_type=device),
+        load_config=SimpleNamespace(
+            **{"load_format": load_format, "ignore_patterns": ["original/**/*"], "model_loader_extra_config": {}}
+            | (load or {})
+        ),
+        weight_transfer_config=transfer,
         lora_config=lora,
         speculative_config=None if draft is None else Drafts(**draft),
         compilation_config=SimpleNamespace(static_forward_context={"layer": Layer(backend), "experts": object()}),
@@ -87,6 +100,11 @@ def test_options_that_change_kv_make_another_model() -> None:
         served(hf_overrides={"rope_parameters": {"rope_theta": 1e6}}),
         served(hf_config_path="other/config"),
         served(load_format="dummy"),
+        served(load_format="safetensors"),
+        served(load_format="mistral"),
+        served(load={"ignore_patterns": ["model-*"]}),
+        served(load_format="sharded_state", load={"model_loader_extra_config": {"pattern": "other-{rank}-{part}"}}),
+        served(load_format="sharded_state"),
         served(backend="FLASHINFER"),
         served(layout="LBHNC"),
         served(layout=None),
@@ -97,8 +115,24 @@ def test_options_that_change_kv_make_another_model() -> None:
         served(draft={"method": "draft_model", "model": "org/small", "revision": None}),
     ]
     assert len(set(models)) == len(models)
-    assert served(load_format="safetensors") == served(), "the same weights, read in another way"
     assert served(draft={"method": "ngram", "model": "ngram"}) == served(), "guessed without KV"
+
+
+def test_processors_for_which_vllm_arranges_kv_otherwise_make_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by review: on an Intel CPU with AMX, keys and values lie in another order, under the same backend's name."""
+    models = []
+    for machine, has_amx in (("x86_64", True), ("x86_64", False), ("aarch64", False)):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        models.append(served(device="cpu"))
+        assert served(device="cuda") == served(), "where KV lies on a GPU, the host's processor does not matter"
+    assert len(set(models)) == len(models)
+
+
+def test_a_switch_that_rearranges_blocks_on_rocm_makes_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = served()
+    monkeypatch.setattr("vllm.envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", True, raising=False)
+    assert served() != plain
 
 
 def test_states_that_are_arranged_otherwise_make_another_model() -> None:
@@ -182,7 +216,9 @@ NO_PROCESSOR_CACHE = SimpleNamespace(mm_processor_cache_gb=0)
     [
         ({"multimodal_config": NO_PROCESSOR_CACHE, "cache": NO_PREFIXES}, "vLLM numbers pictures and sounds"),
         ({"lora": object()}, "LoRA adapters"),
+        ({"transfer": object()}, "weight_transfer_config"),
         ({"load_format": "tensorizer"}, "load_format=tensorizer may bring weights from elsewhere"),
+        ({"load_format": "dummy"}, "from elsewhere"),
         ({"load_format": "my_loader"}, "from elsewhere"),
         ({"hf_overrides": lambda config: config}, "hf_overrides is a function"),
         ({"trust_remote_code": True, "hf_overrides": {"auto_map": {"AutoConfig": "org/a--b.C"}}}, "names code"),
@@ -199,3 +235,53 @@ def test_what_cannot_be_known_again_is_said(options: dict[str, Any], reason: str
         served(cache=NO_PREFIXES, multimodal_config=SimpleNamespace(mm_processor_cache_gb=4)),
     ]
     assert not any(model.obstacle for model in known)
+
+
+def test_weights_of_the_hub_are_looked_for_where_vllm_has_downloaded_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by review: tiers never started with ``--download-dir``, or took old weights in the hub's own cache for the new."""
+
+    def put(cache: str, commit: str, name: str, contents: str) -> None:
+        place = tmp_path / cache / "models--org--name"
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "refs" / "main").write_text(commit)
+        (place / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+        (place / "snapshots" / commit / name).write_text(contents)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = served(load={"download_dir": str(tmp_path / "own")})
+    old, new = "1" * 40, "2" * 40
+    put("hub", old, "config.json", "{}")
+    with pytest.raises(ConfigError, match=f"weights must be in local files; none are in {tmp_path / 'own'}"):
+        digest_model(model)
+    digests = []
+    for cache, commit, name, contents in (
+        ("own", old, "model.safetensors", "old"),
+        ("own", new, "model.safetensors", "new"),
+        ("own", new, "quant_config.json", "{}"),
+        ("hub", old, "config.json", '{"rope_theta": 1}'),
+    ):
+        put(cache, commit, name, contents)
+        digests.append(digest_model(model))
+    assert len(set(digests)) == len(digests)
+    put("hub", old, "model.safetensors", "nobody reads this")
+    assert digest_model(model) == digests[-1]
+    assert digest_model(replace(model, read_after_s=0.0)) == digests[-1], "vLLM itself may just have downloaded them"
+
+
+class Resolved(str):
+    """A revision as vLLM 0.32 gives it: what the user named, and the commit that it is."""
+
+    __slots__ = ()
+    resolved = "1" * 40
+
+
+def test_a_branch_stands_for_the_commit_that_vllm_has_loaded() -> None:
+    """Found by trying: vLLM had loaded one commit, and the branch was at another when the files were digested."""
+    revision = Resolved("main")
+    assert served(revision=revision).revision == revision.resolved
+    assert served(revision="main").revision == "main"
+    assert served(revision=revision, hf_config_path="org/other").revision == "main", (
+        "the other repository has no such commit"
+    )

@@ -182,6 +182,12 @@ def test_workers_of_which_the_scheduler_does_not_hear_are_not_served() -> None:
     assert "external_launcher" in sentence and "use mp or ray" in sentence
 
 
+def test_an_engine_that_survives_steps_that_failed_is_not_served() -> None:
+    """Found by review: chunks of a step whose forward pass had raised were found, and gave wrong tokens."""
+    (sentence,) = obstacles({"enable_fault_tolerance": True})
+    assert "--enable-fault-tolerance" in sentence
+
+
 def test_a_version_that_lacks_something_is_served_without(
     vllm_model: Callable[[str], str],
     start: Callable[..., Any],

@@ -65,6 +65,9 @@ KVConnectorOutput = _need("vllm.v1.outputs", "KVConnectorOutput")
 TransferResults: Any = _find(_BASE, "KVConnectorTransferResults")
 """Since 0.30: failed loads are reported by request. Before, by block, and with several groups vLLM cannot tell whose it is."""
 
+worker_connector: Any = _need("vllm.distributed.kv_transfer", "get_kv_transfer_group")
+"""Returns the one connector that a worker's model runner calls."""
+
 Executor: Any = _find("vllm.v1.executor.abstract", "Executor")
 MultiprocExecutor: Any = _find("vllm.v1.executor.multiproc_executor", "MultiprocExecutor")
 """vLLM's executors, which run the workers, and the only kind of them that merges the reports of all pipeline stages."""
@@ -78,6 +81,17 @@ convert_block_hash: Any = _ask(_HASHES, "maybe_convert_block_hash", 1, lambda di
 extra_keys: Any = _ask(_HASHES, "generate_block_hash_extra_keys", 4, lambda *_: (None, 0))
 event_keys: Any = _ask(_HASHES, "to_event_extra_keys", 1, list)
 """Find what block hashes cover besides tokens, and convert it to the form of vLLM's events (since 0.31 without kinds)."""
+
+
+def environment_option(name: str) -> Any:
+    """The value of one of vLLM's environment variables; ``None`` if this version does not know it."""
+    return _find("vllm.envs", name)
+
+
+def has_own_process() -> bool:
+    """Whether vLLM runs an engine in processes of its own. If not, it runs one engine after the other in the program's."""
+    return environment_option("VLLM_ENABLE_V1_MULTIPROCESSING") in (None, True)
+
 
 _spec_kind: Any = _ask(_SPECS, "get_kv_cache_spec_kind", 1, lambda _: None)
 _spec_window: Any = _ask(_SPECS, "get_kv_cache_spec_sliding_window", 1, lambda _: None)
@@ -111,6 +125,9 @@ __all__ = [
     "TransferResults",
     "convert_block_hash",
     "describe_group",
+    "environment_option",
     "event_keys",
     "extra_keys",
+    "has_own_process",
+    "worker_connector",
 ]

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Final, Self
+from weakref import WeakSet
 
 from cargohold.connector.factory import connector_factory
 from cargohold.errors import ConfigError
@@ -40,7 +41,7 @@ from cargohold.integrations.vllm.stages import (
     united,
 )
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
-from cargohold.protocol import Clock, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
+from cargohold.protocol import Clock, KVCacheGroup, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ _NEEDS = {
     "scheduler_config": ("max_num_batched_tokens",),
 }
 
+
+_SERVED_POOLS: Final[WeakSet[Any]] = WeakSet()
+"""The block pools that connectors of ours serve. vLLM's ``MultiConnector`` gives the same pool to all of its children."""
 
 _SUDDEN_END = (
     "with --shutdown-timeout 0, its default, `vllm serve` kills its engine when it is stopped, and what is being written to a "
@@ -93,21 +97,22 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config).of_replica(replica)
         self._is_scheduler = role is compat.KVConnectorRole.SCHEDULER
         self._obstacles: list[str] = []
-        translation = self._translate()
-        self._groups = translation.groups
+        self._groups: tuple[KVCacheGroup, ...] = ()
         if self._is_scheduler:
             check_stages(vllm_config)
-        if self._turn_off(translation.obstacles):
+        if self._turn_off(self._missing()):
             return
-        if self._is_scheduler:
+        translation = self._translate()
+        self._groups = translation.groups
+        is_off = self._turn_off(translation.obstacles)
+        if not self._is_scheduler:
+            # The scheduler side may know of no obstacle: vLLM tells it only of the first layer of each group.
+            self._worker = WorkerSide(int(vllm_config.parallel_config.rank), "; ".join(translation.obstacles) or None)
+        elif not is_off:
             if self._settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
                 logger.info("%s", _SUDDEN_END)
             # vLLM's scheduler reads this option right after it has made the connector.
             vllm_config.kv_transfer_config.kv_load_failure_policy = self._settings.adapter.load_failure_policy
-        else:
-            rank = int(vllm_config.parallel_config.rank)
-            layout = self._layout(smallest_block_tokens(self._groups))
-            self._worker = WorkerSide(self._factory(), layout, rank, self._clock())
 
     # --- what vLLM asks of the class ----------------------------------------------------------------------------------
 
@@ -142,12 +147,19 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the paged KV."""
-        if self._worker is not None:
-            self._worker.register_kv_caches(kv_caches)
+        if self._worker is not None and not self._obstacles:
+            layout = self._layout(smallest_block_tokens(self._groups))
+            self._worker.register_kv_caches(kv_caches, self._factory(), layout, self._clock())
 
     def get_handshake_metadata(self) -> WorkerPart | None:
-        """Which part of the model this worker holds, or why it keeps nothing; ``None`` if the scheduler side knows its part."""
-        if self._worker is None:
+        """Which part of the model this worker holds, or why it keeps nothing; ``None`` if the scheduler side knows its part.
+
+        Also ``None`` inside vLLM's ``MultiConnector``, which hears only the first child that says something, and passes that on
+        to all children: others need their handshake to work at all.
+        """
+        if compat.worker_connector() is not self:
+            return None
+        if self._obstacles:
             return WorkerPart(obstacles=tuple(self._obstacles))
         if not has_stages(self._vllm_config):
             return None
@@ -226,7 +238,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         parts = {at: part for at, part in metadata.items() if isinstance(part, WorkerPart)}
         obstacles = sorted({obstacle for part in parts.values() for obstacle in part.obstacles})
         if self._begin is not None and len(parts) < int(self._vllm_config.parallel_config.world_size):
-            obstacles.append("not all workers say what they hold")
+            obstacles.append("not all workers say what they hold; as a child of vLLM's MultiConnector they cannot")
         if self._turn_off(obstacles):
             self.shutdown()
             self._scheduler = None
@@ -264,7 +276,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' reports of a step."""
         if self._scheduler is not None:
-            self._scheduler.update_connector_output(connector_output.kv_connector_worker_meta)
+            # Inside vLLM's MultiConnector, the message is this connector's own, and the blocks are those of all connectors.
+            self._scheduler.update_connector_output(
+                connector_output.kv_connector_worker_meta, step_failed=bool(connector_output.invalid_block_ids)
+            )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Note that a request ended, in a model with one KV-cache group; see ``request_finished_all_groups``."""
@@ -325,13 +340,14 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _translate(self) -> Translation:
+    def _missing(self) -> list[str]:
+        """What this version of vLLM lacks, as sentences; the same on both sides. Warns of a version that was not tested."""
         warning = probe.version_warning()
         if warning is not None and self._is_scheduler:
             logger.warning("%s", warning)
-        missing = probe.missing_from_vllm(CargoholdConnector) + probe.missing_from_config(self._vllm_config, _NEEDS)
-        if missing:
-            return Translation((), tuple(missing))
+        return probe.missing_from_vllm(CargoholdConnector) + probe.missing_from_config(self._vllm_config, _NEEDS)
+
+    def _translate(self) -> Translation:
         translation = translate(
             self._vllm_config, self._kv_cache_config, reports_requests=compat.TransferResults is not None
         )
@@ -343,8 +359,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def _bind(self, pool: Any, tables: BlockTables) -> None:
         """Make the scheduler side now that the pool is known; with pipeline stages, once all workers have told their parts."""
-        if self._obstacles or self._turn_off(probe.missing_from_pool(pool)):
+        if self._obstacles or self._turn_off(_pool_obstacles(pool)):
             return
+        _SERVED_POOLS.add(pool)
         layout = self._layout(int(pool.hash_block_size))
         if has_stages(self._vllm_config):
             self._begin = partial(self._make_scheduler, pool, tables, layout)
@@ -397,6 +414,14 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if self._is_scheduler:
             logger.error("offloading is off, requests are served without it: %s", reasons)
         return True
+
+
+def _pool_obstacles(pool: Any) -> list[str]:
+    """Why this block pool cannot be served, as sentences."""
+    if pool in _SERVED_POOLS:
+        # Both would give a request's explanation under the same key, and vLLM's engine would end.
+        return ["another Cargohold connector serves this engine; with mode multi, one keeps KV in several ways"]
+    return probe.missing_from_pool(pool)
 
 
 def _follow_vllm_log() -> None:

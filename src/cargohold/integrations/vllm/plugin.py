@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from typing import Final
 
 logger = logging.getLogger("vllm.cargohold")  # vLLM shows only loggers below its own name
@@ -10,12 +12,34 @@ logger = logging.getLogger("vllm.cargohold")  # vLLM shows only loggers below it
 NAME: Final = "CargoholdConnector"
 MODULE: Final = "cargohold.integrations.vllm.connector"
 
+_ran_first_at_s: float | None = None
+"""When ``register`` ran first in this process, or, if the process was forked since, when it began."""
+
+
+def _begin_as_child() -> None:
+    """Note when a forked child began: vLLM does not call ``register`` in it again."""
+    global _ran_first_at_s  # noqa: PLW0603  # it is the process's, as forks are
+    _ran_first_at_s = time.time()
+
+
+os.register_at_fork(after_in_child=_begin_as_child)
+
+
+def ran_first_at() -> float | None:
+    """When code of ours ran first in this process, in seconds since 1970; ``None`` if vLLM was told to load no such plugins.
+
+    In an engine's own process that is before the weights are loaded. Connectors are made later.
+    """
+    return _ran_first_at_s
+
 
 def register() -> None:
     """Register the connector. vLLM calls this in each of its processes, and may call it several times.
 
     Every vLLM in this environment calls it, also one without a connector. So it must not raise, whatever vLLM is like.
     """
+    global _ran_first_at_s  # noqa: PLW0603  # it is the process's, as the registration is
+    _ran_first_at_s = _ran_first_at_s or time.time()
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM is there now
 

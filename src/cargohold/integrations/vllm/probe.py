@@ -38,7 +38,7 @@ _REQUEST = (
 )
 
 _STEP = ("finished_req_ids", "num_scheduled_tokens", "preempted_req_ids")
-_OUTPUT = ("kv_connector_worker_meta",)
+_OUTPUT = ("invalid_block_ids", "kv_connector_worker_meta")
 
 _SOURCES_HOOK = "get_external_cache_hit_sources"
 _SOURCES = ("EXTERNAL_UNSPECIFIED", "HOST")

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 EXPLAIN: Final = "cargohold_explain"
 """Key in a request's ``kv_transfer_params`` that asks for an explanation, and in the response that gives it."""
+
+_REMOTE_PREFILL: Final = "do_remote_prefill"
+"""Key that vLLM's connectors between prefill and decode engines answer. vLLM's engine ends if two connectors answer the same
+key, and our decode engines need none: they look up every prompt."""
 
 
 @dataclass(slots=True)
@@ -171,6 +175,7 @@ class SchedulerSide:
         if keeps_blocks:
             self._new_sends.append(request_id)
         answer = dict(params or {})
+        answer.pop(_REMOTE_PREFILL, None)
         if (request.kv_transfer_params or {}).get(EXPLAIN):
             answer[EXPLAIN] = _explanation(report)
         return keeps_blocks, answer or None
@@ -238,23 +243,30 @@ class SchedulerSide:
         new_sends, self._new_sends = tuple(self._new_sends), []
         return StepMessage(inner, new_loads, new_sends, stop=self.guard.stop_workers() or self.guard.is_stopping)
 
-    def update_connector_output(self, message: WorkerMessage | None) -> None:
-        """Take the ranks' reports of a step; ``None`` if no rank had anything to report."""
-        if message is None:
+    def update_connector_output(self, message: WorkerMessage | None, *, step_failed: bool) -> None:
+        """Take the ranks' reports of a step.
+
+        Args:
+            message: the reports; ``None`` if no rank had anything to report.
+            step_failed: whether the step may have computed with blocks that a connector, this or another, failed to load.
+        """
+        if message is None and not step_failed:
             return
+        reports = {} if message is None else message.reports
         ranks = range(self.layout.world_size)
-        for rank, report in sorted(message.reports.items()):
+        for rank, report in sorted(reports.items()):
             self._note_failed(report.failed_loads)
             if report.error is not None:
                 self.guard.break_off(report.error)
             if report.stopped:
                 self._stopped_ranks.add(rank)
         try:
-            reports = [message.reports.get(rank) for rank in ranks]
-            output = self._aggregator.aggregate([None if report is None else report.output for report in reports])
+            output = self._aggregator.aggregate([reports[rank].output if rank in reports else None for rank in ranks])
         except ContractError as error:
             self.guard.break_off(error.rule, error)
             return
+        if step_failed:
+            output = replace(output, finished=replace(output.finished, step_failed=True))
         self._stats.update(dict(output.stats))
         for request_id in output.finished.finished_recving:
             self._loading.pop(request_id, None)
@@ -334,7 +346,7 @@ class SchedulerSide:
     def _check_deadlines(self) -> None:
         oldest = next(iter(self._loading.items()), None)
         late = oldest[0] if oldest is not None and self._clock() - oldest[1].since > self._timeout_s else None
-        if self._patience.ends_with(late, self._timeout_s):
+        if self._patience.has_run_out(late, self._timeout_s):
             self.guard.break_off(f"did not end the load of request {late} within {self._timeout_s:g} s")
         undecided = self._deferrals.note_step(self._timeout_s)
         if undecided is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any, Final
 
-from cargohold.integrations.vllm import compat
+import torch
+
+from cargohold.integrations.vllm import compat, plugin
 from cargohold.protocol import ServedModel
 
 # Options that change what the model's files say; the model's digest is made of these files.
@@ -22,15 +25,18 @@ _MEDIA: Final = (
     "video_pruning_method",
     "video_pruning_rate",
 )
+# Options that choose among the files beside each other: the digest covers all of them, whichever are read.
+_FILES: Final = ("ignore_patterns", "load_format", "model_loader_extra_config")
 _TEMPERATURE: Final = "attn_temperature_tuning"
-_NO_CHANGE: Final = ("auto", "evs", "float32")
+_SHUFFLE: Final = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+"""vLLM's environment variable that has a backend for ROCm arrange the inside of a block in another way."""
+_NO_CHANGE: Final = ("auto", "evs", "float32", "['original/**/*']")
 """Values of these options that change nothing: their defaults, and a type of states that differs from others in size."""
 
 _LOCAL_FORMATS: Final = frozenset(
     {
         "auto",
         "bitsandbytes",
-        "dummy",
         "fastsafetensors",
         "gguf",
         "hf",
@@ -44,20 +50,23 @@ _LOCAL_FORMATS: Final = frozenset(
         "sharded_state",
     }
 )
-"""Load formats that read weights from where the model is; other formats may bring them from elsewhere."""
+"""Load formats that read weights from where the model is; other formats may bring them from elsewhere.
+
+With ``dummy``, programs that train a model start an engine whose weights they send as soon as it runs.
+"""
 
 
 def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
     """The identity of the served model. Its ``dtype`` names version, layout and attention backends, which arrange the KV."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     changes = {name: getattr(model, name, None) for name in _CHANGES_OF_MODEL}
-    if vllm_config.load_config.load_format == "dummy":
-        changes["load_format"] = "dummy"  # the files are not read
     if _turns_by_length(model) or _tempers_by_length(model):
         changes["max_model_len"] = model.max_model_len
     changes["kv_cache_layout"] = getattr(kv_cache_config, "kv_cache_layout", None)
     changes["states"] = _state_shapes(kv_cache_config)
     changes["backends"] = _attention_backends(vllm_config)
+    changes["processor"] = _processor(vllm_config)
+    changes[_SHUFFLE] = compat.environment_option(_SHUFFLE)
     changes |= dict(_further_changes(vllm_config))
     changed = "".join(f", {name} {value}" for name, value in changes.items() if value)
     return ServedModel(
@@ -65,11 +74,14 @@ def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
         path=str(model.model),
         dtype=f"{model.dtype}, cached as {cache.cache_dtype}, by vLLM {compat.VLLM_VERSION}, "
         f"hashed with {cache.prefix_caching_hash_algo}{changed}",
-        revision=_text(model.revision),
+        revision=_revision(model),
         runs_code=bool(getattr(model, "trust_remote_code", False)),
         code_revision=_text(getattr(model, "code_revision", None)),
         config_path=_text(getattr(model, "hf_config_path", None)),
+        download_dir=_text(getattr(vllm_config.load_config, "download_dir", None)),
         obstacle=next(_obstacles(vllm_config), ""),
+        # A program that runs the engines itself may have saved their models meanwhile.
+        read_after_s=plugin.ran_first_at() if compat.has_own_process() else None,
     )
 
 
@@ -77,7 +89,8 @@ def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
     """Names and values of options that change the KV, but only if somebody has set them."""
     model = vllm_config.model_config
     media = getattr(model, "multimodal_config", None)
-    for config, names in ((model, _IMPLEMENTATION), (vllm_config.cache_config, _CACHE), (media, _MEDIA)):
+    cache, files = vllm_config.cache_config, vllm_config.load_config
+    for config, names in ((model, _IMPLEMENTATION), (cache, _CACHE), (files, _FILES), (media, _MEDIA)):
         for name in names:
             value = getattr(config, name, None)
             if value and str(getattr(value, "value", value)) not in _NO_CHANGE:
@@ -101,6 +114,9 @@ def _obstacles(vllm_config: Any) -> Iterator[str]:
     if getattr(vllm_config, "lora_config", None) is not None:
         # vLLM hashes an adapter's name and path: after a restart other weights may be there, and nobody would notice.
         yield "vLLM knows LoRA adapters by name and path, which may be given to others"
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        # Whoever sends them before the first request sees no reason to reset the prefix cache.
+        yield "weight_transfer_config lets other weights than those in the files be sent at any time"
     media = getattr(model, "multimodal_config", None)
     if getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
         # And the numbers begin at 1 at every start.
@@ -114,6 +130,15 @@ def _obstacles(vllm_config: Any) -> Iterator[str]:
         yield "hf_overrides names code"
     if getattr(model, "model_class_overrides", None):
         yield "model_class_overrides names code"
+
+
+def _revision(model_config: Any) -> str | None:
+    """The revision of the model's files: the commit that vLLM has resolved it to (0.32), since branches move.
+
+    With ``hf_config_path``, it is what the user named, because it also stands for a revision of that other repository.
+    """
+    named = model_config.revision
+    return _text(named if getattr(model_config, "hf_config_path", None) else getattr(named, "resolved", named))
 
 
 def _text(value: object) -> str | None:
@@ -136,6 +161,17 @@ def _state_shapes(kv_cache_config: Any) -> str:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
     return " ".join(sorted({str(layer.shapes) for layer in layers if hasattr(layer, "shapes")}))
+
+
+def _processor(vllm_config: Any) -> str:
+    """What decides, besides options, how attention on a CPU arranges keys and values within a block; empty on other devices.
+
+    vLLM chooses among several ways to pack them. All of them have the same name, shapes and strides.
+    """
+    if getattr(getattr(vllm_config, "device_config", None), "device_type", None) != "cpu":
+        return ""
+    has_amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001  # vLLM asks the same
+    return f"{platform.machine()} {'with' if has_amx else 'without'} AMX"
 
 
 def _attention_backends(vllm_config: Any) -> str:

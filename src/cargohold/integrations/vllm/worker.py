@@ -43,20 +43,15 @@ class WorkerSide:
     """The adapter's worker side: runs one rank's part of the connector, contained in a guard.
 
     Args:
-        factory: makes the connector.
-        layout: the paged KV, as the scheduler side knows it.
         rank: which worker this is, from 0.
-        clock: monotonic time in seconds.
+        obstacle: why this rank cannot take part, as a sentence; ``None`` if it can. The scheduler side hears of it in the first
+            report, if it has not turned the connector off by itself.
     """
 
-    def __init__(
-        self, factory: KVConnectorFactory, layout: KVCacheLayout, rank: int, clock: Callable[[], float]
-    ) -> None:
-        self._factory = factory
-        self._layout = layout
+    def __init__(self, rank: int, obstacle: str | None = None) -> None:
         self._rank = rank
-        self._clock = clock
         self._guard = WorkerConnectorGuard(NullConnectorWorker())
+        self._guard.stop()  # messages are ignored until the connector is made, and for good if it cannot be made
         self._message: StepMessage | None = None
         self._has_saved = False
         self._report = RankReport()
@@ -64,25 +59,38 @@ class WorkerSide:
         self._loading: dict[str, tuple[int, ...]] = {}
         self._sending: set[str] = set()
         self._failed: set[str] = set()
-        self._registration_error: str | None = None
+        # What the scheduler side has not heard of yet.
+        self._untold_error = None if obstacle is None else f"rank {rank} cannot take part: {obstacle}"
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take the paged KV; the connector is made now that its size is known."""
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, Any],
+        factory: KVConnectorFactory,
+        layout: KVCacheLayout,
+        clock: Callable[[], float],
+    ) -> None:
+        """Take the paged KV; the connector is made now that its size is known.
+
+        Args:
+            kv_caches: vLLM's tensors, by layer.
+            factory: makes the connector.
+            layout: the paged KV, as the scheduler side knows it.
+            clock: monotonic time in seconds.
+        """
         try:
-            regions = regions_of(kv_caches, self._layout.num_blocks)
+            regions = regions_of(kv_caches, layout.num_blocks)
             # Padding between regions is left out, so a row may be shorter here than the scheduler side assumes: then there
             # are more of them than it will use.
-            layout = replace(self._layout, block_bytes=self._checked(sum(region.shape[1] for region in regions)))
-            environment = WorkerEnvironment(layout, self._rank, self._clock)
-            self._guard = WorkerConnectorGuard(self._factory.make_worker_side(environment))
+            own = replace(layout, block_bytes=_checked(sum(region.shape[1] for region in regions), layout))
+            self._guard = WorkerConnectorGuard(factory.make_worker_side(WorkerEnvironment(own, self._rank, clock)))
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         except Exception as error:  # whatever it is, vLLM can serve without offloading
             logger.exception("rank %d cannot take part in offloading", self._rank)
-            self._registration_error = f"rank {self._rank} could not register the KV cache: {error!r}"
+            self._untold_error = f"rank {self._rank} could not register the KV cache: {error!r}"
             return
         # A block id belongs to one group at a time, so all groups share the same bytes.
-        self._guard.register_kv_caches([regions] * len(self._layout.groups))
+        self._guard.register_kv_caches([regions] * len(layout.groups))
 
     def begin(self, message: StepMessage) -> None:
         """Take this step's message. May be called twice in a step; only the first time counts."""
@@ -111,8 +119,8 @@ class WorkerSide:
     def collect(self, finished_req_ids: AbstractSet[str]) -> Ended:
         """The transfers that ended since the last call. Also prepares this step's report for ``build_meta``."""
         output = self._guard.collect(finished_req_ids)
-        error = self._guard.take_error() or self._registration_error
-        self._registration_error = None
+        error = self._guard.take_error() or self._untold_error
+        self._untold_error = None
         stopped = self._message is not None and self._message.stop
         for request_id, block_ids in self._loading.items():
             if not output.invalid_block_ids.isdisjoint(block_ids):
@@ -146,7 +154,8 @@ class WorkerSide:
         """Let transfers in flight end."""
         self._guard.stop()
 
-    def _checked(self, block_bytes: int) -> int:
-        if block_bytes > self._layout.block_bytes:
-            raise ValueError(f"a block takes {block_bytes} bytes here, and {self._layout.block_bytes} in the layout")
-        return block_bytes
+
+def _checked(block_bytes: int, layout: KVCacheLayout) -> int:
+    if block_bytes > layout.block_bytes:
+        raise ValueError(f"a block takes {block_bytes} bytes here, and {layout.block_bytes} in the layout")
+    return block_bytes

@@ -69,7 +69,7 @@ class RequestBook:
         stop_token_ids: Collection[int],
     ) -> Any:
         """A request for vLLM."""
-        self.own[request_id] = _own_request(request_id, token_ids, max_tokens, salt, self._clock())
+        self.own[request_id] = _own_request(request_id, token_ids, max_tokens, salt, kv_transfer_params, self._clock())
         answer = tokens_alone(token_ids, max_tokens + _BEYOND, VOCAB_SIZE, root_of_salt(salt))
         self._tokens[request_id] = [*token_ids, *answer]
         request = VllmRequest(
@@ -121,7 +121,14 @@ class RequestBook:
             self.own[request_id].status = RequestStatus.LOADING if is_loading else RequestStatus.WAITING
 
 
-def _own_request(request_id: str, token_ids: Sequence[int], max_tokens: int, salt: str | None, now: float) -> Request:
+def _own_request(
+    request_id: str,
+    token_ids: Sequence[int],
+    max_tokens: int,
+    salt: str | None,
+    kv_transfer_params: Mapping[str, Any] | None,
+    now: float,
+) -> Request:
     return Request(
         request_id=request_id,
         all_token_ids=list(token_ids),
@@ -131,6 +138,7 @@ def _own_request(request_id: str, token_ids: Sequence[int], max_tokens: int, sal
         times=RequestTimes(arrived=now),
         hash_block_tokens=_NO_HASHES,  # vLLM has its own
         salt=salt,
+        kv_transfer_params=kv_transfer_params,
     )
 
 
