@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, Self, TypedDict, Unpack
 from weakref import WeakSet
 
-from cargohold.connector.factory import Offload, check_places, connector_factory
+from cargohold.connector.factory import Offload, check_places, connector_factory, host_bytes_of
 from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.recording import RecordingFactory
@@ -35,7 +35,9 @@ from cargohold.engine.sampling_params import SamplingParams
 from cargohold.engine.turns import Turns
 from cargohold.errors import ConfigError, RequestError
 from cargohold.interrupts import deferred_interrupt
+from cargohold.machine import memory_limit_bytes
 from cargohold.protocol import KVConnectorFactory, KVEvent, SchedulerEnvironment
+from cargohold.units import format_bytes
 
 Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
@@ -93,7 +95,10 @@ class LLM:
         if record is not None:
             factory = RecordingFactory(factory, os.fspath(record))
         self.plan = plan_engine(config, describe_model(config.model, config.dtype))
-        if self.plan.executor.kind is not ExecutorKind.RAY:  # Ray's workers may run on machines with other disks
+        if (
+            self.plan.executor.kind is not ExecutorKind.RAY
+        ):  # Ray's workers may run on machines with other disks and memory
+            _check_memory(self.plan, host_bytes_of(offload))
             check_places(offload, self.plan.layout)
         self.engine = build_engine(self.plan, factory)
         self._turns = Turns()
@@ -365,6 +370,20 @@ def _check_offload(offload: object) -> None:
     if offload is not None and not is_factory and not isinstance(offload, OffloadConfig | LazyOffloadConfig):
         expected = "an OffloadConfig, a LazyOffloadConfig, the factory of a connector, or a list of these"
         raise ConfigError("offload", offload, f"it must be {expected}")
+
+
+def _check_memory(plan: EnginePlan, host_bytes: int) -> None:
+    """Raise ``ConfigError`` if device pool and host memory together are larger than this machine's memory."""
+    layout, limit = plan.layout, memory_limit_bytes()
+    pool_bytes = layout.num_blocks * layout.block_bytes * layout.world_size if plan.config.device == "cpu" else 0
+    if host_bytes and pool_bytes + host_bytes > limit:
+        # Memory is taken only when it is first written to, so nothing would fail before the machine is full.
+        raise ConfigError(
+            "host_bytes",
+            format_bytes(host_bytes),
+            f"with the device pool of {format_bytes(pool_bytes)} that is more than the {format_bytes(limit)} that this machine "
+            "allows in all, and the model needs some of it, too",
+        )
 
 
 def _engine_config(model: str | os.PathLike[str], options: Mapping[str, Any]) -> EngineConfig:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -396,6 +397,15 @@ def test_events_that_nobody_takes_are_dropped_and_an_index_of_them_has_nothing_t
     known = {block_hash for event in index.withdraw() if event.medium == "GPU" for block_hash in event.block_hashes}
     pool = llm.engine.scheduler.kv.pool
     assert known and all(pool.contains(block_hash, 0) for block_hash in known)
+
+
+def test_memory_is_added_up_before_the_model_is_loaded(llama: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a newcomer: each part was compared with the machine's memory alone, and the sum would have filled it."""
+    monkeypatch.setattr("cargohold.llm.memory_limit_bytes", lambda: 10 * 1024**2)
+    monkeypatch.setattr("cargohold.llm.build_engine", Mock(side_effect=AssertionError("the model was loaded")))
+    offload = [OffloadConfig(host_bytes="4MiB"), LazyOffloadConfig(host_bytes="5MiB")]
+    with pytest.raises(ConfigError, match=r"host_bytes='9.0 MiB'.*device pool of .* more than the 10 MiB"):
+        llama(num_device_blocks=1000, offload=offload)
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,19 @@ def check_places(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
                 check_places(child, layout)
 
 
+def host_bytes_of(offload: Offload | Sequence[Offload] | None) -> int:
+    """Return the host memory that ``offload`` asks for in all. Third parties' connectors are not counted."""
+    match offload:
+        case OffloadConfig():
+            return offload.num_host_bytes
+        case LazyOffloadConfig():
+            return offload.common().num_host_bytes
+        case Sequence():
+            return sum(map(host_bytes_of, offload))
+        case _:
+            return 0
+
+
 def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
     """Return the factory of the connector for ``offload``: one configuration, several in order of preference, or ``None``."""
     match offload:
