@@ -41,6 +41,7 @@ class TestWithoutVLLM:
         fake(monkeypatch, f"{V1}.base", KVConnectorBase_V1=object, KVConnectorRole=object, SupportsHMA=int)
         for name in (f"{V1}.metrics", "vllm.distributed.kv_events", "vllm.v1.core.sched.output", "vllm.v1.outputs"):
             fake(monkeypatch, name)
+        fake(monkeypatch, "vllm.distributed.kv_transfer")
         compat = import_compat()
         assert compat.SupportsHMA is int
         assert f"vLLM has no {V1}.base.KVConnectorMetadata" in compat.MISSING
