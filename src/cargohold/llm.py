@@ -334,6 +334,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         plan.layout,
         clock,
         max_step_tokens=plan.scheduler.max_num_batched_tokens,
+        max_num_seqs=plan.scheduler.max_num_seqs,
         prefix_caching=plan.scheduler.prefix_caching,
         applies_locks=True,
         emits_events=plan.scheduler.emit_events,

@@ -209,9 +209,12 @@ def test_who_waits_for_a_place_is_restored_when_there_is_one() -> None:
     assert not any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
 
 
-def test_in_a_long_queue_every_request_is_restored() -> None:
-    """Found by reading: what came up long before its request's turn was evicted, and the request did not ask again."""
-    num_requests, num_chunks = 10, 100
+@pytest.mark.parametrize(("num_requests", "num_chunks", "num_answer_tokens"), [(10, 100, 700), (30, 50, 200)])
+def test_in_a_long_queue_every_request_is_restored(num_requests: int, num_chunks: int, num_answer_tokens: int) -> None:
+    """Found by reading: what came up long before its request's turn was evicted, and the request did not ask again.
+
+    And where many are asked for whenever there is a place for one, the time of all of them ran out.
+    """
     tiering = SimulatedTiering(2 * num_requests * num_chunks)
     shape = {"num_blocks": 700, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     engine = make_engine(tiering, **shape)
@@ -223,7 +226,7 @@ def test_in_a_long_queue_every_request_is_restored() -> None:
     loaded: list[bytes] = []
     queue.on_job = lambda job: loaded.extend(job.keys if job.kind is JobKind.LOAD else ())
     for at in range(num_requests):
-        engine.add(str(at), prompt(at, 4 * num_chunks + 1), 700)
+        engine.add(str(at), prompt(at, 4 * num_chunks + 1), num_answer_tokens)
     most_held = 0
     while engine.scheduler.num_unfinished:
         engine.step()
@@ -231,6 +234,7 @@ def test_in_a_long_queue_every_request_is_restored() -> None:
     finish(engine, tiering)
     for at in range(num_requests):
         assert sum(restored(engine, str(at)).values()) == 4 * num_chunks, at
+        assert engine.requests[str(at)].times.load_wait_s < 0.2, "time without a place counted"
     assert len(loaded) <= 1.5 * num_requests * num_chunks, "chunks came up again and again"
     assert most_held <= 4 * num_chunks, "more than half of host memory was held, and one request's chunks beside"
 

@@ -26,6 +26,7 @@ class SchedulerEnvironment:
         layout: the paged KV cache.
         clock: monotonic time, for deadlines.
         max_step_tokens: maximum number of tokens that one step computes, so the maximum that may need blocks at once.
+        max_num_seqs: maximum number of requests that run at the same time; ``None`` if the engine does not say.
         prefix_caching: whether the device pool keeps blocks for reuse. Without it, waiting for another request's load is
             pointless, because the blocks of that request could not be shared.
         applies_locks: whether the engine applies the answers of ``report_to_scheduler``.
@@ -40,6 +41,7 @@ class SchedulerEnvironment:
     layout: KVCacheLayout
     clock: Clock
     max_step_tokens: int = 2048
+    max_num_seqs: int | None = None
     prefix_caching: bool = True
     applies_locks: bool = True
     emits_events: bool = False

@@ -88,6 +88,7 @@ class SimulatedEngine:
             layout,
             self.clock,
             max_step_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
             prefix_caching=self.config.prefix_caching,
             applies_locks=applies_locks,
             emits_events=self.config.emit_events,

@@ -43,7 +43,7 @@ class LowerSide:
     ) -> None:
         self.tiers = lower
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
-        self.recalls = Recalls(manager, lower, self._pace if only_if_faster else None)
+        self.recalls = Recalls(manager, lower, self._pace if only_if_faster else None, environment.max_num_seqs)
         self._events = [
             TierEvents(tier, MEDIUM_STORAGE, chunk_tokens, tier.options.locality)
             for tier in lower.tiers
@@ -54,7 +54,7 @@ class LowerSide:
         """Begin a step; return the jobs that the workers are to start in it, and the ids of jobs that they are to give up."""
         self._pace.begin(step)
         self.tiers.clock.begin_step()
-        self.recalls.note_step()
+        self.recalls.note_step(len(step.scheduled))
         return self.tiers.take_commands(new_id), self.tiers.take_cancelled()
 
     def end_step(self) -> None:

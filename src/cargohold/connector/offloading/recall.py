@@ -70,13 +70,20 @@ class Recalls:
         host: the manager of host memory.
         lower: the tiers below host memory.
         pace: predicts how long computing takes; ``None`` to bring up all chunks of a hit, even if computing may be faster.
+        max_num_seqs: maximum number of requests that run at the same time; ``None`` if that is not known.
     """
 
-    def __init__(self, host: OffloadManager, lower: LowerTiers, pace: StepPace | None) -> None:
+    def __init__(
+        self, host: OffloadManager, lower: LowerTiers, pace: StepPace | None, max_num_seqs: int | None
+    ) -> None:
         self._host = host
         self._lower = lower
         self._clock = lower.clock
         self._pace = pace
+        self._max_num_seqs = max_num_seqs
+        # How many requests the engine can admit before the next step, and how many it has asked for.
+        self._num_places = max_num_seqs
+        self._num_asked = 0
         self._live: list[Recall] = []
         # Those that wait for slots in host memory, first come, first served.
         self._line: list[Recall] = []
@@ -84,38 +91,44 @@ class Recalls:
         self._num_steps = 0
         self._num_sizes = 0
 
-    def note_step(self) -> None:
-        """Learn that a step was scheduled; put off the deadlines of requests that the engine has not asked for since the last.
+    def note_step(self, num_running: int) -> None:
+        """Learn that a step was scheduled for ``num_running`` requests; put off the deadlines of those that had no place in it.
 
-        There was no place for them, so the time since then was not spent waiting for lower tiers.
+        The engine has not asked for them since the last step, or has asked for as many before them as it has places for. So
+        they have not spent the time since then waiting for lower tiers.
         """
         now = self._clock()
         self._live = [recall for recall in self._live if not recall.is_over]
         self._line = [recall for recall in self._line if recall.is_in_line and not recall.is_over]
         for recall in self._live:
-            if recall.asked_in != self._num_steps:
+            if recall.asked_in != self._num_steps or not recall.has_place:
                 recall.deadline += now - self._last_step
         self._last_step = now
         self._num_steps += 1
+        self._num_asked = 0
+        if self._max_num_seqs is not None:
+            self._num_places = max(1, self._max_num_seqs - num_running)  # without any, it would not ask
         if self._pace is not None and self._pace.num_sizes > self._num_sizes:
             self._num_sizes = self._pace.num_sizes
             if not all(recall.is_limited for recall in self._live):
                 self._lower.wake_at(now)  # now it may be known how long computing takes
 
     def note_asked(self, state: RequestState) -> None:
-        """Learn that the engine asks for a request. Let it begin anew if it waited for a place for so long that this may pay.
-
-        That is, if its chunks are not held any more, or if it has given up while it stood in line, and had no place since.
-        """
+        """Learn that the engine asks for a request. Let it begin anew if its chunks are not held any more."""
+        self._num_asked += 1
         recall = state.recall
         if recall is None:
             return
-        had_no_place = recall.asked_in < self._num_steps - 1
-        recall.asked_in = self._num_steps
-        if recall.has_expired or (recall.has_missed_its_turn and had_no_place):
+        recall.asked_in, recall.has_place = self._num_steps, self._has_place
+        if recall.has_expired:
             state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
             state.end_recall()
             state.lookup = None
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether the engine could admit the request that it asks for now."""
+        return self._num_places is None or self._num_asked <= self._num_places
 
     def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
         """Whether a request must wait for lower tiers before it is looked up in host memory. Starts what is needed for that.
@@ -133,7 +146,9 @@ class Recalls:
             timeout_s = self._lower.config.restore_timeout_s
             deadline = self._clock() + timeout_s
             excuse = f"lower tiers took longer than {timeout_s:g} s"
-            recall = state.recall = Recall(deadline, excuse, alarm_at=deadline, asked_in=self._num_steps)
+            recall = state.recall = Recall(
+                deadline, excuse, alarm_at=deadline, asked_in=self._num_steps, has_place=self._has_place
+            )
             self._live.append(recall)
             self._lower.wake_at(deadline)
             state.notes += [

@@ -50,6 +50,7 @@ class Recall:
         excuse: what to note for the request if it stops at the deadline.
         alarm_at: time at which the request is looked at again if nothing else happens: the deadline when the alarm was set.
         asked_in: number of the step before which the engine asked for the request last.
+        has_place: whether the engine could have admitted the request then.
         probes: questions to the tiers that the request waits for.
         num_found: by tier, the number of chunks that earlier questions have found there.
         look_again_at: time before which the request is not looked at again unless its probes have ended, because looking
@@ -65,6 +66,7 @@ class Recall:
     excuse: str
     alarm_at: float
     asked_in: int
+    has_place: bool
     probes: Sequence[ProbeTask] = ()
     num_found: Counter[int] = field(default_factory=Counter)
     look_again_at: float = 0.0
@@ -78,11 +80,6 @@ class Recall:
     def has_expired(self) -> bool:
         """Whether its chunks were released before the request was admitted, although it has not given up."""
         return self.promotion is not None and self.promotion.is_released and not self.promotion.is_given_up
-
-    @property
-    def has_missed_its_turn(self) -> bool:
-        """Whether it has given up while others before it had all slots that it might have had."""
-        return self.is_over and self.is_in_line
 
     def end(self) -> None:
         """Stop waiting, and release the chunks held for the request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from itertools import islice
 
 from cargohold.engine.core.kv_cache_manager import KVCacheManager, LocalHit
 from cargohold.engine.core.plan import StepPlan
@@ -48,9 +49,12 @@ class Admission:
         self._deferred: dict[str, float] = {}
         self._deferred_before: dict[str, float] = {}
 
-    def begin_step(self) -> None:
-        """Begin to plan a step. A deferred request that is not tried in it waits for a place, no longer for the connector."""
-        self._deferred_before, self._deferred = self._deferred, {}
+    def begin_step(self, num_places: int) -> None:
+        """Begin to plan a step. A deferred request that is not tried in it waits for a place, no longer for the connector.
+
+        So do those that were behind ``num_places`` others.
+        """
+        self._deferred_before, self._deferred = dict(islice(self._deferred.items(), max(0, num_places))), {}
 
     def try_admit(self, request: Request, plan: StepPlan) -> Verdict:
         """Admit ``request`` if possible; mutates pool, roster and plan unless the verdict is DEFERRED or NO_ROOM."""

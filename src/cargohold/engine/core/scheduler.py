@@ -131,7 +131,8 @@ class Scheduler:
         """Decide the next step. An empty one still carries the connector's messages."""
         assert self._plan is None, "the last step's output was not handed in"
         self._reports.check_progress()
-        self._admission.begin_step()
+        num_active = len(self._roster.running) + self._roster.transfers.num_loads
+        self._admission.begin_step(self._config.max_num_seqs - num_active)
         plan = self._plan = StepPlan(self._config.max_num_batched_tokens)
         if self._schedule_running(plan):
             self._admit_waiting(plan)

@@ -377,6 +377,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             layout=layout,
             clock=self._clock(),
             max_step_tokens=int(self._vllm_config.scheduler_config.max_num_batched_tokens),
+            max_num_seqs=int(self._vllm_config.scheduler_config.max_num_seqs),
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
             emits_events=bool(events is not None and events.enable_kv_cache_events),
             full_hits=all(map(bears_full_hits, layout.groups)),
