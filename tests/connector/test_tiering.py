@@ -209,19 +209,20 @@ def test_who_waits_for_a_place_is_restored_when_there_is_one() -> None:
     assert not any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
 
 
-@pytest.mark.parametrize(("num_requests", "num_chunks", "num_answer_tokens"), [(10, 100, 700), (30, 50, 200)])
+@pytest.mark.parametrize(("num_requests", "num_chunks", "num_answer_tokens"), [(6, 60, 1500), (30, 50, 200)])
 def test_in_a_long_queue_every_request_is_restored(num_requests: int, num_chunks: int, num_answer_tokens: int) -> None:
     """Found by reading: what came up long before its request's turn was evicted, and the request did not ask again.
 
     And where many are asked for whenever there is a place for one, the time of all of them ran out.
     """
     tiering = SimulatedTiering(2 * num_requests * num_chunks)
-    shape = {"num_blocks": 700, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    shape = {"num_blocks": 900, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     engine = make_engine(tiering, **shape)
     for at in range(num_requests):
         serve(engine, tiering, str(at), prompt(at, 4 * num_chunks + 1), 1)
     tiering.num_slots = 5 * num_chunks
     engine = make_engine(tiering, **shape)
+    serve(engine, tiering, "known", prompt(5000, 200), 2)  # so that it is known how long computing takes
     (queue,) = tiering.all_queues()
     loaded: list[bytes] = []
     queue.on_job = lambda job: loaded.extend(job.keys if job.kind is JobKind.LOAD else ())
