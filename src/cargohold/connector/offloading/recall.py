@@ -102,7 +102,7 @@ class Recalls:
         self._line = [recall for recall in self._line if recall.is_in_line and not recall.is_over]
         for recall in self._live:
             if recall.asked_in != self._num_steps or not recall.has_place:
-                recall.deadline += now - self._last_step
+                recall.deadline += now - max(self._last_step, recall.begun_at)
         self._last_step = now
         self._num_steps += 1
         self._num_asked = 0
@@ -143,11 +143,11 @@ class Recalls:
         recall = state.recall
         limit_tokens = min(limit_tokens, num_computed_tokens + self._max_tokens(state))
         if recall is None:
-            timeout_s = self._lower.config.restore_timeout_s
-            deadline = self._clock() + timeout_s
+            now, timeout_s = self._clock(), self._lower.config.restore_timeout_s
+            deadline = now + timeout_s
             excuse = f"lower tiers took longer than {timeout_s:g} s"
             recall = state.recall = Recall(
-                deadline, excuse, alarm_at=deadline, asked_in=self._num_steps, has_place=self._has_place
+                now, deadline, excuse, alarm_at=deadline, asked_in=self._num_steps, has_place=self._has_place
             )
             self._live.append(recall)
             self._lower.wake_at(deadline)

@@ -46,6 +46,7 @@ class Recall:
     """A request's chunks on their way up from lower tiers; see ``cargohold.connector.offloading.recall``.
 
     Attributes:
+        begun_at: time at which the request began to wait.
         deadline: time at which the request stops waiting; put off while the engine has no place for the request.
         excuse: what to note for the request if it stops at the deadline.
         alarm_at: time at which the request is looked at again if nothing else happens: the deadline when the alarm was set.
@@ -62,6 +63,7 @@ class Recall:
         is_over: whether the request need not wait any more.
     """
 
+    begun_at: float
     deadline: float
     excuse: str
     alarm_at: float
