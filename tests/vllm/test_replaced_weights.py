@@ -64,4 +64,4 @@ if os.fork() == 0:
 os.wait()
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["told"]
+    assert done.stdout.split()[-1] == "told"  # vLLM may print lines of its own
