@@ -89,6 +89,8 @@ class TierManager(OffloadManager):
 
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
         run = self.lookup_run(keys)
+        if len(run) == len(keys):
+            return run
         return run + self._states(keys[len(run) :]).translate(_LOOKUP_OF_STATE)
 
     def check(self) -> None:  # noqa: D102
