@@ -32,23 +32,49 @@ def test_a_key_map_is_a_dict(capacity: int) -> None:
 
 
 def test_a_filter_misses_nothing_and_is_seldom_wrong() -> None:
-    keys = numbered(*range(3_000))
-    seen = KeyFilter(1_000)
-    seen.add(keys[:1_000])
-    seen.remove(keys[:500])
+    keys = numbered(*range(4_000))
+    seen = KeyFilter(2_000)
+    for first in range(0, 2_000, 100):
+        seen.add(keys[first : first + 100])
+        assert len(seen.candidates(keys[: first + 100])) == first + 100, "what was added last is missed"
+    seen.remove(keys[:1_000])
     candidates = set(seen.candidates(keys))
-    assert candidates.issuperset(range(500, 1_000))
-    assert len(candidates) < 500 + 0.05 * 2_500
+    assert candidates.issuperset(range(1_000, 2_000))
+    assert len(candidates) < 1_000 + 0.05 * 3_000
     seen.clear()
     assert len(seen.candidates(keys)) == 0
 
 
 def test_a_filter_that_overflows_holds_everything_for_possible() -> None:
-    seen = KeyFilter(0)  # one place for all keys
-    seen.add(numbered(*range(150)))
-    seen.add(numbered(*range(150, 300)))
-    seen.remove(numbered(*range(299)))
-    assert list(seen.candidates(numbered(299, 300))) == [0, 1]
+    """One place for all keys: 640 added at once, or 512 of them, would make its count 0 again."""
+    for size in (640, 128, 1):
+        keys = numbered(*range(641))
+        seen = KeyFilter(0)
+        for first in range(0, 640, size):
+            seen.add(keys[first : min(first + size, 640)])
+        assert list(seen.candidates(keys[639:])) == [0, 1]
+        seen.remove(keys[:639])
+        assert list(seen.candidates(keys[639:])) == [0, 1]
+        seen.clear()
+        assert list(seen.candidates(keys)) == []
+
+
+def test_a_key_that_comes_goes_and_comes_again_is_not_missed() -> None:
+    """All before the filter counts anything."""
+    (key,) = numbered(0)
+    seen = KeyFilter(1_000)
+    seen.add([key])
+    seen.remove([key])
+    seen.add([key])
+    assert list(seen.candidates([key])) == [0]
+    seen.remove(numbered(*range(1, 1_000)))  # far more than it waits for
+    seen.clear()
+    assert list(seen.candidates([key])) == []
+
+
+def test_a_filter_refuses_keys_without_two_words() -> None:
+    with pytest.raises(ValueError, match="at least 8 bytes, not 7"):
+        KeyFilter(1_000).candidates([bytes(7)])
 
 
 @settings(max_examples=60, deadline=None)

@@ -29,6 +29,7 @@ from cargohold.offload.manager.slot_table import SlotTable
 from cargohold.offload.policy.base import NO_SLOT, Offer, ReplacementPolicy, Room, Slots, joined
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
+_FREE = bytes([slot_table.FREE])
 _LOOKUP_OF_STATE = bytes(READY if state == slot_table.READY else ABSENT for state in range(256))
 
 
@@ -360,7 +361,10 @@ class TierManager(OffloadManager):
             self._events.append(ChunksRemoved(tuple(keys)))
 
     def _states(self, keys: Sequence[OffloadKey]) -> bytes:
-        slots = self._index.slots_of(keys)
-        if slots.count(None) == len(slots):
-            return bytes(len(slots))
-        return self._table.states(np.array([NO_SLOT if slot is None else slot for slot in slots], dtype=np.intp))
+        """Return one byte per chunk, its state in the table; ``FREE`` for absent ones."""
+        found = self._index.find(keys)
+        states = bytearray(_FREE * len(keys))
+        if found:
+            for at, state in zip(found, self._table.states(np.array(list(found.values()), dtype=np.intp)), strict=True):
+                states[at] = state
+        return bytes(states)

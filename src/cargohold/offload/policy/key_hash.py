@@ -57,13 +57,22 @@ class KeyHash:
 
     def _learn_length(self, keys: Sequence[bytes]) -> None:
         """Draw weights for the length of the first keys. Mutates everything. Raises ``ValueError`` if lengths differ."""
-        if self._key_bytes or len(set(map(len, keys))) > 1:
-            raise ValueError(
-                f"keys of one tier have one length, not {sorted({self._key_bytes, *map(len, keys)} - {0})}"
-            )
-        self._key_bytes = len(keys[0])
+        self._key_bytes = common_length(keys, self._key_bytes)
         self._words = np.dtype(np.uint8 if self._key_bytes % _WORD_BYTES else "<u4")
         num_words = self._key_bytes // self._words.itemsize
         self._weights = self._random.integers(0, 1 << 64, num_words, dtype=np.uint64)
         self._split = Struct(f"<{num_words}{'B' if self._words.itemsize == 1 else 'I'}")
         self._weight_list = self._weights.tolist()
+
+
+def common_length(keys: Sequence[bytes], so_far: int) -> int:
+    """Return the length of keys, of which there is at least one. Raises ``ValueError`` if lengths differ.
+
+    Args:
+        keys: the keys.
+        so_far: the length of earlier ones; 0 if there were none.
+    """
+    lengths = {so_far, *map(len, keys)} - {0}
+    if len(lengths) > 1:
+        raise ValueError(f"keys of one tier have one length, not {sorted(lengths)}")
+    return len(keys[0])

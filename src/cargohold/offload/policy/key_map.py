@@ -18,16 +18,20 @@ from itertools import accumulate
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from cargohold.offload.policy.key_hash import Hashes, KeyHash
+from cargohold.offload.policy.key_hash import common_length
 
 _MAX_DICT_KEYS: Final = 150_000
 _NUM_PARTS: Final = 16
 _PLACES_PER_KEY: Final = 8
-_MAX_COUNT: Final = 200
-_HASH_BITS: Final = 32
+_NUM_WORDS: Final = 2
+_WORD: Final = np.dtype("<u4")
+_MAX_COUNT: Final = 120
+_MAX_UNCOUNTED: Final = 512
+_MANY: Final = 256
+"""If at least so many keys are looked up at once, asking the filter first is faster even if others follow."""
 _ONE: Final = np.uint8(1)
-_NO_HASHES: Final[Hashes] = np.empty(0, dtype=np.uint32)
 
 
 class KeyMap:
@@ -54,17 +58,21 @@ class KeyMap:
         return self._get_of[key[0]](key)
 
     def get_many(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the value of each key, or ``None``. Fastest if all are absent."""
+        """Return the value of each key, or ``None``. Fastest if all are absent, or all are there."""
         if (only := self._only) is not None:
             return [None] * len(keys) if only.keys().isdisjoint(keys) else list(map(only.get, keys))
+        if len(keys) >= _MANY:
+            return list(map(self.find(keys).get, range(len(keys))))
         get_of = self._get_of
-        candidates = self._filter.candidates(keys)
-        if len(candidates) == len(keys):
-            return [get_of[key[0]](key) for key in keys]
-        values: list[int | None] = [None] * len(keys)
-        for at in candidates:
-            values[at] = get_of[keys[at][0]](keys[at])
-        return values
+        return [get_of[key[0]](key) for key in keys]
+
+    def find(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """Return the values of the keys that are there, by their place in ``keys``. Faster than ``get_many`` if few are."""
+        if (only := self._only) is not None and only.keys().isdisjoint(keys):
+            return {}
+        get_of = self._get_of
+        candidates = range(len(keys)) if only is not None else self._filter.candidates(keys)
+        return {at: value for at in candidates if (value := get_of[keys[at][0]](keys[at])) is not None}
 
     def add(self, keys: Sequence[bytes], values: Iterable[int]) -> None:
         """Map keys, all of which must be absent and different, to ``values``, which are parallel to them."""
@@ -101,8 +109,12 @@ class KeyMap:
 class KeyFilter:
     """A counting Bloom filter: tells which of many keys are certainly absent. It takes one in twenty absent keys for present.
 
-    B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with two places for each key, from
-    one hash whose weights are a secret of the process.
+    B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with two places for each key: its
+    first two words of four bytes. Keys are digests, so hashing them once more would spread them no better. If many keys agree in
+    these bytes, a count gets near its limit, and the filter holds every key for possible from then on.
+
+    Changes are counted many at a time, which costs a fraction of counting them in small batches; until then, keys that were
+    added are in a set.
 
     Args:
         capacity: expected maximum number of keys.
@@ -111,49 +123,77 @@ class KeyFilter:
     def __init__(self, capacity: int) -> None:
         num_places = 1 << (_PLACES_PER_KEY * capacity).bit_length()
         self._mask = np.uint32(num_places - 1)
-        self._other_bits = np.uint32(max(0, _HASH_BITS - num_places.bit_length() + 1))
-        self._hash = KeyHash()
-        # Keys that were found to be absent are often added next, so the last places are kept. Only for tuples: the same list
-        # may have changed.
-        self._last_keys: tuple[bytes, ...] = ()
-        self._last_places: tuple[Hashes, Hashes] = _NO_HASHES, _NO_HASHES
+        self._key_bytes = 0
         self._counts = np.full(num_places, 0, dtype=np.uint8)
         self._knows_all = True
+        # Not counted yet. A key may be in a list twice, if it came, went and came again.
+        self._added: list[bytes] = []
+        self._added_once: set[bytes] = set()
+        self._removed: list[bytes] = []
 
     def candidates(self, keys: Sequence[bytes]) -> Sequence[int]:
-        """Return the indices in ``keys`` of the keys that may be there."""
+        """Return the indices in ``keys`` of the keys that may be there. Raises ``ValueError`` if their lengths differ."""
+        if not self._added_once.isdisjoint(keys):
+            self._count()
         if not self._knows_all:
             return range(len(keys))
-        places, others = self._places(keys)
-        found: list[int] = (np.minimum(self._counts[places], self._counts[others])).nonzero()[0].tolist()
+        counts = self._counts[self._places(keys)]
+        found: list[int] = np.minimum(counts[:, 0], counts[:, 1]).nonzero()[0].tolist()
         return found
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Add keys that are not there yet."""
-        for places in self._places(keys):
-            np.add.at(self._counts, places, _ONE)
-            if (self._counts[places] > _MAX_COUNT).any():
-                self._knows_all = False  # before a count overflows: from now on, every key may be there
+        """Add keys that are not there yet. Raises ``ValueError`` if their lengths differ, at the latest in a later call."""
+        self._added += keys
+        if len(self._added) >= _MAX_UNCOUNTED:
+            self._count()
+        else:
+            self._added_once.update(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove keys that are there."""
-        for places in self._places(keys):
-            np.subtract.at(self._counts, places, _ONE)
+        self._removed += keys
+        if len(self._removed) >= _MAX_UNCOUNTED:
+            self._count()
 
     def clear(self) -> None:
         """Remove every key."""
+        self._forget_uncounted()
         self._counts[:] = 0
         self._knows_all = True
 
-    def _places(self, keys: Sequence[bytes]) -> tuple[Hashes, Hashes]:
-        """Return both places of each key: the lowest bits of its hash, and the highest."""
-        if keys is self._last_keys:
-            return self._last_places
-        hashes = self._hash(keys)
-        both = hashes & self._mask, hashes >> self._other_bits
-        if isinstance(keys, tuple):
-            self._last_keys, self._last_places = keys, both
-        return both
+    def _count(self) -> None:
+        """Count what was added and removed. Mutates everything."""
+        if self._knows_all:
+            added = np.sort(self._places(self._added), axis=None)
+            np.add.at(self._counts, added, _ONE)
+            # Before a count overflows: from now on, every key may be there.
+            is_crowded = (added[_MAX_COUNT:] == added[:-_MAX_COUNT]).any()
+            self._knows_all = not is_crowded and self._counts[added].max(initial=0) <= _MAX_COUNT
+            np.subtract.at(self._counts, self._places(self._removed), _ONE)
+        self._forget_uncounted()
+
+    def _forget_uncounted(self) -> None:
+        self._added.clear()
+        self._added_once.clear()
+        self._removed.clear()
+
+    def _places(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
+        """Return both places of each key, one row per key."""
+        joined = b"".join(keys)
+        if len(joined) != len(keys) * self._key_bytes:
+            self._learn_length(keys)
+        places: npt.NDArray[np.uint32] = self._mask & np.ndarray(
+            (len(keys), _NUM_WORDS), _WORD, joined, strides=(self._key_bytes, _WORD.itemsize)
+        )
+        return places
+
+    def _learn_length(self, keys: Sequence[bytes]) -> None:
+        """Note the length of the first keys. Raises ``ValueError`` if lengths differ, or keys are too short."""
+        self._key_bytes = common_length(keys, self._key_bytes)
+        if self._key_bytes < _NUM_WORDS * _WORD.itemsize:
+            raise ValueError(
+                f"keys of a large tier have at least {_NUM_WORDS * _WORD.itemsize} bytes, not {self._key_bytes}"
+            )
 
 
 def _spread(num_parts: int) -> list[int]:
