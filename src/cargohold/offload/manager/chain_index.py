@@ -29,6 +29,7 @@ Keys = tuple[bytes, ...]
 _MAX_STRAND: Final = 256
 """Maximum number of chunks in a strand. Positions fit in a byte, and changing a strand's end copies no more than this."""
 
+_POSITIONS: Final = np.arange(_MAX_STRAND, dtype=np.uint8)
 _SLACK: Final = 8
 
 
@@ -305,7 +306,7 @@ class ChainIndex:
             self._position_of[slot] = first
             return
         self._strands[slots] = strand
-        self._positions[slots] = np.arange(first, first + len(slots), dtype=np.uint8)
+        self._positions[slots] = _POSITIONS[first : first + len(slots)]
 
     def _cut(self, strand: Strand, positions: list[int]) -> None:
         """Take chunks out of a strand; chunks behind a gap become a strand of their own."""

@@ -110,8 +110,8 @@ class KeyFilter:
     """A counting Bloom filter: tells which of many keys are certainly absent. It takes one in twenty absent keys for present.
 
     B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with two places for each key: its
-    first two words of four bytes. Keys are digests, so hashing them once more would spread them no better. If many keys agree in
-    these bytes, a count gets near its limit, and the filter holds every key for possible from then on.
+    first two words of four bytes. Keys are digests, so hashing them once more would spread them no better. If many keys agree
+    in these bytes, a count gets near its limit, and the filter holds every key for possible from then on.
 
     Changes are counted many at a time, which costs a fraction of counting them in small batches; until then, keys that were
     added are in a set.
