@@ -211,7 +211,8 @@ def test_what_comes_back_soon_is_worth_more_than_what_comes_back_late_or_never()
     model = ReuseModel(num_classes=4, family_size=1, capacity=100)
     now = 0
     for turn in range(2_000):
-        model.observe([turn % 4, 1_000 + turn % 100, 2_000 + turn], [0, 1, 2], now)
+        tags = np.array([turn % 4, 1_000 + turn % 100, 2_000 + turn], dtype=np.uint32)
+        model.observe(tags, np.arange(3, dtype=np.uint8), now)
         now += 3
     assert model.fit(now)
     soon, late, never, unknown = model.index[:, 0]
@@ -226,8 +227,8 @@ def test_a_sample_that_is_full_gets_thinner_and_then_forgets_the_oldest() -> Non
     ends = [model.sample_end]
     for now in range(0, 1 << 20, 8):
         tags = generator.integers(0, 1 << 32, 8, dtype=np.uint32)
-        sampled = tags[tags < model.sample_end].tolist()
-        model.observe(sampled, [0] * len(sampled), now)
+        sampled = tags[tags < model.sample_end]
+        model.observe(sampled, np.zeros(len(sampled), dtype=np.uint8), now)
         ends.append(model.sample_end)
     assert ends[0] > ends[-1] and ends == sorted(ends, reverse=True)
     assert model._num_records <= 16_384
@@ -376,14 +377,17 @@ def test_what_is_known_of_absent_chunks_is_found_by_their_tags() -> None:
     absent = AbsentChunks(16)
     tags = KeyHash(seed=0)(numbered(1, 2, 3))
     absent.remember(tags[:2], np.array([3, 5], dtype=np.uint8), np.array([100, 200]))
-    uses, ages = absent.recall(tags, now=1_000)
-    assert uses.tolist() == [3, 5, 0] and ages[:2].tolist() == [900, 800]
+    places, uses, ages = absent.recall(tags, now=1_000)
+    assert (places.tolist(), uses.tolist(), ages.tolist()) == ([0, 1], [3, 5], [900, 800])
+    assert absent.recall_one(int(tags[2]), 1_000)[0] == 0
     absent.remember(tags[2:], np.array([255], dtype=np.uint8), np.array([1 << 32]))
-    uses, ages = absent.recall(tags, now=(1 << 32) + 7)
-    assert uses.tolist() == [3, 5, 255] and ages[2] == 7
+    places, uses, ages = absent.recall(tags, now=(1 << 32) + 7)
+    assert (places.tolist(), uses.tolist(), ages[2]) == ([0, 1, 2], [3, 5, 255], 7)
     absent.remember(tags[:0], np.array([], dtype=np.uint8), np.array([]))
     one_by_one = [absent.recall_one(tag, (1 << 32) + 7) for tag in tags.tolist()]
     assert one_by_one == list(zip(uses.tolist(), ages.tolist(), strict=True))
+    every_place = np.arange(1 << 16, dtype=np.uint32)
+    assert not len(AbsentChunks(16).recall(every_place, now=0)[0]), "something is known before anything was remembered"
 
 
 @settings(max_examples=40, deadline=None)

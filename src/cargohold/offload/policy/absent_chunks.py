@@ -16,6 +16,9 @@ Tags = Hashes
 Uses = npt.NDArray[np.uint8]
 Times = npt.NDArray[np.int64]
 
+Places = npt.NDArray[np.intp]
+
+_NOTHING: Final = np.empty(0, dtype=np.intp), np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.int64)
 _ENTRIES_PER_SLOT: Final = 2
 _MIN_ENTRIES: Final = 1 << 14
 _USES_MASK: Final = 0xFF
@@ -42,19 +45,21 @@ class AbsentChunks:
         # One row per entry, so that it costs one cache miss: a word with the number of uses in place of the tag's lowest byte,
         # which the row's number implies; and the time.
         self._entries = np.full((int(self._mask) + 1, 2), 0, dtype=np.uint32)
+        # No tag of a row agrees with this in the bits that the row's number implies.
+        self._entries[:, 0] = ~np.arange(len(self._entries), dtype=np.uint32)
         # The same memory: single elements are read and written three times faster this way.
         self._entry_view = self._entries.data
 
-    def recall(self, tags: Tags, now: int) -> tuple[Uses, Times]:
-        """Return how often each chunk was used before, and the age of its last use.
-
-        For a chunk of which nothing is known, the number is 0 and the age meaningless.
-        """
-        entries = self._entries[tags & self._mask]
-        known, times = entries[:, 0], entries[:, 1]
-        uses = np.where((known ^ tags) <= _USES, known & _USES, 0)
+    def recall(self, tags: Tags, now: int) -> tuple[Places, Uses, Times]:
+        """Return the places of known chunks in ``tags``, how often each was used before, and the ages of their last uses."""
+        places = tags & self._mask
+        differences = self._entries[places, 0] ^ tags
+        known = (differences <= _USES).nonzero()[0]
+        if not len(known):
+            return _NOTHING
+        uses, times = self._entries[places[known]].T
         # Modulo 2**32, like the times: nobody needs to know longer ages.
-        return uses.astype(np.uint8), (np.uint32(now % NUM_TAGS) - times).astype(np.int64)
+        return known, (uses & _USES).astype(np.uint8), (np.uint32(now % NUM_TAGS) - times).astype(np.int64)
 
     def recall_one(self, tag: int, now: int) -> tuple[int, int]:
         """Do the same as ``recall`` for one chunk, faster: while a request generates, chunks come one by one."""

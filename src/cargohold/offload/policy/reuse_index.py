@@ -174,7 +174,13 @@ class ReuseIndexPolicy(ReplacementPolicy):
         return self._meet_many(offers)
 
     def _meet_many(self, offers: Sequence[Offer]) -> _Newcomers:
-        keys = offers[0].keys if len(offers) == 1 else [key for offer in offers for key in offer.keys]
+        if len(offers) == 1:  # while a prompt is computed; in half of the time
+            ((keys, parent, _),) = offers
+            classes: Classes = np.full(len(keys), self._detail_behind(parent), dtype=np.uint8)
+            tags, uses, classes = self._recognise(keys, classes)
+            classes[-1] += _LAST
+            return _Newcomers(offers, tags, uses, classes)
+        keys = [key for offer in offers for key in offer.keys]
         lengths = [len(offer.keys) for offer in offers]
         details = np.array([self._detail_behind(offer.parent) for offer in offers], dtype=np.uint8)
         tags, uses, classes = self._recognise(keys, details.repeat(lengths))
@@ -182,15 +188,14 @@ class ReuseIndexPolicy(ReplacementPolicy):
         return _Newcomers(offers, tags, uses, classes)
 
     def _recognise(self, keys: Sequence[bytes], classes: Classes) -> tuple[Tags, Uses, Classes]:
-        """Return tags, uses and future classes of chunks; ``classes`` are those of chunks never seen. Changes nothing."""
+        """Return tags, uses and future classes of chunks. Mutates ``classes``, which are those of chunks never seen."""
         tags = self._tag_of(keys)
         uses: Uses = np.full(len(keys), 1, dtype=np.uint8)
         if not self._absent.is_empty:
-            uses_before, ages = self._absent.recall(tags, self._now)
-            is_known = uses_before > 0
-            if np.count_nonzero(is_known):
-                uses = _one_more(uses_before)
-                classes = np.where(is_known, _classes_of_known(uses, ages), classes)
+            known, uses_before, ages = self._absent.recall(tags, self._now)
+            if len(known):
+                uses[known] = _one_more(uses_before)
+                classes[known] = _classes_of_known(uses[known], ages)
         return tags, uses, classes
 
     def _meet_few(self, offers: Sequence[Offer]) -> _Newcomers:
@@ -224,7 +229,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
         """Record uses of chunks in the model, and advance the time by their number."""
         sampled = (tags < self._model.sample_end).nonzero()[0]
         if len(sampled):
-            self._model.observe(tags[sampled].tolist(), classes[sampled].tolist(), self._now)
+            self._model.observe(tags[sampled], classes[sampled], self._now)
         self._now += len(tags)
 
 

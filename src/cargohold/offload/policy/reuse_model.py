@@ -84,7 +84,7 @@ class ReuseModel:
         # By tag: the record of the chunk's last use.
         self._open: dict[int, int] = {}
 
-    def observe(self, tags: list[int], classes: list[int], now: int) -> None:
+    def observe(self, tags: npt.NDArray[np.uint32], classes: npt.NDArray[np.uint8], now: int) -> None:
         """Record that sampled chunks are used now. Mutates the records."""
         at = 0
         while at < len(tags):
@@ -121,11 +121,14 @@ class ReuseModel:
         )
         return _blend(reused, at_risk, family.repeat(self._family_size, axis=0), _CLASS_WEIGHT)
 
-    def _record(self, tags: list[int], classes: list[int], now: int) -> int:
+    def _record(self, tags: npt.NDArray[np.uint32], classes: npt.NDArray[np.uint8], now: int) -> int:
         """Begin a record per chunk, for which there must be room, and end the records of their uses before; return how many."""
         records = range(self._num_records, self._num_records + len(tags))
-        self._ends[[before for before in map(self._open.get, tags) if before is not None]] = now
-        self._open.update(zip(tags, records, strict=True))
+        tag_list: list[int] = tags.tolist()
+        ended = [before for before in map(self._open.get, tag_list) if before is not None]
+        if ended:
+            self._ends[ended] = now
+        self._open.update(zip(tag_list, records, strict=True))
         new = slice(records.start, records.stop)
         self._tags[new], self._classes[new], self._starts[new], self._ends[new] = tags, classes, now, _OPEN
         self._num_records = records.stop
