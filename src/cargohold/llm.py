@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from cargohold.connector.factory import Offload, check_places, connector_factory
 from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.recording import RecordingFactory
+from cargohold.connector.start_report import equal_parts, start_report
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.event_publisher import ZmqEventPublisher
@@ -38,6 +40,8 @@ from cargohold.interrupts import deferred_interrupt
 from cargohold.machine import memory_limit_bytes
 from cargohold.protocol import KVConnectorFactory, KVEvent, SchedulerEnvironment
 from cargohold.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
@@ -100,6 +104,8 @@ class LLM:
         ):  # Ray's workers may run on machines with other disks and memory
             _check_memory(self.plan, host_bytes_of(offload))
             check_places(offload, self.plan.layout)
+        for line in start_report(self.plan.layout, offload, equal_parts(self.plan.layout)):
+            logger.info("%s", line)
         self.engine = build_engine(self.plan, factory)
         self._turns = Turns()
         self._inboxes: dict[str, Inbox] = {}

@@ -14,9 +14,10 @@ from cargohold.errors import ConfigError
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.connector.start_report import Parts
 from cargohold.integrations.vllm import compat, connector
 from cargohold.integrations.vllm.layout import Translation
-from cargohold.integrations.vllm.stages import Parts, WorkerPart, check_stages, stage_obstacles, united
+from cargohold.integrations.vllm.stages import WorkerPart, check_stages, stage_obstacles, united
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Engine
 from tests.vllm.test_requests import count_preemptions
@@ -61,7 +62,7 @@ def test_each_stage_restores_its_layers(
         engine = start_stages(vllm_model("llama"), {**EAGER, "policy": "lru"})
     assert [record.message for record in caplog.records if record.name.startswith("cargohold")] == [
         "device pool: 39 blocks of at most 32 KiB on each of 2 workers, 1.8 MiB in all",
-        "group 0: 3 layers, full, 32 tokens per block, 1.5 KiB per token",
+        "group 0: 3 layers, full attention, 32 tokens per block, 1.5 KiB per token",
         (
             "eager: 64 MiB of host memory, an equal share for every worker, for 1024 chunks of 1 block(s), 48 KiB each; "
             "prompts and answers, evicted by lru"

@@ -12,18 +12,13 @@ from typing import Any
 
 import pytest
 
-from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
-from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.integrations.vllm.layout import translate
-from cargohold.integrations.vllm.report import start_report
-from cargohold.integrations.vllm.stages import equal_parts
 from tests.vllm.common import EAGER, ask_twice, make_prompts, restored, tokens
 from tests.vllm.models import save_tokenizer
 
@@ -41,24 +36,6 @@ def test_a_report_says_what_is_kept(
         "device pool: 39 blocks of 48 KiB, 1.8 MiB in all",
         "group 0: 3 layers, sliding window of 64 tokens, 32 tokens per block, 1.5 KiB per token",
         "eager: 64 MiB of host memory for 682 chunks of 2 block(s), 96 KiB each; prompts and answers, evicted by lru",
-    ]
-
-
-def test_a_report_says_what_is_below_host_memory() -> None:
-    group = KVCacheGroup(0, AttentionKind.FULL, 32, ("layer",))
-    layout = KVCacheLayout((group,), num_blocks=9, block_bytes=1024, hash_block_tokens=32)
-    offload = LazyOffloadConfig(
-        host_bytes="1MiB",
-        tiers=[
-            DiskTierConfig(directory="/var/kv", max_bytes="200GiB"),
-            SharedTierConfig(url="redis://:secret@h/0"),
-            SharedTierConfig(url="s3://b/kv", max_bytes="1GiB"),
-        ],
-    )
-    assert start_report(layout, offload, equal_parts(layout))[-3:] == [
-        "below it: /var/kv, 200 GiB at most, evicted by lru",
-        "below it: redis://h/0",
-        "below it: s3://b/kv, 1.0 GiB at most",
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 from weakref import WeakSet
 
 from cargohold.connector.factory import connector_factory
+from cargohold.connector.start_report import Parts, equal_parts, start_report
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, ManagerTables, NotedTables
@@ -26,16 +27,13 @@ from cargohold.integrations.vllm.layout import (
 )
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats, for_vllm
-from cargohold.integrations.vllm.report import start_report
 from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, Settings
 from cargohold.integrations.vllm.signatures import waived_demands
 from cargohold.integrations.vllm.stages import (
-    Parts,
     WorkerPart,
     check_stages,
-    equal_parts,
     has_stages,
     stage_obstacles,
     united,

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cargohold.connector.start_report import Parts
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import compat
-from cargohold.protocol import KVCacheLayout
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,6 @@ class WorkerPart(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # 
     block_bytes: int = 0
     num_layers: tuple[int, ...] = ()
     obstacles: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of all workers together.
-
-    Attributes:
-        largest_block_bytes: bytes of one block on the worker where it takes the most.
-        all_block_bytes: bytes of one block on all workers together.
-        num_layers: layers per KV-cache group, over all stages.
-    """
-
-    largest_block_bytes: int
-    all_block_bytes: int
-    num_layers: tuple[int, ...]
-
-    def are_unequal(self, world_size: int) -> bool:
-        """Whether one worker has more than another."""
-        return self.largest_block_bytes * world_size != self.all_block_bytes
-
-
-def equal_parts(layout: KVCacheLayout) -> Parts:
-    """The parts where all workers hold shards of the same layers."""
-    num_layers = tuple(len(group.layer_names) for group in layout.groups)
-    return Parts(layout.block_bytes, layout.block_bytes * layout.world_size, num_layers)
 
 
 def united(parts: Mapping[tuple[int, int], WorkerPart], num_groups: int) -> Parts:

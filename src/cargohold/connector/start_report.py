@@ -3,22 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from cargohold.connector.factory import Offload
 from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
-from cargohold.integrations.vllm.stages import Parts
-from cargohold.protocol import KVCacheLayout
+from cargohold.protocol import AttentionKind, KVCacheLayout
 from cargohold.units import format_bytes
 
+_KINDS: Final = {
+    AttentionKind.FULL: "full attention",
+    AttentionKind.SLIDING_WINDOW: "sliding window",
+    AttentionKind.CHUNKED_LOCAL: "chunked local attention in parts",
+    AttentionKind.RECURRENT: "recurrent state",
+}
 
-def start_report(layout: KVCacheLayout, offload: Offload | Sequence[Offload], parts: Parts) -> list[str]:
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of the paged KV that all workers hold together.
+
+    Attributes:
+        largest_block_bytes: bytes of one block on the worker where it takes the most.
+        all_block_bytes: bytes of one block on all workers together.
+        num_layers: layers per KV-cache group, on all workers together.
+    """
+
+    largest_block_bytes: int
+    all_block_bytes: int
+    num_layers: tuple[int, ...]
+
+    def are_unequal(self, world_size: int) -> bool:
+        """Whether one worker has more than another."""
+        return self.largest_block_bytes * world_size != self.all_block_bytes
+
+
+def equal_parts(layout: KVCacheLayout) -> Parts:
+    """The parts where all workers hold shards of the same layers."""
+    num_layers = tuple(len(group.layer_names) for group in layout.groups)
+    return Parts(layout.block_bytes, layout.block_bytes * layout.world_size, num_layers)
+
+
+def start_report(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | None, parts: Parts) -> list[str]:
     """Lines for the log.
 
     Args:
         layout: the paged KV; of the largest worker where they differ.
-        offload: the connectors' options.
+        offload: the connectors' options; ``None`` if there is no connector.
         parts: what all workers hold together.
     """
     pool_bytes = (layout.num_blocks - 1) * parts.all_block_bytes
@@ -29,11 +62,12 @@ def start_report(layout: KVCacheLayout, offload: Offload | Sequence[Offload], pa
     for group, num_layers in zip(layout.groups, parts.num_layers, strict=True):
         window = f" of {group.window_tokens} tokens" if group.window_tokens else ""
         lines.append(
-            f"group {group.index}: {num_layers} layers, {group.kind.value.replace('_', ' ')}{window}, "
+            f"group {group.index}: {num_layers} layers, {_KINDS[group.kind]}{window}, "
             f"{group.block_tokens} tokens per block, {format_bytes(parts.all_block_bytes / group.block_tokens)} per token"
         )
-    lines.extend(_connector_lines(layout, list(offload) if isinstance(offload, Sequence) else [offload], parts))
-    return lines
+    offloads = [] if offload is None else list(offload) if isinstance(offload, Sequence) else [offload]
+    lines.extend(_connector_lines(layout, offloads, parts))
+    return lines if offloads else [*lines, "no connector: KV that leaves the device pool is computed again"]
 
 
 def _connector_lines(layout: KVCacheLayout, offloads: Sequence[Offload], parts: Parts) -> Iterator[str]:

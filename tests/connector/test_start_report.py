@@ -1,0 +1,78 @@
+"""What the log says at start of what will be kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cargohold import LLM, DiskTierConfig, LazyOffloadConfig, OffloadConfig, SharedTierConfig
+from cargohold.connector.start_report import equal_parts, start_report
+from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheGroup, KVCacheLayout
+
+FULL = KVCacheGroup(0, AttentionKind.FULL, 32, ("layer",))
+
+
+def test_a_report_names_every_group_and_what_its_layers_keep() -> None:
+    groups = (
+        FULL,
+        KVCacheGroup(1, AttentionKind.SLIDING_WINDOW, 32, ("a", "b"), window_tokens=64),
+        KVCacheGroup(2, AttentionKind.CHUNKED_LOCAL, 32, ("c",), window_tokens=128),
+        KVCacheGroup(3, AttentionKind.RECURRENT, 32, ("d",)),
+    )
+    layout = KVCacheLayout(groups, num_blocks=9, block_bytes=1024, hash_block_tokens=32, world_size=2)
+    assert start_report(layout, None, equal_parts(layout)) == [
+        "device pool: 8 blocks of 1.0 KiB on each of 2 workers, 16 KiB in all",
+        "group 0: 1 layers, full attention, 32 tokens per block, 64 B per token",
+        "group 1: 2 layers, sliding window of 64 tokens, 32 tokens per block, 64 B per token",
+        "group 2: 1 layers, chunked local attention in parts of 128 tokens, 32 tokens per block, 64 B per token",
+        "group 3: 1 layers, recurrent state, 32 tokens per block, 64 B per token",
+        "no connector: KV that leaves the device pool is computed again",
+    ]
+
+
+def test_a_report_says_what_is_below_host_memory() -> None:
+    layout = KVCacheLayout((FULL,), num_blocks=9, block_bytes=1024, hash_block_tokens=32)
+    offload = LazyOffloadConfig(
+        host_bytes="1MiB",
+        tiers=[
+            DiskTierConfig(directory="/var/kv", max_bytes="200GiB"),
+            SharedTierConfig(url="redis://:secret@h/0"),
+            SharedTierConfig(url="s3://b/kv", max_bytes="1GiB"),
+        ],
+    )
+    assert start_report(layout, offload, equal_parts(layout))[-4:] == [
+        (
+            "lazy: 1.0 MiB of host memory for 1024 chunks of 1 block(s), 1.0 KiB each; "
+            "filled with what the device is about to evict"
+        ),
+        "below it: /var/kv, 200 GiB at most, evicted by lru",
+        "below it: redis://h/0",
+        "below it: s3://b/kv, 1.0 GiB at most",
+    ]
+
+
+def test_a_report_has_every_one_of_several_connectors() -> None:
+    layout = KVCacheLayout((FULL,), num_blocks=9, block_bytes=1024, hash_block_tokens=32)
+    offload = [OffloadConfig(host_bytes="1MiB", policy="lru", store_generated=False), NULL_CONNECTOR]
+    assert start_report(layout, offload, equal_parts(layout))[-2:] == [
+        "eager: 1.0 MiB of host memory for 1024 chunks of 1 block(s), 1.0 KiB each; prompts, evicted by lru",
+        f"{type(NULL_CONNECTOR).__name__}: a connector of its own",
+    ]
+
+
+def test_an_engine_logs_it_before_it_loads_its_model(
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = DiskTierConfig(directory=tmp_path, max_bytes="64MiB", reserve_bytes=0)
+    with caplog.at_level(logging.INFO, logger="cargohold"):
+        llm = make_llm(tiny_model("llama"), offload=OffloadConfig(host_bytes="1MiB", tiers=[disk]))
+    said = caplog.messages
+    assert said[0].startswith(f"device pool: {llm.plan.layout.num_blocks - 1} blocks of ")
+    assert said[3] == f"below it: {tmp_path}, 64 MiB at most, evicted by lru"
+    assert said[-1].startswith("disk tier in ") and said[-1].endswith("0 chunks are there")
