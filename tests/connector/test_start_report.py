@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cargohold import LLM, DiskTierConfig, LazyOffloadConfig, OffloadConfig, SharedTierConfig
+from cargohold.connector.factory import Offload
 from cargohold.connector.start_report import equal_parts, start_report
 from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheGroup, KVCacheLayout
 
@@ -56,7 +57,7 @@ def test_a_report_says_what_is_below_host_memory() -> None:
 
 def test_a_report_has_every_one_of_several_connectors() -> None:
     layout = KVCacheLayout((FULL,), num_blocks=9, block_bytes=1024, hash_block_tokens=32)
-    offload = [OffloadConfig(host_bytes="1MiB", policy="lru", store_generated=False), NULL_CONNECTOR]
+    offload: list[Offload] = [OffloadConfig(host_bytes="1MiB", policy="lru", store_generated=False), NULL_CONNECTOR]
     assert start_report(layout, offload, equal_parts(layout))[-2:] == [
         "eager: 1.0 MiB of host memory for 1024 chunks of 1 block(s), 1.0 KiB each; prompts, evicted by lru",
         f"{type(NULL_CONNECTOR).__name__}: a connector of its own",
