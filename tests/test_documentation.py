@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import shlex
@@ -29,6 +30,7 @@ from tests.data.make_trace import TRACE
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 USAGE = (REPOSITORY / "docs" / "usage.md").read_text(encoding="utf-8")
+TROUBLESHOOTING = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 def code_blocks(text: str) -> list[str]:
@@ -159,3 +161,25 @@ def test_the_manual_does_not_mention_what_is_not_there() -> None:
 
 def _fields(kind: type) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def texts_of_the_source() -> str:
+    """All texts in the source, with a gap for each value that is filled in."""
+    texts = []
+    for path in sorted((REPOSITORY / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%[a-z]", "...", node.value))
+    return "\n".join(texts)
+
+
+def test_every_line_that_is_explained_can_come() -> None:
+    rows = re.findall(r"(?m)^\| (`.+?) \|", TROUBLESHOOTING)
+    lines = [line for row in rows for line in re.findall(r"`([^`]+)`", row)]
+    assert len(lines) > 25
+    source = texts_of_the_source()
+    pieces = [piece.strip(" :;,") for line in lines for piece in re.split(r"\.\.\.|\d+", line)]
+    assert [piece for piece in pieces if piece not in source] == []

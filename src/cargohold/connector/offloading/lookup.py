@@ -76,9 +76,10 @@ class TierLookup:
             at = num_hit_tokens // keys.chunk_tokens
             (key,) = keys.keys[at : at + 1] or (None,)  # the group's chunks may be larger than others'
             if key is not None and self._manager.lookup([key]) != bytes([READY]):
-                is_being_stored = any(key in store.handle.keys for store in self._jobs.stores())
-                reason = "still being stored" if is_being_stored else "not there"
-                return f"because the chunk from token {at * keys.chunk_tokens} on is {reason}"
+                first_token = at * keys.chunk_tokens
+                if any(key in store.handle.keys for store in self._jobs.stores()):
+                    return f"because the chunk from token {first_token} on is still being stored"
+                return f"because the chunk from token {first_token} on is not there"
         return "because chunks that later windows reach back to are not there"
 
     def _find(self, state: RequestState, num_computed_tokens: int, basis: tuple[int, int]) -> Lookup:
