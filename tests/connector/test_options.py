@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cargohold import LazyOffloadConfig, OffloadConfig
+from cargohold.connector.factory import Offload, connector_factory
 from cargohold.connector.options import parse_offload
 from cargohold.errors import ConfigError
 from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
@@ -115,3 +117,20 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], key: str) ->
 def test_the_refusal_says_what_there_is(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         parse_offload(options, beside=["if_unsupported", "record"])
+
+
+def test_two_tiers_in_the_same_files_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    def disk(directory: Path, **options: Any) -> DiskTierConfig:
+        return DiskTierConfig(directory=directory, max_bytes="1GiB", **options)
+
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    eager = OffloadConfig(host_bytes="1MiB", tiers=[disk(tmp_path / "kv")])
+    refused: list[Offload | list[Offload]] = [
+        OffloadConfig(host_bytes="1MiB", tiers=[disk(tmp_path / "kv"), disk(tmp_path / "link")]),
+        [eager, LazyOffloadConfig(host_bytes="1MiB", tiers=[disk(tmp_path / "kv")])],
+    ]
+    for offload in refused:
+        with pytest.raises(ConfigError, match=r"directory='.*kv' is not possible: 2 tiers of this engine would use it"):
+            connector_factory(offload)
+    connector_factory([eager, OffloadConfig(host_bytes="1MiB", blocks_per_chunk=2, tiers=[disk(tmp_path / "kv")])])
+    connector_factory([eager, OffloadConfig(host_bytes="1MiB", tiers=[disk(tmp_path / "other")])])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from cargohold.connector.lazy import LazyOffloadConfig, LazyOffloadingFactory
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.connector.offloading.make_tiers import check_tiers
+from cargohold.errors import ConfigError
+from cargohold.offload.tier import DiskTierConfig
 from cargohold.protocol import NULL_CONNECTOR, KVCacheLayout, KVConnectorFactory
 
 Offload = OffloadConfig | LazyOffloadConfig | KVConnectorFactory
@@ -43,7 +47,18 @@ def host_bytes_of(offload: Offload | Sequence[Offload] | None) -> int:
 
 
 def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
-    """Return the factory of the connector for ``offload``: one configuration, several in order of preference, or ``None``."""
+    """Return the factory of the connector for ``offload``: one configuration, several in order of preference, or ``None``.
+
+    Raises:
+        ConfigError: two tiers in ``offload`` would use the same files. Otherwise the second would fail to open them, but only
+            when the model has been loaded.
+    """
+    uses = Counter(_files(offload))
+    for (directory, _, _), count in uses.items():
+        if count > 1:
+            raise ConfigError(
+                "directory", directory, f"{count} tiers of this engine would use it; give each a directory of its own"
+            )
     match offload:
         case None:
             return NULL_CONNECTOR
@@ -55,3 +70,17 @@ def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnecto
             return MultiConnectorFactory(tuple(connector_factory(child) for child in offload))
         case _:
             return offload
+
+
+def _files(offload: Offload | Sequence[Offload] | None) -> Iterator[tuple[str, int, str | None]]:
+    """Yield what decides which files each disk tier in ``offload`` uses: directory, chunk size and key."""
+    match offload:
+        case OffloadConfig():
+            for tier in offload.tiers:
+                if isinstance(tier, DiskTierConfig):
+                    yield os.path.realpath(tier.directory), offload.blocks_per_chunk, tier.encryption_key
+        case LazyOffloadConfig():
+            yield from _files(offload.common())
+        case Sequence():
+            for child in offload:
+                yield from _files(child)
