@@ -72,9 +72,26 @@ def test_a_key_that_comes_goes_and_comes_again_is_not_missed() -> None:
     assert list(seen.candidates([key])) == []
 
 
-def test_a_filter_refuses_keys_without_two_words() -> None:
-    with pytest.raises(ValueError, match="at least 8 bytes, not 7"):
-        KeyFilter(1_000).candidates([bytes(7)])
+def test_a_filter_holds_every_key_without_two_words_for_possible() -> None:
+    """As in replays of more chunks than a single dict takes. The filter refused such keys once."""
+    keys = [number.to_bytes(4, "little") for number in range(1_000)]
+    seen = KeyFilter(1_000)
+    seen.add([])
+    assert list(seen.candidates(keys)) == []
+    seen.add(keys[:900])
+    seen.remove(keys[:800])
+    assert list(seen.candidates(keys)) == list(range(1_000))
+    mapping = KeyMap(1_000_000)
+    mapping.add(keys[:900], range(900))
+    mapping.remove(keys[:800])
+    assert mapping.find(keys) == {at: at for at in range(800, 900)}
+
+
+def test_a_filter_refuses_keys_of_another_length() -> None:
+    seen = KeyFilter(1_000)
+    seen.add([bytes(8)])
+    with pytest.raises(ValueError, match=r"one length, not \[8, 9\]"):
+        seen.candidates([bytes(9)])
 
 
 @settings(max_examples=60, deadline=None)

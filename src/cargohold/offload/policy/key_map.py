@@ -27,6 +27,7 @@ _NUM_PARTS: Final = 16
 _PLACES_PER_KEY: Final = 8
 _NUM_WORDS: Final = 2
 _WORD: Final = np.dtype("<u4")
+_MIN_KEY_BYTES: Final = _NUM_WORDS * 4
 _MAX_COUNT: Final = 120
 _MAX_UNCOUNTED: Final = 512
 _MANY: Final = 256
@@ -111,7 +112,8 @@ class KeyFilter:
 
     B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with two places for each key: its
     first two words of four bytes. Keys are digests, so hashing them once more would spread them no better. If many keys agree
-    in these bytes, a count gets near its limit, and the filter holds every key for possible from then on.
+    in these bytes, a count gets near its limit, and the filter holds every key for possible from then on. If keys are shorter
+    than two words, it does so from the start.
 
     Changes are counted many at a time, which costs a fraction of counting them in small batches; until then, keys that were
     added are in a set.
@@ -133,6 +135,8 @@ class KeyFilter:
 
     def candidates(self, keys: Sequence[bytes]) -> Sequence[int]:
         """Return the indices in ``keys`` of the keys that may be there. Raises ``ValueError`` if their lengths differ."""
+        if not self._key_bytes:
+            return ()  # nothing was ever added
         if not self._added_once.isdisjoint(keys):
             self._count()
         if not self._knows_all:
@@ -143,6 +147,11 @@ class KeyFilter:
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Add keys that are not there yet. Raises ``ValueError`` if their lengths differ, at the latest in a later call."""
+        if not self._key_bytes and keys:
+            self._key_bytes = common_length(keys, 0)
+            self._knows_all = self._key_bytes >= _MIN_KEY_BYTES
+        if not self._knows_all:
+            return
         self._added += keys
         if len(self._added) >= _MAX_UNCOUNTED:
             self._count()
@@ -151,6 +160,8 @@ class KeyFilter:
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove keys that are there."""
+        if not self._knows_all:
+            return
         self._removed += keys
         if len(self._removed) >= _MAX_UNCOUNTED:
             self._count()
@@ -159,17 +170,17 @@ class KeyFilter:
         """Remove every key."""
         self._forget_uncounted()
         self._counts[:] = 0
+        self._key_bytes = 0
         self._knows_all = True
 
     def _count(self) -> None:
         """Count what was added and removed. Mutates everything."""
-        if self._knows_all:
-            added = np.sort(self._places(self._added), axis=None)
-            np.add.at(self._counts, added, _ONE)
-            # Before a count overflows: from now on, every key may be there.
-            is_crowded = (added[_MAX_COUNT:] == added[:-_MAX_COUNT]).any()
-            self._knows_all = not is_crowded and self._counts[added].max(initial=0) <= _MAX_COUNT
-            np.subtract.at(self._counts, self._places(self._removed), _ONE)
+        added = np.sort(self._places(self._added), axis=None)
+        np.add.at(self._counts, added, _ONE)
+        # Before a count overflows: from now on, every key may be there.
+        is_crowded = (added[_MAX_COUNT:] == added[:-_MAX_COUNT]).any()
+        self._knows_all = not is_crowded and self._counts[added].max(initial=0) <= _MAX_COUNT
+        np.subtract.at(self._counts, self._places(self._removed), _ONE)
         self._forget_uncounted()
 
     def _forget_uncounted(self) -> None:
@@ -181,19 +192,11 @@ class KeyFilter:
         """Return both places of each key, one row per key."""
         joined = b"".join(keys)
         if len(joined) != len(keys) * self._key_bytes:
-            self._learn_length(keys)
+            common_length(keys, self._key_bytes)
         places: npt.NDArray[np.uint32] = self._mask & np.ndarray(
             (len(keys), _NUM_WORDS), _WORD, joined, strides=(self._key_bytes, _WORD.itemsize)
         )
         return places
-
-    def _learn_length(self, keys: Sequence[bytes]) -> None:
-        """Note the length of the first keys. Raises ``ValueError`` if lengths differ, or keys are too short."""
-        self._key_bytes = common_length(keys, self._key_bytes)
-        if self._key_bytes < _NUM_WORDS * _WORD.itemsize:
-            raise ValueError(
-                f"keys of a large tier have at least {_NUM_WORDS * _WORD.itemsize} bytes, not {self._key_bytes}"
-            )
 
 
 def _spread(num_parts: int) -> list[int]:
