@@ -121,11 +121,10 @@ def test_other_weights_under_the_same_name_find_nothing(
 
 @pytest.mark.parametrize("workers", [{}, {"tensor_parallel_size": 2, "executor": "multiprocess"}], ids=["one", "two"])
 def test_weights_that_were_replaced_after_they_were_loaded_are_refused_tiers(
-    workers: dict[str, Any], tiny_model: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by trying: KV of the old weights was kept under the name of the new ones, and gave wrong tokens later."""
-    model = tmp_path / "latest"
-    shutil.copytree(tiny_model("llama"), model)
+    model = Path(save_model("llama", tmp_path / "models", vocab_size=200))  # which two workers divide
     shutil.copy(model / "model.safetensors", tmp_path / "trained")
     tiers = disk(tmp_path / "kv")
     started = describe_model
