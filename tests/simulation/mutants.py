@@ -471,7 +471,7 @@ def never_leaves_a_tier_that_hangs_alone(patch: Patch) -> None:
     patch.setattr(CircuitBreaker, "note_failure", lambda self: False)
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs")
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=90)
 def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
     original = TierBreakers.__init__
 

@@ -22,22 +22,24 @@ class Mutant:
         what: what is broken, for people.
         apply: breaks it.
         recipe: the scenarios in which an oracle should find it.
+        first_seed: the seed to begin with, for those that many seeds do not find.
     """
 
     what: str
     apply: Breaks
     recipe: Recipe
+    first_seed: int = 0
 
 
 def registrar(mutants: list[Mutant], recipe_class: type[Recipe]) -> Callable[..., Callable[[Breaks], Breaks]]:
     """A decorator for functions that break something: each is added to ``mutants``, with a recipe of ``recipe_class``."""
 
     def mutant(
-        connector: str = "eager", workload: str = "shared-prefix", faults: str = "none"
+        connector: str = "eager", workload: str = "shared-prefix", faults: str = "none", first_seed: int = 0
     ) -> Callable[[Breaks], Breaks]:
         def register(apply: Breaks) -> Breaks:
             recipe = recipe_class(workload, connector, parse_faults(faults))
-            mutants.append(Mutant(apply.__name__.replace("_", " "), apply, recipe))
+            mutants.append(Mutant(apply.__name__.replace("_", " "), apply, recipe, first_seed))
             return apply
 
         return register
