@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,10 @@ def test_a_report_says_what_is_below_host_memory() -> None:
 def test_a_report_has_every_one_of_several_connectors() -> None:
     layout = KVCacheLayout((FULL,), num_blocks=9, block_bytes=1024, hash_block_tokens=32)
     offload: list[Offload] = [OffloadConfig(host_bytes="1MiB", policy="lru", store_generated=False), NULL_CONNECTOR]
-    assert start_report(layout, offload, equal_parts(layout))[-2:] == [
+    report = start_report(layout, offload, equal_parts(layout))
+    nested: Any = [[offload[0]], offload[1]]
+    assert start_report(layout, nested, equal_parts(layout)) == report
+    assert report[-2:] == [
         "eager: 1.0 MiB of host memory for 1024 chunks of 1 block(s), 1.0 KiB each; prompts, evicted by lru",
         f"{type(NULL_CONNECTOR).__name__}: a connector of its own",
     ]

@@ -82,6 +82,9 @@ def test_what_vllm_asks_before_it_loads_the_model_refuses_already(monkeypatch: p
         CargoholdConnector.requires_piecewise_for_cudagraph(
             {**EAGER, "tiers": [{"kind": "shared", "url": "redis://h"}]}
         )
+    disk = {"kind": "disk", "directory": "/var/kv", "max_bytes": "1GiB"}
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.directory='/var/kv'.*2 tiers of this engine"):
+        CargoholdConnector.requires_piecewise_for_cudagraph({**EAGER, "tiers": [disk, disk]})
     assert not CargoholdConnector.requires_piecewise_for_cudagraph(dict(EAGER))
 
 

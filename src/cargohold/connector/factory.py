@@ -46,12 +46,11 @@ def host_bytes_of(offload: Offload | Sequence[Offload] | None) -> int:
             return 0
 
 
-def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
-    """Return the factory of the connector for ``offload``: one configuration, several in order of preference, or ``None``.
+def check_apart(offload: Offload | Sequence[Offload] | None) -> None:
+    """Check that no two tiers in ``offload`` would use the same files: the second could not open them, late in the start.
 
     Raises:
-        ConfigError: two tiers in ``offload`` would use the same files. Otherwise the second would fail to open them, but only
-            when the model has been loaded.
+        ConfigError: two of them would.
     """
     uses = Counter(_files(offload))
     for (directory, _, _), count in uses.items():
@@ -59,6 +58,15 @@ def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnecto
             raise ConfigError(
                 "directory", directory, f"{count} tiers of this engine would use it; give each a directory of its own"
             )
+
+
+def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
+    """Return the factory of the connector for ``offload``: one configuration, several in order of preference, or ``None``.
+
+    Raises:
+        ConfigError: two tiers would use the same files.
+    """
+    check_apart(offload)
     match offload:
         case None:
             return NULL_CONNECTOR

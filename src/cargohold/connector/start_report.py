@@ -65,21 +65,25 @@ def start_report(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | N
             f"group {group.index}: {num_layers} layers, {_KINDS[group.kind]}{window}, "
             f"{group.block_tokens} tokens per block, {format_bytes(parts.all_block_bytes / group.block_tokens)} per token"
         )
-    offloads = [] if offload is None else list(offload) if isinstance(offload, Sequence) else [offload]
-    lines.extend(_connector_lines(layout, offloads, parts))
-    return lines if offloads else [*lines, "no connector: KV that leaves the device pool is computed again"]
+    connectors = list(_connector_lines(layout, offload, parts))
+    return lines + (connectors or ["no connector: KV that leaves the device pool is computed again"])
 
 
-def _connector_lines(layout: KVCacheLayout, offloads: Sequence[Offload], parts: Parts) -> Iterator[str]:
-    for offload in offloads:
-        if isinstance(offload, LazyOffloadConfig):
+def _connector_lines(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | None, parts: Parts) -> Iterator[str]:
+    match offload:
+        case None:
+            return
+        case Sequence():
+            for child in offload:
+                yield from _connector_lines(layout, child, parts)
+        case LazyOffloadConfig():
             yield f"lazy: {_tier(layout, offload.common(), parts)}; filled with what the device is about to evict"
             yield from (f"below it: {tier.describe()}" for tier in offload.tiers)
-        elif isinstance(offload, OffloadConfig):
+        case OffloadConfig():
             generated = "prompts and answers" if offload.store_generated else "prompts"
             yield f"eager: {_tier(layout, offload, parts)}; {generated}, evicted by {offload.policy}"
             yield from (f"below it: {tier.describe()}" for tier in offload.tiers)
-        else:
+        case _:
             yield f"{type(offload).__name__}: a connector of its own"
 
 

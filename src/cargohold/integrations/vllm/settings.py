@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Self, TypeGuard
 
-from cargohold.connector.factory import Offload, connector_factory
+from cargohold.connector.factory import Offload, check_apart, connector_factory
 from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.options import parse_dataclass, parse_offload
@@ -73,6 +73,7 @@ class Settings:
         try:
             adapter = parse_dataclass(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
             offload = parse_offload({key: value for key, value in extra_config.items() if key not in own}, beside=own)
+            check_apart(offload)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         return cls(adapter, offload)

@@ -13,6 +13,7 @@ prompt are absent. So a large map asks a small filter first.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Final
@@ -59,9 +60,13 @@ class KeyMap:
         return self._get_of[key[0]](key)
 
     def get_many(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the value of each key, or ``None``. Fastest if all are absent, or all are there."""
+        """Return the value of each key, or ``None``. Fastest if all are absent, or all are there.
+
+        Raises ``ValueError`` in a large map if a key has not the length of those that are there.
+        """
         if (only := self._only) is not None:
             return [None] * len(keys) if only.keys().isdisjoint(keys) else list(map(only.get, keys))
+        self._filter.check_lengths(keys)
         if len(keys) >= _MANY:
             return list(map(self.find(keys).get, range(len(keys))))
         get_of = self._get_of
@@ -76,7 +81,7 @@ class KeyMap:
         return {at: value for at in candidates if (value := get_of[keys[at][0]](keys[at])) is not None}
 
     def add(self, keys: Sequence[bytes], values: Iterable[int]) -> None:
-        """Map keys, all of which must be absent and different, to ``values``, which are parallel to them."""
+        """Map keys, all of which were looked up and are absent and different, to ``values``, which are parallel to them."""
         if self._only is not None:
             self._only.update(zip(keys, values, strict=True))
             return
@@ -110,6 +115,8 @@ class KeyMap:
 class KeyFilter:
     """A counting Bloom filter: tells which of many keys are certainly absent. It takes one in twenty absent keys for present.
 
+    Of several groups' chunks at the same place of a prefix, which have the same digest, it takes all for present if one is.
+
     B. Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 13, 1970, with two places for each key: its
     first two words of four bytes. Keys are digests, so hashing them once more would spread them no better. If many keys agree
     in these bytes, a count gets near its limit, and the filter holds every key for possible from then on. If keys are shorter
@@ -133,8 +140,13 @@ class KeyFilter:
         self._added_once: set[bytes] = set()
         self._removed: list[bytes] = []
 
+    def check_lengths(self, keys: Sequence[bytes]) -> None:
+        """Raise ``ValueError`` unless all keys have the length of those that were added."""
+        if set(map(len, keys)) != {self._key_bytes} and keys:
+            common_length(keys, self._key_bytes)
+
     def candidates(self, keys: Sequence[bytes]) -> Sequence[int]:
-        """Return the indices in ``keys`` of the keys that may be there. Raises ``ValueError`` if their lengths differ."""
+        """Return the indices in ``keys`` of the keys that may be there. They must have the length of those that were added."""
         if not self._key_bytes:
             return ()  # nothing was ever added
         if not self._added_once.isdisjoint(keys):
@@ -146,7 +158,7 @@ class KeyFilter:
         return found
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Add keys that are not there yet. Raises ``ValueError`` if their lengths differ, at the latest in a later call."""
+        """Add keys that are not there yet. They must have one length, that of those that were added before."""
         if not self._key_bytes and keys:
             self._key_bytes = common_length(keys, 0)
             self._knows_all = self._key_bytes >= _MIN_KEY_BYTES
@@ -175,12 +187,19 @@ class KeyFilter:
 
     def _count(self) -> None:
         """Count what was added and removed. Mutates everything."""
-        added = np.sort(self._places(self._added), axis=None)
-        np.add.at(self._counts, added, _ONE)
+        if self._added_once.isdisjoint(self._removed):
+            added, removed = self._added, self._removed
+        else:  # keys that came and went: counting every coming would make their places look crowded
+            net = Counter(self._added)
+            net.subtract(self._removed)
+            added = [key for key, times in net.items() if times > 0]
+            removed = [key for key, times in net.items() if times < 0]
+        places = np.sort(self._places(added), axis=None)
+        np.add.at(self._counts, places, _ONE)
         # Before a count overflows: from now on, every key may be there.
-        is_crowded = (added[_MAX_COUNT:] == added[:-_MAX_COUNT]).any()
-        self._knows_all = not is_crowded and self._counts[added].max(initial=0) <= _MAX_COUNT
-        np.subtract.at(self._counts, self._places(self._removed), _ONE)
+        is_crowded = (places[_MAX_COUNT:] == places[:-_MAX_COUNT]).any()
+        self._knows_all = not is_crowded and self._counts[places].max(initial=0) <= _MAX_COUNT
+        np.subtract.at(self._counts, self._places(removed), _ONE)
         self._forget_uncounted()
 
     def _forget_uncounted(self) -> None:
@@ -191,8 +210,6 @@ class KeyFilter:
     def _places(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
         """Return both places of each key, one row per key."""
         joined = b"".join(keys)
-        if len(joined) != len(keys) * self._key_bytes:
-            common_length(keys, self._key_bytes)
         places: npt.NDArray[np.uint32] = self._mask & np.ndarray(
             (len(keys), _NUM_WORDS), _WORD, joined, strides=(self._key_bytes, _WORD.itemsize)
         )
