@@ -29,7 +29,6 @@ from cargohold.offload.manager.slot_table import SlotTable
 from cargohold.offload.policy.base import NO_SLOT, Offer, ReplacementPolicy, Room, Slots, joined
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
-_FREE = bytes([slot_table.FREE])
 _LOOKUP_OF_STATE = bytes(READY if state == slot_table.READY else ABSENT for state in range(256))
 
 
@@ -89,10 +88,9 @@ class TierManager(OffloadManager):
         return _READY * self._index.run(tuple(keys)).length
 
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
-        run = self.lookup_run(keys)
-        if len(run) == len(keys):
-            return run
-        return run + self._states(keys[len(run) :]).translate(_LOOKUP_OF_STATE)
+        # Of most prompts that are not there as a whole, nothing is there: then nothing is prepared for touching or loading.
+        run = self.lookup_run(keys) if keys and self._index.slot_of(keys[0]) != NO_SLOT else b""
+        return run if len(run) == len(keys) else run + self._lookup_each(keys[len(run) :])
 
     def check(self) -> None:  # noqa: D102
         self._table.check()
@@ -360,14 +358,16 @@ class TierManager(OffloadManager):
         if self._events is not None and keys:
             self._events.append(ChunksRemoved(tuple(keys)))
 
-    def _states(self, keys: Sequence[OffloadKey]) -> bytes:
-        """Return one byte per chunk, its state in the table; ``FREE`` for absent ones."""
+    def _lookup_each(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Answer ``lookup`` for chunks most of which are absent."""
         found = self._index.find(keys)
-        states = bytearray(_FREE * len(keys))
-        if found:
-            for at, state in zip(found, self._table.states(np.array(list(found.values()), dtype=np.intp)), strict=True):
-                states[at] = state
-        return bytes(states)
+        if not found:
+            return _ABSENT * len(keys)
+        answers = bytearray(_ABSENT * len(keys))
+        states = self._table.states(np.array(list(found.values()), dtype=np.intp))
+        for at, answer in zip(found, states.translate(_LOOKUP_OF_STATE), strict=True):
+            answers[at] = answer
+        return bytes(answers)
 
 
 def _each_once(keys: Sequence[OffloadKey]) -> tuple[OffloadKey, ...]:
