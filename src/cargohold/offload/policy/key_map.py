@@ -7,8 +7,8 @@ it. Their shares are unequal on purpose: equal ones would fill up together and b
 Values are ``int`` and keys ``bytes``, which the garbage collector does not follow, so its full collections skip the map.
 
 Looking up a key that is absent costs two or three cache misses in a large ``dict``, half a microsecond; most chunks of a new
-prompt are absent. So a large map can be asked through a small filter (``find``). A store of few chunks does not: it writes to the
-places that its look-ups have brought into the processor's caches.
+prompt are absent. So a large map can be asked through a small filter (``find``). A store of few chunks does not: it writes to
+the places that its look-ups have brought into the processor's caches.
 """
 
 from __future__ import annotations
