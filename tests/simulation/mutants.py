@@ -562,6 +562,23 @@ def frees_aborted_requests_while_they_load(patch: Patch) -> None:
     patch.setattr(TouchHolder, "release", lambda self, block_ids: None)
 
 
+@mutant(workload="retries")
+def takes_a_request_while_an_earlier_one_of_its_id_is_copied(patch: Patch) -> None:
+    add = Scheduler.add_request
+
+    def without_asking(self: Scheduler, request: Any) -> None:
+        with pytest.MonkeyPatch.context() as blindfold:
+            blindfold.setattr(self._roster.transfers, "holds", lambda request: False)
+            add(self, request)
+
+    patch.setattr(Scheduler, "add_request", without_asking)
+
+
+@mutant(workload="retries")
+def computes_a_request_in_the_step_that_ends_an_earlier_one_of_its_id(patch: Patch) -> None:
+    patch.setattr(Roster, "has_just_ended", lambda self, request_id: False)
+
+
 @mutant(faults="corrupt")
 def keeps_invalid_blocks_in_the_prefix_cache(patch: Patch) -> None:
     patch.setattr(ConnectorReports, "_discard_blocks", lambda self, block_ids: None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
@@ -13,7 +15,7 @@ from cargohold.simulation.connectors import CONNECTORS
 from cargohold.simulation.faults import Fault
 from cargohold.simulation.run import Run
 from cargohold.simulation.scenario import draw_scenario
-from cargohold.simulation.traffic import Ask
+from cargohold.simulation.traffic import Abort, Ask, without_used_ids
 from cargohold.simulation.workloads import WORKLOADS
 
 
@@ -49,6 +51,29 @@ def test_requests_that_are_asked_again_after_a_restart_are_counted_once() -> Non
         assert tallies["requests"] == sum(isinstance(action, Ask) for action in scenario.actions)
         num_restarts += tallies["restarts"]
     assert num_restarts > 0
+
+
+def test_requests_come_back_under_the_ids_of_aborted_ones() -> None:
+    num_attempts, tallies = 0, Counter[str]()
+    for seed in range(30):
+        scenario = draw_scenario(seed, "retries", "eager", [])
+        asks = [action for action in scenario.actions if isinstance(action, Ask)]
+        num_attempts += len(asks) - len({ask.request_id for ask in asks})
+        result = Run(scenario).play()
+        assert result.error is None
+        tallies += result.tallies
+    assert 0 < tallies["refused"] < num_attempts / 2, (
+        "some find blocks of the last attempt still being copied; most do not"
+    )
+
+
+def test_traffic_for_engines_that_give_ids_themselves_has_no_id_twice() -> None:
+    first = Ask(0.0, "a", (1, 2), 1)
+    again = replace(first, at=1.0, max_tokens=2)
+    other = Ask(2.0, "b", (3,), 1)
+    traffic = (first, Abort(1.0, "a"), again, other, Abort(3.0, "b"), Abort(4.0, "a"))
+    own = replace(again, request_id="a.2")
+    assert without_used_ids(traffic) == (first, Abort(1.0, "a"), own, other, Abort(3.0, "b"), Abort(4.0, "a.2"))
 
 
 _PLAY = """

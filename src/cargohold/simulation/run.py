@@ -145,13 +145,7 @@ class Run:
         self._timeline.note(self._clock.now, str(action))
         match action:
             case Ask():
-                self._asks[action.request_id] = action
-                reason = FinishReason.LENGTH
-                answer = action.answer()
-                if action.stop is not None and answer[-1] == action.stop:
-                    reason = FinishReason.STOP
-                self._expected[action.request_id] = Expectation(answer, reason)
-                self._result.tallies["requests"] += self._add(action)
+                self._ask(action)
             case Abort():
                 expected = self._expected.get(action.request_id)
                 if expected is not None:
@@ -161,6 +155,18 @@ class Run:
                 self._is_reset_due = True
             case Restart():
                 self._restart()
+
+    def _ask(self, ask: Ask) -> None:
+        earlier = self._expected.get(ask.request_id)
+        if earlier is not None and not earlier.has_ended:
+            # Where a run was shortened, the abort may be missing.
+            self._result.tallies["refused"] += 1
+            return
+        self._asks[ask.request_id] = ask
+        answer = ask.answer()
+        reason = FinishReason.STOP if ask.stop is not None and answer[-1] == ask.stop else FinishReason.LENGTH
+        self._expected[ask.request_id] = Expectation(answer, reason)
+        self._result.tallies["requests"] += self._add(ask)
 
     def _add(self, ask: Ask) -> bool:
         """Add a request to the engine. Returns whether it was accepted."""
@@ -175,7 +181,8 @@ class Run:
                 stop_token_ids=() if ask.stop is None else (ask.stop,),
             )
         except RequestError:
-            # Refused for its ``kv_transfer_params``: nothing is expected of it.
+            # Refused for its ``kv_transfer_params``, or because an earlier request's blocks are still being copied under its
+            # id: nothing is expected of it.
             self._result.tallies["refused"] += 1
             del self._expected[ask.request_id]
             return False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ class Ask:
 
     Attributes:
         at: virtual time in seconds.
-        request_id: unique in a run.
+        request_id: that of no request that is alive. Of one that has ended, if a client uses it again.
         prompt: the prompt's tokens.
         max_tokens: most tokens to generate.
         priority, salt, params: see ``Request``; ``params`` are its ``kv_transfer_params``.
@@ -120,6 +121,15 @@ class Writer:
         """Write that a request is aborted at a random time within ``within_s`` after its arrival."""
         self.actions.append(Abort(ask.at + self.random.random() * within_s, ask.request_id))
 
+    def retry(self, ask: Ask, after_s: float, max_tokens: int) -> Ask:
+        """Write that a client aborts its request ``after_s`` after its arrival, if it is alive, and repeats it at once.
+
+        The new request has the id of the old one, and may have another limit of tokens.
+        """
+        again = replace(ask, at=ask.at + after_s, max_tokens=max_tokens)
+        self.actions += (Abort(again.at, ask.request_id), again)
+        return again
+
     def reset(self) -> None:
         """Write that all caches are to be reset now."""
         self.actions.append(Reset(self.now))
@@ -127,3 +137,17 @@ class Writer:
     def sorted_actions(self) -> tuple[Action, ...]:
         """The actions written so far, in order of time."""
         return tuple(sorted(self.actions, key=lambda action: action.at))
+
+
+def without_used_ids(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """The same traffic with an id of its own for every request: for engines that give requests ids themselves."""
+    times_asked: Counter[str] = Counter()
+    changed: list[Action] = []
+    for action in actions:
+        if isinstance(action, Reset | Restart):
+            changed.append(action)
+            continue
+        times_asked[action.request_id] += isinstance(action, Ask)
+        attempt = times_asked[action.request_id]
+        changed.append(replace(action, request_id=f"{action.request_id}.{attempt}") if attempt > 1 else action)
+    return tuple(changed)

@@ -98,6 +98,39 @@ def aborts(load: Workload) -> None:
             writer.abort(ask, random.choice((0.0, 0.05, 0.3, 1.0)))
 
 
+def retries(load: Workload) -> None:
+    """Clients that give up and ask once more, under the same id, while copies for their last attempt are on their way."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(12, 48) for _ in range(random.randint(2, 4))]
+    load.options = {"num_spare_blocks": random.randint(0, 8)}
+    for _ in range(random.randint(5, 14)):
+        writer.pause(0.4)
+        ask = writer.ask(_cut(random.choice(documents), random) + writer.text(1, 6), random.randint(1, 10))
+        for _ in range(random.choice((0, 1, 1, 2, 4))):
+            ask = writer.retry(ask, random.random() * random.choice((0.02, 0.1, 0.4, 2.0)), random.randint(1, 10))
+
+
+def queues(load: Workload) -> None:
+    """Crowds that arrive at once and queue for long, for prompts that mostly are in tiers: few are served at a time."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(8, 40) for _ in range(random.randint(3, 8))]
+    load.options = {
+        "max_num_seqs": random.randint(1, 3),
+        "num_spare_blocks": random.randint(0, 4),
+        "tier_slots": random.randint(4, 24),
+        "policy": random.choice(tuple(QueuePolicy)),
+    }
+    for document in documents:
+        writer.ask(document, 1)
+    for _ in range(random.randint(1, 3)):
+        writer.pause(4.0)
+        for _ in range(random.randint(8, 30)):
+            prompt = random.choice(documents) + writer.text(0, 6)
+            ask = writer.ask(prompt, random.randint(1, 6), priority=random.randint(0, 2))
+            if random.random() < 0.15:
+                writer.abort(ask, 2.0)
+
+
 def preemption(load: Workload) -> None:
     """Storms of preemption: long answers of many requests in a pool that cannot hold them."""
     writer, random = load.writer, load.random
@@ -258,8 +291,8 @@ WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
     {
         write.__name__.replace("_", "-"): write
         for write in (
-            small, shared_prefix, multi_turn, agents, aborts, preemption, tiny_pool, windows, mixed_groups,
-            recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance, stops,
+            small, shared_prefix, multi_turn, agents, aborts, retries, queues, preemption, tiny_pool, windows,
+            mixed_groups, recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance, stops,
         )
     }
 )  # fmt: skip

@@ -138,7 +138,7 @@ class LimitOracle(Oracle):
         self._engine = engine
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
-        """Batches are no larger than allowed, and no request is in one twice."""
+        """Batches are no larger than allowed; no request is in one twice, and none has the id of one that has just ended."""
         scheduled, config = step.scheduled, self._engine.config
         if not scheduled:
             return
@@ -148,3 +148,5 @@ class LimitOracle(Oracle):
             self.fail(f"{step.num_tokens} tokens in one step")
         if len(scheduled) > 1 and len({share.request_id for share in scheduled}) < len(scheduled):
             self.fail("a request is in a step twice")
+        if step.finished_req_ids and any(share.request_id in step.finished_req_ids for share in scheduled):
+            self.fail("a step computes a request with the id of one that, as it says, has ended")

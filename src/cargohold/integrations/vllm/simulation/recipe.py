@@ -23,7 +23,7 @@ from cargohold.simulation.replica import Replica
 from cargohold.simulation.run import Run, RunResult, quiet_logging
 from cargohold.simulation.scenario import ANY, Scenario, draw_scenario
 from cargohold.simulation.timeline import NO_TIMELINE, Timeline
-from cargohold.simulation.traffic import Ask
+from cargohold.simulation.traffic import Ask, without_used_ids
 from cargohold.simulation.world import World
 
 APPLICABLE: Final = tuple(name for name, kind in CONNECTORS.items() if kind.with_context and kind.applies_locks)
@@ -85,6 +85,7 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
 
     * Recurrent state needs a prefix cache, and blocks no larger than those of other groups.
     * With chunked local attention, vLLM needs blocks of one size, and chunks of whole blocks.
+    * vLLM gives every request an id of its own.
     * The pool keeps its number of spare blocks, beyond those without which vLLM does not start. Where a prefix may end
       inside a block, it gets one more per group: vLLM copies such blocks, and does not make sure that it ever has room to.
     """
@@ -108,7 +109,7 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
     shape = replace(shape, groups=groups, scheduler=options)
     shape = replace(shape, num_blocks=num_blocks_needed(shape) + num_spare)
     plan = replace(scenario.connector, with_context=True, applies_locks=True)
-    return replace(scenario, shape=shape, connector=plan)
+    return replace(scenario, shape=shape, connector=plan, actions=without_used_ids(scenario.actions))
 
 
 def _match_unit(groups: tuple[GroupPlan, ...], random: Random) -> int | None:
