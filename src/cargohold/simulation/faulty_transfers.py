@@ -10,10 +10,9 @@ from zlib import crc32
 
 from cargohold.offload.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.protocol import TransferOutcome
+from cargohold.simulation.chains import GARBAGE_BYTE
 from cargohold.simulation.faults import Fault, FaultSource
 from cargohold.simulation.transfers import ByteRows
-
-GARBAGE = 0xA5
 
 
 class TransferWrapper(TransferWorker):
@@ -174,4 +173,4 @@ def some(ids: Sequence[int], random: Random) -> list[int]:
 
 def scribble(memory: ByteRows, ids: Sequence[int]) -> None:
     """Fill blocks or rows with garbage."""
-    memory[list(ids)] = GARBAGE
+    memory[list(ids)] = GARBAGE_BYTE

@@ -17,11 +17,11 @@ from cargohold.offload.tier.jobs import ACCESS_OF, Access
 from cargohold.offload.tiering import TierOptions
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
+from cargohold.simulation.chains import GARBAGE_BYTE
 from cargohold.simulation.faults import Fault, FaultSource, Spells
 from cargohold.simulation.tiers import SimulatedMedium
 from cargohold.simulation.transfers import ByteRows, as_array
 
-GARBAGE = 0xA5
 HANG_S = 60.0
 """Length in virtual seconds of the stretches for which ``Fault.HANGS`` is drawn."""
 _NEVER = float("inf")
@@ -146,7 +146,7 @@ class LinkedQueue:
                     self._medium.corrupt(key)
                 answers[at] = self._medium.access(job.kind, key, buffer)
             elif job.kind is JobKind.LOAD and buffer is not None:
-                buffer[:] = bytes([GARBAGE]) * len(buffer)
+                buffer[:] = bytes([GARBAGE_BYTE]) * len(buffer)
         self._results.append(TierResult(job, status, tuple(answers)))
 
 
