@@ -259,14 +259,14 @@ def test_prompts_with_more_chunks_than_answers_are_remembered_are_restored_as_fa
 
 
 def waiting_for_a_load(prompt_tokens: list[int]) -> tuple[SimulatedEngine, SimulatedTiering, HeldQueue]:
-    """An engine for one request at a time, whose request "known" has waited 1.5 of 2 s for what is asked of the disk."""
+    """An engine for one request at a time, whose request "known" has waited 0.9 of 2 s for what is asked of the disk."""
     tiering = SimulatedTiering(60, restore_timeout_s=2.0)
     serve(make_engine(tiering), tiering, "first", prompt_tokens)
     engine = make_engine(tiering, max_num_seqs=1)
     (queue,) = tiering.all_queues()
     queue.held = frozenset({JobKind.PROBE, JobKind.LOAD})
     engine.add("known", prompt_tokens, 3)
-    while engine.clock() < 1.5:
+    while engine.clock() < 0.9:
         engine.step()
     return engine, tiering, queue
 
@@ -304,7 +304,7 @@ def test_time_without_a_place_is_not_spent_on_lower_tiers_and_the_rest_of_it_is(
     assert restored(engine, "known") == ({"disk": 44} if ends else {})
     is_late = any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
     assert is_late is not ends
-    assert engine.clock() - began < 0.8, "half a second was left"
+    assert engine.clock() - began < 1.3, "1.1 s were left"
     finish(engine, tiering)
 
 
@@ -388,11 +388,11 @@ def test_a_stalled_tier_delays_a_request_no_longer_than_allowed_and_the_next_one
     engine = make_engine(tiering)
     tiering.media[0][0].stalls = True
     waited = waits_of(engine, [prompt(at, 20) for at in range(8)])
-    assert max(waited) < 2.5
+    assert max(waited) < 1.1, "half of the time is for look-ups"
     assert max(waited[4:]) < 0.1, "it rests by now"
     began = engine.clock()
     engine.run()
-    assert engine.clock() - began < 3.5, "nor does anybody wait long for what is to be written"
+    assert engine.clock() - began < 4.1, "nor does anybody wait long for what is to be written"
     engine.add("next", prompt(20, 20), 1)
     while "next" not in engine.outputs:
         engine.step()
@@ -481,11 +481,16 @@ def test_nobody_waits_much_longer_for_a_tier_than_computing_takes(kind: JobKind,
     queue.held = frozenset({kind})
     (waited,) = waits_of(engine, [prompt(0, 48)])
     notes = engine.outputs["r1"].cache_report.notes
-    if restore == "if_faster":
-        assert 0.12 < waited - 0.06 < 0.17, "twice as long as computing takes, and a step or two"
-        assert "lower tiers took longer than 0.12 s, and computing is expected to take 0.06 s" in notes
+    if kind is JobKind.PROBE:
+        limit_s, reason = 0.06 if restore == "if_faster" else 1.0, "there was not enough time to learn from disk"
+    elif restore == "if_faster":
+        limit_s, reason = 0.12, "lower tiers took longer than 0.12 s, and computing is expected to take 0.06 s"
     else:
-        assert waited > 2.0 and "lower tiers took longer than 2 s" in notes
+        limit_s, reason = 2.0, "lower tiers took longer than 2 s"
+    assert 0.0 < waited - limit_s < 0.11, (
+        "twice as long as computing takes, half of it for look-ups; then it is computed"
+    )
+    assert any(note.startswith(reason) for note in notes)
     finish(engine, tiering)
 
 
@@ -693,6 +698,26 @@ def test_who_finds_no_slot_for_a_moment_waits_for_one() -> None:
     transfers.auto = True
     finish(engine, tiering)
     assert restored(engine, "known") == {"disk": 16} and engine.tokens("known") == alone(prompt(0, 17), 3)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "reuse-index"])
+def test_who_fills_host_memory_alone_does_not_wait_for_slots_that_only_its_own_chunks_have(policy: str) -> None:
+    """Found by a review: it waited as long as it might, and all others that needed slots waited behind it."""
+    larger = SimulatedTiering(200)
+    for number, num_tokens in enumerate((81, 81, 9)):
+        serve(make_engine(larger), larger, f"first {number}", prompt(number, num_tokens))
+    tiering = SimulatedTiering(10, policy=policy, restore="always")
+    tiering.media = larger.media
+    engine = make_engine(tiering)
+    serve(engine, tiering, "its start", prompt(0, 41), 1)
+    evict_everything(engine)
+    engine.add("large", prompt(0, 81), 1)
+    engine.add("small", prompt(2, 9), 1)
+    finish(engine, tiering)
+    assert engine.clock() < 2.0
+    assert restored(engine, "large") == {"host": 40} and restored(engine, "small") == {"disk": 8}
+    (note,) = [note for note in engine.outputs["large"].cache_report.notes if "host memory" in note]
+    assert note == "the request's own chunks fill host memory: there was no room for more from lower tiers"
 
 
 def test_who_finds_no_slot_does_not_look_for_one_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1135,6 +1160,44 @@ def test_a_store_that_answers_one_by_one_is_asked_for_the_first_chunks_first(
     serve(engine, tiering, "now", tokens)
     assert sizes == expected
     assert sum(restored(engine, "now").values()) == num_restored
+
+
+@pytest.mark.parametrize("restore", ["if_faster", "always"])
+def test_of_a_long_prompt_as_much_is_restored_as_can_be_looked_up_in_time(restore: str) -> None:
+    """Found by a review: if looking up all of it took longer than a request may wait, it waited in vain at every visit."""
+    tiering = SimulatedTiering(200, [replace(BUCKET, num_asked_at_once=2)], restore_timeout_s=1.0, restore=restore)
+    serve(make_engine(tiering, num_blocks=200), tiering, "first", prompt(0, 241))
+    engine = make_engine(tiering, num_blocks=200)
+    assert isinstance(engine.clock, VirtualClock)
+    clock = engine.clock
+    compute_slowly(engine, clock, step_s=1.0)
+    (queue,) = tiering.all_queues()
+    queue.on_job = lambda job: clock.advance(0.02 * len(job.keys) if job.kind is JobKind.PROBE else 0)
+    for number in range(4):
+        tiering.manager.host.reset()
+        evict_everything(engine)
+        clock.advance(11.0)
+        serve(engine, tiering, f"visit {number}", prompt(0, 241), 1)
+        assert 40 <= restored(engine, f"visit {number}")["shared"] <= 100, "half a second is enough for 25 chunks of 60"
+        assert engine.requests[f"visit {number}"].times.load_wait_s < 0.7
+    assert tiering.lower.tiers[0].stats["failures"] == 0
+
+
+def test_what_some_tiers_have_said_counts_when_another_does_not_answer_in_time() -> None:
+    tiering = SimulatedTiering(60, [DISK, replace(BUCKET, num_asked_at_once=4)], restore_timeout_s=1.0)
+    serve(make_engine(tiering), tiering, "first", prompt(0, 61))
+    on_disk = tiering.media[0][0].chunks
+    for key in list(on_disk)[6:]:
+        del on_disk[key]
+    engine = make_engine(tiering)
+    assert isinstance(engine.clock, VirtualClock)
+    compute_slowly(engine, engine.clock, step_s=3.0)
+    _, store = tiering.all_queues()
+    store.held = frozenset({JobKind.PROBE})
+    serve(engine, tiering, "second", prompt(0, 61), 1)
+    assert restored(engine, "second") == {"disk": 24}
+    notes = engine.outputs["second"].cache_report.notes
+    assert "there was not enough time to learn from shared whether it has more chunks" in notes
 
 
 def test_below_a_disk_it_is_asked_for_the_first_chunks_that_the_disk_lacks() -> None:

@@ -31,6 +31,7 @@ from cargohold.offload.tiering import (
     TieringManager,
     TierOptions,
     WriteMode,
+    promotions,
 )
 from cargohold.offload.tiering.lower_tier import MIN_ANSWERS, LowerTier
 from cargohold.protocol import TransferOutcome
@@ -406,6 +407,27 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
     assert world.lower.lookup([KEYS[9]])[0] == ABSENT, "nobody else waits for it"
     world.end(trial, [True])
     assert world.lower.lookup(KEYS[8:10]) == bytes([READY, UNKNOWN])
+
+
+@pytest.mark.parametrize(("num_done", "is_left_alone"), [(0, True), (1, False)])
+def test_a_tier_that_was_asked_for_more_than_it_can_do_in_time_is_not_left_alone(
+    num_done: int, is_left_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a review: the first load of a long prompt was more than a disk brings up in time, and was held against it."""
+    monkeypatch.setattr(promotions, "BATCH_CHUNKS", 2)
+    world = World(capacity=16)
+    world.learn(KEYS[:10])
+    promotion = world.lower.promote([Chain(0, KEYS[:10], None)], ())
+    assert promotion is not None
+    loads = world.step()
+    assert len(loads) == 5
+    for load in loads[:num_done]:
+        world.end(load, [True, True])
+    promotion.give_up()
+    for load in loads[num_done:]:
+        world.end(load, [False, False], TransferOutcome.ABANDONED)
+    assert (world.lower.lookup([KEYS[11]])[0] == ABSENT) is is_left_alone
+    assert (world.lower.tiers[0].stats["failures"] > 0) is is_left_alone
 
 
 def test_a_tier_whose_writes_keep_failing_still_gives_back_what_it_has() -> None:
@@ -1512,6 +1534,54 @@ def test_of_a_prefix_longer_than_a_tier_takes_at_a_time_the_end_is_used_before_t
             told.append((command.kind, command.keys))
             world.end(command, [True] * len(command.keys))
     assert told == [(kind, tuple(KEYS[6:8])), (kind, tuple(KEYS[3:6])), (kind, tuple(KEYS[:3]))]
+
+
+def test_a_tier_that_is_asked_chunk_by_chunk_is_looked_after_a_few_chunks_at_a_time() -> None:
+    """Found by a review: a probe of all chunks of a long prompt came too late, and a healthy store was left alone for that."""
+    world = World(capacity=32, has_index=False, num_asked_at_once=3)
+    written(world, KEYS[:8])
+    world.clock.advance(601)
+    for _ in range(2):
+        world.manager.touch(KEYS[:8])
+    asked = []
+    while commands := world.step():
+        (probe,) = commands
+        asked.append(probe.keys)
+        if len(asked) == 1:
+            # A request wants to know of some of them meanwhile.
+            world.lower.probe(KEYS[5:7])
+            (own,) = world.step()
+            world.end(own, [True] * 2)
+        world.manager.touch(KEYS[:8])
+        world.end(probe, [True] * len(probe.keys))
+    assert asked == [tuple(KEYS[:3]), tuple(KEYS[3:5]), (KEYS[7],)]
+
+
+@pytest.mark.parametrize("outcome", [TransferOutcome.FAILED, TransferOutcome.ABANDONED])
+def test_what_a_tier_does_not_say_of_chunks_in_use_is_not_held_for_gone(outcome: TransferOutcome) -> None:
+    world = World(capacity=32, has_index=False, num_asked_at_once=3)
+    written(world, KEYS[:8])
+    world.lower.tiers[0].take_events()
+    world.clock.advance(601)
+    world.manager.touch(KEYS[:8])
+    (probe,) = world.step()
+    world.end(probe, [False] * 3, outcome)
+    assert world.step() == [], "the others are not asked for either"
+    assert world.lower.tiers[0].take_events() == []
+    world.manager.touch(KEYS[:8])
+    (probe,) = world.step()
+    assert probe.keys == tuple(KEYS[:3]), "but at the next use"
+
+
+def test_after_a_reset_nothing_that_waited_to_be_looked_after_is() -> None:
+    world = World(capacity=32, has_index=False, num_asked_at_once=3)
+    written(world, KEYS[:8])
+    world.clock.advance(601)
+    world.manager.touch(KEYS[:8])
+    (probe,) = world.step()
+    assert world.manager.reset()
+    world.end(probe, [True] * 3, TransferOutcome.ABANDONED)
+    assert world.step() == []
 
 
 def in_use_after(world: World, after_s: float) -> list[JobKind]:

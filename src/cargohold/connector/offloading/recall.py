@@ -19,8 +19,9 @@ when those before them are admitted.
 
 A deadline ends the wait at every point, in time in which the engine steps: chunks that have not come by then are computed.
 It is twice the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``. While the
-engine has no place for the request, its deadline is put off: the request would have to wait anyway. A request whose look-ups
-or loads try whether a tier works again that was resting waits for one step only, or it would pay for the trial.
+engine has no place for the request, its deadline is put off: the request would have to wait anyway. Half of the time is for
+look-ups, and half for loads: what is not known by then to be there counts as absent. A request whose look-ups or loads try
+whether a tier works again that was resting waits for one step only, or it would pay for the trial.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ MAX_COMPUTE_RATIO = 2.0
 """A request waits for lower tiers for at most this many times the time that computing takes."""
 MAX_TIMEOUT_PART = 0.5
 """Part of ``restore_timeout_s`` that a load may take by its estimate, because estimates err."""
+MAX_ASKING_PART = 0.5
+"""Part of the time that a request may wait in which it asks tiers what they have. The rest is for bringing that up."""
+_NOT_ENOUGH_TIME = "there was not enough time to learn from {} whether it has more chunks"
 LOOK_AGAIN_S = 0.02
 """Seconds until a request that waits for slots or for other requests' chunks looks again whether it can have them."""
 
@@ -102,7 +106,9 @@ class Recalls:
         self._line = [recall for recall in self._line if recall.is_in_line and not recall.is_over]
         for recall in self._live:
             if recall.asked_in != self._num_steps or not recall.has_place:
-                recall.deadline += now - max(self._last_step, recall.begun_at)
+                put_off_s = now - max(self._last_step, recall.begun_at)
+                recall.deadline += put_off_s
+                recall.ask_until += put_off_s
         self._last_step = now
         self._num_steps += 1
         self._num_asked = 0
@@ -140,24 +146,10 @@ class Recalls:
             num_computed_tokens: leading tokens that are on the device.
             limit_tokens: maximum length in tokens of a hit, computed tokens included.
         """
-        recall = state.recall
-        limit_tokens = min(limit_tokens, num_computed_tokens + self._max_tokens(state))
-        if recall is None:
-            now, timeout_s = self._clock(), self._lower.config.restore_timeout_s
-            deadline = now + timeout_s
-            excuse = f"lower tiers took longer than {timeout_s:g} s"
-            recall = state.recall = Recall(
-                now, deadline, excuse, alarm_at=deadline, asked_in=self._num_steps, has_place=self._has_place
-            )
-            self._live.append(recall)
-            self._lower.wake_at(deadline)
-            state.notes += [
-                f"tier {tier.name} is off, because a worker can no longer use it"
-                for tier in self._lower.tiers
-                if tier.is_off
-            ]
+        recall = state.recall or self._new_recall(state)
         if recall.is_over:
             return False
+        limit_tokens = min(limit_tokens, num_computed_tokens + self._max_tokens(state))
         now = self._clock()
         if recall.promotion is not None and not recall.promotion.num_running:
             recall.is_over = True
@@ -166,16 +158,39 @@ class Recalls:
                 "host memory had no room for what lower tiers have" if recall.is_in_line else recall.excuse
             )
             recall.give_up()
-        elif recall.promotion is None and self._is_time(recall):
-            self._begin(recall, state, num_computed_tokens, limit_tokens)
+        elif recall.promotion is None:
+            if now >= recall.ask_until and not recall.is_in_line:  # there, answers grow old, and are asked for anew
+                self._stop_asking(recall, state)
+            if self._is_time(recall):
+                self._begin(recall, state, num_computed_tokens, limit_tokens)
         if recall.is_over:
             return False
         if not recall.is_limited:
             recall.is_limited = self._limit_wait(recall, state, num_computed_tokens, limit_tokens)
-        if now >= recall.alarm_at:
-            recall.alarm_at = recall.deadline  # it was put off
-            self._lower.wake_at(recall.deadline)
+        if now >= recall.alarm_at:  # at the beginning, or if its time was put off
+            recall.alarm_at = recall.deadline if now >= recall.ask_until else recall.ask_until
+            self._lower.wake_at(recall.alarm_at)
         return True
+
+    def _new_recall(self, state: RequestState) -> Recall:
+        """Let a request begin to wait."""
+        now, timeout_s = self._clock(), self._lower.config.restore_timeout_s
+        recall = state.recall = Recall(
+            now,
+            deadline=now + timeout_s,
+            ask_until=now + MAX_ASKING_PART * timeout_s,
+            excuse=f"lower tiers took longer than {timeout_s:g} s",
+            alarm_at=now,
+            asked_in=self._num_steps,
+            has_place=self._has_place,
+        )
+        self._live.append(recall)
+        state.notes += [
+            f"tier {tier.name} is off, because a worker can no longer use it"
+            for tier in self._lower.tiers
+            if tier.is_off
+        ]
+        return recall
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:
         """Ask the tiers, or bring up what they have; end ``recall`` if that is not worth while."""
@@ -189,12 +204,15 @@ class Recalls:
             hit = self._deep_hit(state, num_computed_tokens, limit_tokens, unknown)
         if hit.undecided:
             recall.probes = self._lower.probe(
-                list(dict.fromkeys(unknown)), skipped=recall.skipped, num_found=recall.num_found
+                list(dict.fromkeys(unknown)),
+                skipped=recall.skipped,
+                num_found=recall.num_found,
+                within_s=self._asking_s(recall),
             )
             self._look_again_later(recall)
             self._limit_trial(recall, {probe.tier for probe in recall.probes}, Access.LOOK_UP)
             return
-        plan = self._worth_while(state, num_computed_tokens, hit.num_tokens)
+        plan = self._worth_while(recall, state, num_computed_tokens, hit.num_tokens)
         if not plan.chains:
             recall.end()
             return
@@ -208,7 +226,10 @@ class Recalls:
             return
         recall.is_in_line = False
         recall.promotion = promotion
-        recall.is_over = not promotion.num_running
+        if not promotion.num_running:
+            recall.is_over = True
+            state.notes.append("the request's own chunks fill host memory: there was no room for more from lower tiers")
+            return
         recall.is_limited = self._limit_wait(recall, state, num_computed_tokens, plan.num_tokens)
         self._limit_trial(recall, plan.first_tokens, Access.LOAD)
 
@@ -232,41 +253,63 @@ class Recalls:
     def _bring_forward(self, recall: Recall, deadline: float, excuse: str) -> None:
         """Let a request wait no longer than until ``deadline``, and note ``excuse`` for it if it stops then."""
         if deadline < recall.deadline:
-            recall.deadline = recall.alarm_at = deadline
-            recall.excuse = excuse
-            self._lower.wake_at(deadline)
+            now = self._clock()
+            recall.deadline, recall.excuse = deadline, excuse
+            recall.ask_until = min(recall.ask_until, now + MAX_ASKING_PART * (deadline - now))
+            recall.alarm_at = now  # to be set anew
 
     def _limit_trial(self, recall: Recall, tiers: Iterable[int], access: Access) -> None:
         """Let a request wait for one step only if jobs for it try whether one of these tiers works again."""
         if any(self._lower.tiers[at].is_tried(access) for at in tiers):
             self._bring_forward(recall, self._clock(), "lower tiers are only being tried again")
 
+    def _stop_asking(self, recall: Recall, state: RequestState) -> None:
+        """Make do with what the tiers have said: from now on, what is not known to be in one of them is not there.
+
+        Mutates ``recall`` and ``state``. The questions are answered all the same, for later requests.
+        """
+        unanswered = {probe.tier for probe in recall.probes if not probe.has_ended}
+        for at, tier in enumerate(self._lower.tiers):
+            if at not in recall.skipped and tier.is_readable and (at in unanswered or not tier.options.has_index):
+                state.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
+        recall.skipped.update(range(len(self._lower.tiers)))
+        recall.probes = [probe for probe in recall.probes if probe.has_ended]
+
     def _skip_slow(
         self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_unknown: int
     ) -> bool:
-        """Skip tiers that are expected to take longer to answer than that saves, and note it; return whether there are any.
+        """Skip tiers that are expected to take longer to answer than that saves, or than there is time left, and note it.
 
         Mutates ``recall`` and ``state``. A tier with an index answers at once.
+
+        Returns:
+            Whether there are any.
         """
+        num_skipped = len(recall.skipped)
         asked = []
         for at, tier in enumerate(self._lower.tiers):
             if num_unknown and at not in recall.skipped and tier.is_readable and not tier.options.has_index:
                 num_found = recall.num_found[at]
+                if not tier.num_to_ask(num_unknown, num_found, self._asking_s(recall)):
+                    recall.skipped.add(at)
+                    state.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
+                    continue
                 part = 1.0 if num_found else tier.look_up_gain.expected  # a tier that has the first chunks may have all
                 if (ask_s := tier.look_up_s(num_unknown, num_found, part)) is not None:
                     asked.append((at, tier, part, ask_s))
         compute_s = self._compute_s(state, num_computed_tokens, limit_tokens) if asked else None
-        if compute_s is None:
-            return False
-        num_skipped = len(recall.skipped)
         for at, tier, part, ask_s in asked:
-            saved_s = part * compute_s
+            saved_s = float("inf") if compute_s is None else part * compute_s
             if ask_s > saved_s:
                 recall.skipped.add(at)
                 state.notes.append(
                     f"asking {tier.name} was expected to take {ask_s:.3f} s, and to save {saved_s:.3f} s"
                 )
         return len(recall.skipped) > num_skipped
+
+    def _asking_s(self, recall: Recall) -> float:
+        """Return the seconds that a request may still wait for answers. In line for slots, it is on nobody's account."""
+        return (recall.deadline if recall.is_in_line else recall.ask_until) - self._clock()
 
     def _is_time(self, recall: Recall) -> bool:
         """Whether it is time to look again for a request that waits for answers, slots or other requests' chunks."""
@@ -316,10 +359,10 @@ class Recalls:
         ]
         return longest_hit(groups, state.request.num_tokens, num_computed_tokens, limit_tokens)
 
-    def _worth_while(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> _Plan:
+    def _worth_while(self, recall: Recall, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> _Plan:
         """Return what is worth bringing up for a hit: all of it, a part, or nothing."""
         plan = self._soonest(state, num_computed_tokens, self._plan(state, num_computed_tokens, num_hit_tokens))
-        limit_s = MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s
+        limit_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, recall.deadline - self._clock())
         if plan.load_s <= limit_s:
             return plan
         # Only as many tokens as are likely to come in time.

@@ -48,6 +48,7 @@ class Recall:
     Attributes:
         begun_at: time at which the request began to wait.
         deadline: time at which the request stops waiting; put off while the engine has no place for the request.
+        ask_until: time at which the request stops asking tiers, and makes do with what they have said; put off likewise.
         excuse: what to note for the request if it stops at the deadline.
         alarm_at: time at which the request is looked at again if nothing else happens: the deadline when the alarm was set.
         asked_in: number of the step before which the engine asked for the request last.
@@ -65,6 +66,7 @@ class Recall:
 
     begun_at: float
     deadline: float
+    ask_until: float
     excuse: str
     alarm_at: float
     asked_in: int

@@ -78,6 +78,8 @@ class LowerTier:
         self.touching: set[OffloadKey] = set()
         self.num_writing = 0
         self.is_off = False
+        # When a job of each kind of access was last carried out.
+        self._worked_at = dict.fromkeys(Access, float("-inf"))
         self.stats: Counter[str] = Counter()
         self._max_writing = max(1, min(options.max_inflight_chunks, host_capacity // 4))
         daily = options.max_daily_chunks
@@ -117,14 +119,19 @@ class LowerTier:
         size = self.options.max_asked_chunks
         return [keys[first : first + size] for first in range(0, len(keys), size)]
 
-    def num_to_ask(self, num_chunks: int, num_found: int) -> int:
+    def num_to_ask(self, num_chunks: int, num_found: int, within_s: float = float("inf")) -> int:
         """Return how many of ``num_chunks`` to ask for now in a look-up that has found ``num_found`` here before.
 
         Where each chunk that is asked for has its price, the first few are asked for first: most prompts are new, and what is
-        behind an absent chunk is of no use. If they are there, four times as many follow.
+        behind an absent chunk is of no use. If they are there, four times as many follow; but no more than it is expected to
+        answer for ``within_s`` seconds.
         """
         at_once = self.options.num_asked_at_once
-        return num_chunks if at_once is None else min(num_chunks, max(at_once, _GROWTH * num_found))
+        if at_once is None:
+            return num_chunks
+        count = min(num_chunks, max(at_once, _GROWTH * num_found))
+        most = self.look_up_pace.amount_in(within_s)
+        return count if most is None or count <= most else int(most)
 
     def look_up_s(self, num_chunks: int, num_found: int, part: float) -> float | None:
         """Return the seconds that the rest of a look-up, of ``num_chunks``, is expected to take; ``None`` if not known.
@@ -244,6 +251,15 @@ class LowerTier:
                 self.name,
             )
             self.clear()
+
+    def note_worked(self, task: TierTask, now: float) -> None:
+        """Note that a job was carried out: the medium works."""
+        self._worked_at[ACCESS_OF[task.kind]] = now
+        self.breakers.note_success(task.kind)
+
+    def has_worked_since(self, task: TierTask) -> bool:
+        """Whether a job of the same access was carried out since this one was handed out."""
+        return self._worked_at[ACCESS_OF[task.kind]] >= task.begun_at
 
     def blame(self, task: TierTask, how: str) -> None:
         """Count a job that failed or did not end in time, as ``how`` says; after several in a row the tier rests."""

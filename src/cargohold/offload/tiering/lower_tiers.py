@@ -186,7 +186,12 @@ class LowerTiers:
     # --- for requests -------------------------------------------------------------------------------------------------
 
     def probe(
-        self, keys: Sequence[OffloadKey], *, skipped: Container[int] = (), num_found: Mapping[int, int] = _NOTHING_FOUND
+        self,
+        keys: Sequence[OffloadKey],
+        *,
+        skipped: Container[int] = (),
+        num_found: Mapping[int, int] = _NOTHING_FOUND,
+        within_s: float = float("inf"),
     ) -> list[ProbeTask]:
         """Ask for chunks whose state is ``UNKNOWN``: each in the first usable tier that has not said that it is absent.
 
@@ -196,6 +201,7 @@ class LowerTiers:
             keys: the chunks, in prefix order.
             skipped: see ``lookup``.
             num_found: by tier, the number of chunks that the same look-up has found there before.
+            within_s: seconds in which answers are wanted. Tiers are asked for no more than they are expected to answer for.
 
         Returns:
             The probes; ``has_ended`` becomes true on each when it is answered.
@@ -209,7 +215,7 @@ class LowerTiers:
                 asked = [key for key, is_there in zip(rest, answers, strict=True) if is_there is None]
                 rest = [key for key, is_there in zip(rest, answers, strict=True) if is_there is not None]
                 before = num_found.get(at, 0)
-                count = tier.num_to_ask(len(asked), before)
+                count = tier.num_to_ask(len(asked), before, within_s)
                 tier.probing.update(asked[:count])
                 probes += [ProbeTask(at, part, before, len(asked) - count) for part in tier.parts(asked[:count])]
         for probe in probes:
@@ -220,8 +226,8 @@ class LowerTiers:
         """Bring chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
 
         Returns:
-            The promotion to wait for, and to release in the end; ``None`` if there is no slot at the moment, and then nothing
-            is pinned.
+            The promotion to wait for, and to release in the end; nothing is on its way for it if ``kept`` fill host memory.
+            ``None`` if there is no slot as long as others use them, and then nothing is pinned.
         """
         return self._promotions.begin(chains, kept)
 
@@ -347,7 +353,9 @@ class LowerTiers:
 
     def _end_probe(self, task: ProbeTask, tier: LowerTier, succeeded: Sequence[bool], outcome: TransferOutcome) -> None:
         tier.probing.difference_update(task.keys)
-        if task.is_cancelled:
+        if task.rewrites:
+            self._upkeep.note_ended(task.tier, is_done=outcome is TransferOutcome.DONE and not task.is_cancelled)
+        if task.is_cancelled or (task.rewrites and outcome is not TransferOutcome.DONE):
             return
         task.num_found = sum(succeeded)
         tier.note_presence(task.keys, succeeded)  # a tier that does not answer counts as not having them
@@ -375,8 +383,9 @@ class LowerTiers:
         if task.is_late or isinstance(task, TouchTask):
             return  # the tier was blamed for a late job already; a failed touch blames nobody
         if outcome is TransferOutcome.DONE:
-            tier.breakers.note_success(task.kind)
-        elif task.is_cancelled:
+            tier.note_worked(task, self.clock())
+        elif task.is_cancelled or (outcome is TransferOutcome.ABANDONED and tier.has_worked_since(task)):
+            # Nobody needs it any more, or more was asked of the tier than it could do in time: that is no failure.
             tier.breakers.note_cancelled(task.kind)
         else:
             tier.blame(task, "failed" if outcome is TransferOutcome.FAILED else "was not carried out")

@@ -45,6 +45,15 @@ class Pace:
         fixed, each = self._fit()
         return fixed * times + each * amount
 
+    def amount_in(self, seconds: float) -> float | None:
+        """Return the largest amount that takes no longer than ``seconds``, which may be infinite; ``None`` if not known."""
+        if not self._is_known():
+            return None
+        fixed, each = self._fit()
+        if fixed > seconds:
+            return 0.0
+        return (seconds - fixed) / each if each else float("inf")
+
     def _is_known(self) -> bool:
         return self._sums[0] > 0 and self._clock() - self._noted_at <= self._max_age_s
 

@@ -57,11 +57,13 @@ class Promotions:
         now = self._clock()
         promotion = Promotion(now, now + 2 * self._timeout_s, self._forget)
         self._live.add(promotion)
+        is_shared = self._host.num_pins + self._host.num_writing > 0
         promotion.pins.append(self._host.prepare_load(kept))
         is_busy = False
         for chain in chains:
             is_busy |= not self._reserve(chain, promotion)
-        if is_busy and not promotion.num_running:
+        # If nobody else uses slots, none becomes free while the request waits: its own chunks fill host memory.
+        if is_busy and is_shared and not promotion.num_running:
             self._live.discard(promotion)
             promotion.drop_pins()  # nobody was kept waiting by them
             return None

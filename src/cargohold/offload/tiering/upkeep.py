@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.config import WriteMode
@@ -20,7 +21,8 @@ class Upkeep:
     """Probes the tiers for chunks in use, and tells them of their use.
 
     More chunks than a tier takes in one job go in several jobs, the end of a prefix first, so that it counts as used earlier
-    than the start and is evicted first.
+    than the start and is evicted first. A tier where each chunk has its price is asked for a few at a time: nobody waits for
+    the answers, and requests that wait for others should not stand behind thousands of these.
 
     Args:
         tiers: the tiers; mutated.
@@ -30,6 +32,9 @@ class Upkeep:
     def __init__(self, tiers: Sequence[LowerTier], tasks: TaskTable) -> None:
         self._tiers = tiers
         self._tasks = tasks
+        # Per tier: chunks to probe later, with their parents, and whether a probe has not ended. Without one, nothing waits.
+        self._waiting: list[dict[OffloadKey, OffloadKey | None]] = [{} for _ in tiers]
+        self._is_probing = [False for _ in tiers]
 
     def note_used(self, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         """Learn that a request uses ``keys``, in prefix order, of which it gets ``kept`` from host memory."""
@@ -41,13 +46,47 @@ class Upkeep:
                     self._tell(at, tier, kept)
 
     def _look_after(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
-        asked = [key for key in tier.presence.not_heard_of(kept, LOOK_AFTER_S) if not tier.is_asked_for(key)]
+        asked = self._not_asked_for(tier, kept)
         if not asked:
             return
         parents = parents_in(keys)
-        tier.probing.update(asked)
-        for part in reversed(tier.parts(asked)):
-            self._tasks.want(ProbeTask(at, part, rewrites={key: parents[key] for key in part}))
+        if tier.options.num_asked_at_once is None:
+            for part in reversed(tier.parts(asked)):
+                self._probe(at, part, parents)
+            return
+        waiting = self._waiting[at]
+        room = tier.options.max_asked_chunks - len(waiting)
+        waiting.update({key: parents[key] for key in asked[:room]})
+        if not self._is_probing[at]:
+            self._probe_next(at)
+
+    def note_ended(self, at: int, *, is_done: bool) -> None:
+        """Learn that a probe of tier ``at`` has ended, and whether it was carried out; begin the next one, if one waits.
+
+        If it was not, what waits is forgotten. What is still not heard of is asked for again when it is used.
+        """
+        self._is_probing[at] = False
+        if not is_done:
+            self._waiting[at].clear()
+        self._probe_next(at)
+
+    def _probe_next(self, at: int) -> None:
+        tier, waiting = self._tiers[at], self._waiting[at]
+        size = min(tier.options.num_asked_at_once or 1, tier.options.max_asked_chunks)
+        asked: Sequence[OffloadKey] = ()
+        while waiting and not asked:
+            part = {key: waiting.pop(key) for key in list(islice(waiting, size))}
+            asked = self._not_asked_for(tier, list(part))  # requests may have asked for the others meanwhile
+            if asked:
+                self._is_probing[at] = True
+                self._probe(at, asked, part)
+
+    def _probe(self, at: int, asked: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        self._tiers[at].probing.update(asked)
+        self._tasks.want(ProbeTask(at, asked, rewrites={key: parents[key] for key in asked}))
+
+    def _not_asked_for(self, tier: LowerTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        return [key for key in tier.presence.not_heard_of(keys, LOOK_AFTER_S) if not tier.is_asked_for(key)]
 
     def _tell(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey]) -> None:
         """Tell the tier of the use of all chunks that it is thought to have, if it was not told of one of them lately.
