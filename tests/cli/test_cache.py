@@ -27,7 +27,7 @@ from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.inventory.disk import DiskInventory
 from cargohold.offload.tier.object_tier import ObjectTier
 from cargohold.offload.tier.redis_tier import RedisTier
-from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload
+from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads
 from tests.servers import key_value_server
 
 assert cache_command.cache is not None  # it has added itself to the app
@@ -213,6 +213,7 @@ def test_damaged_chunks_are_found_and_deleted_if_wished(place: Place, kind: str,
         "damaged": 0,
         "deleted": False,
         "in_use": [],
+        "failed": [],
     }
     place.fill(0, is_closed=False)
     assert [load(place.tier, number) for number in range(3)] == [LoadOutcome.ABSENT, payload(1), payload(2)]
@@ -235,8 +236,123 @@ def test_what_is_in_use_is_shown_and_left_alone(place: Place) -> None:
     assert "deleted 0 B" in run("prune", place.name, "--max-bytes", "1")
     result = CliRunner().invoke(app, ["cache", "rm", place.name, name])
     assert result.exit_code == 1 and result.stderr == f"cargohold: tier disk: {name} is in use\n"
+    assert result.stdout == "deleted 0 namespaces, 0 B\n"
     assert load(place.tier, 1) == payload(1)
     assert listed(place)[name]["chunks"] == 3
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+def test_what_is_in_use_keeps_nobody_from_deleting_the_rest(place: Place) -> None:
+    """Found by review: all that came after it was left, and what had gone before was not told."""
+    used = place.fill(3, is_closed=False)
+    user = place.tier
+    first, second = place.fill(3, weights="first"), place.fill(3, weights="second")
+    result = CliRunner().invoke(app, ["cache", "rm", place.name, first, used, second])
+    assert result.exit_code == 1 and result.stderr == f"cargohold: tier disk: {used} is in use\n"
+    assert result.stdout.startswith("deleted 2 namespaces, ")
+    assert result.stdout.endswith(f": {first[:8]}, {second[:8]}\n")
+    assert set(listed(place)) == {used} and load(user, 1) == payload(1)
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+@pytest.mark.parametrize("limit", [["--max-days", "1"], ["--max-bytes", "1"], ["--max-days", "1", "--max-bytes", "1"]])
+def test_what_cannot_be_deleted_keeps_nobody_from_pruning_the_rest(
+    place: Place, limit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [place.fill(3, weights=str(age)) for age in range(3)]
+    for age, name in enumerate(names):
+        os.utime(tmp_path / name / "lock", (age + 1, age + 1))
+    really_remove = DiskInventory.remove
+
+    def remove(inventory: DiskInventory, name: str) -> None:
+        if name == names[1]:
+            raise TierError("disk", f"{name} is in use")
+        really_remove(inventory, name)
+
+    monkeypatch.setattr(DiskInventory, "remove", remove)
+    result = CliRunner().invoke(app, ["cache", "prune", place.name, *limit])
+    assert result.exit_code == 1 and result.stderr == f"cargohold: tier disk: {names[1]} is in use\n"
+    assert f" of {names[0][:8]}, {names[2][:8]}; " in result.stdout
+    assert set(listed(place)) == {names[1]}
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+@pytest.mark.parametrize("bad", ["segment-00000.headers", "shard.json"])
+def test_one_bad_namespace_hides_no_other(
+    place: Place, bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by review: with one bad place on the disk, every command ended with "Input/output error"."""
+    name, other = place.fill(3), place.fill(5, weights="other")
+    with monkeypatch.context() as patch:
+        spoil_reads(patch, tmp_path / name / bad)
+        remark = f"{tmp_path / name / bad}: Input/output error"
+        found = listed(place)
+        assert found[other]["chunks"] == 5 and found[other]["remark"] == ""
+        assert found[name]["chunks"] == (3 if bad == "shard.json" else None) and found[name]["remark"] == remark
+        shown = CliRunner().invoke(app, ["cache", "ls", place.name])
+        assert shown.stderr == f"{name[:8]}: {remark}\n"
+        assert ("unknown" in shown.stdout) == (bad != "shard.json")
+        assert "5 chunks are good, 0 damaged\n" in run("verify", place.name, other)
+        looked = CliRunner().invoke(app, ["cache", "verify", place.name])
+        assert looked.exit_code == 1 and looked.stdout.startswith("5 chunks are good, ")
+        assert looked.stderr == (f"cargohold: tier disk: {remark}\n" if bad == "shard.json" else "")
+        run("rm", place.name, name)
+        run("prune", place.name, "--max-bytes", "1")
+    assert not listed(place)
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+def test_a_lock_that_cannot_be_opened_may_be_held(place: Place, tmp_path: Path) -> None:
+    name, other = place.fill(3), place.fill(5, weights="other")
+    lock = tmp_path / name / "lock"
+    lock.unlink()
+    lock.symlink_to("/etc/passwd")
+    assert "perhaps in use" in run("ls", place.name)
+    looked = CliRunner().invoke(app, ["cache", "verify", place.name])
+    assert looked.stdout == f"5 chunks are good, 0 damaged\n{name[:8]} is perhaps in use and was not looked at\n"
+    assert looked.stderr == f"{name[:8]}: {lock} is no regular file\n"
+    run("prune", place.name, "--max-bytes", "1")
+    assert set(listed(place)) == {name}
+    assert run("rm", place.name, "--all", status=1) == "deleted 0 namespaces, 0 B\n"
+    assert other not in listed(place)
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+def test_without_a_description_nothing_can_be_verified(place: Place, tmp_path: Path) -> None:
+    """Found by review: of 50 chunks that were there, none was good and none damaged, and all seemed well."""
+    name = place.fill(3)
+    description = tmp_path / name / "shard.json"
+    description.unlink()
+    told = f"{description} is missing or damaged, so no chunk can be verified"
+    assert listed(place)[name]["remark"] == told
+    looked = CliRunner().invoke(app, ["cache", "verify", place.name])
+    assert (looked.exit_code, looked.stderr) == (1, f"cargohold: tier disk: {told}\n")
+    found = json.loads(run("verify", place.name, "--json", status=1))
+    assert (found["good"], found["damaged"], found["failed"]) == (0, 0, [name])
+    (tmp_path / name / "segment-00000.headers").write_bytes(b"")
+    assert listed(place)[name]["remark"] == "", "nothing is there that could be verified"
+    run("verify", place.name)
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_one_is_no_plural(place: Place) -> None:
+    place.fill(1)
+    assert "1 chunk is good, 0 damaged\n" in run("verify", place.name)
+    assert "deleted 1 namespace, " in run("rm", place.name, "--all")
+
+
+@pytest.mark.parametrize("kind", ["valkey"])
+def test_where_nobody_knows_what_was_used_when_nothing_is_pruned_for_that(place: Place) -> None:
+    """Found by review: nothing was deleted, and all seemed well."""
+    run("prune", place.name, "--max-days", "0")
+    place.fill(1)
+    for more in ([], ["--max-bytes", "1"]):
+        result = CliRunner().invoke(app, ["cache", "prune", place.name, "--max-days", "0", *more])
+        assert result.exit_code == 2
+        assert "--max-days=0.0 is not possible: nothing here says when it was used last" in result.stderr
+    assert len(listed(place)) == 1
+    run("prune", place.name, "--max-bytes", "1")
+    assert not listed(place)
 
 
 @pytest.mark.parametrize("kind", ["disk"])

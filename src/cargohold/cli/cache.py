@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.console import Answers, errors
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier.inventory import Finding, Holding, Inventory, open_inventory
 from cargohold.offload.tier.store_url import without_secrets
 from cargohold.units import format_bytes, format_count, parse_bytes
@@ -44,6 +45,7 @@ def list_namespaces(place: Place, as_json: AsJson = False) -> None:
         return
     if holdings:
         Answers().print_table(_table(holdings))
+        _tell_remarks(holdings)
     else:
         typer.echo(f"nothing is stored in {without_secrets(place) if '://' in place else place}")
 
@@ -55,37 +57,24 @@ def verify(
     delete: Annotated[bool, typer.Option("--delete", help="Delete damaged chunks.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every chunk and check it. Exits with 1 if one is damaged."""
+    """Read every chunk and check it. Exits with 1 if one is damaged or cannot be checked."""
     inventory = open_inventory(place)
-    counts: Counter[Finding] = Counter()
-    skipped = []
     chosen = _chosen(_listed(inventory), ids)
-    with _progress() as progress:
-        for holding in chosen:
-            if holding.is_in_use:
-                skipped.append(holding)
-                continue
-            task = progress.add_task(holding.short_id, total=holding.num_chunks)
-            for finding in inventory.verify(holding.id, delete=delete):
-                counts[finding] += 1
-                progress.advance(task)
-    damaged = counts[Finding.DAMAGED]
+    skipped = [holding for holding in chosen if holding.is_in_use]
+    failures = _Failures()
+    counts = _verified(inventory, [holding for holding in chosen if not holding.is_in_use], failures, delete=delete)
+    good, damaged = counts[Finding.GOOD], counts[Finding.DAMAGED]
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "good": counts[Finding.GOOD],
-                    "damaged": damaged,
-                    "deleted": delete,
-                    "in_use": [held.id for held in skipped],
-                }
-            )
-        )
+        in_use = [held.id for held in skipped]
+        facts = {"good": good, "damaged": damaged, "deleted": delete, "in_use": in_use, "failed": failures.ids}
+        typer.echo(json.dumps(facts))
     else:
-        fate = " and deleted" if delete and damaged else ""
-        typer.echo(f"{counts[Finding.GOOD]} chunks are good, {damaged} damaged{fate}")
+        fate = " and deleted" if delete and damaged and not failures.ids else ""
+        typer.echo(f"{format_count(good, 'chunk')} {'is' if good == 1 else 'are'} good, {damaged:,} damaged{fate}")
         for held in skipped:
-            typer.echo(f"{held.short_id} is in use and was not looked at")
+            typer.echo(f"{held.short_id} is {_use(held)} and was not looked at")
+        _tell_remarks(skipped)
+    failures.end()
     if damaged:
         raise typer.Exit(EXIT_FAILED)
 
@@ -104,16 +93,21 @@ def prune(
     limit = None if max_bytes is None else parse_bytes("--max-bytes", max_bytes)
     inventory = open_inventory(place)
     holdings = _listed(inventory)
-    gone = 0
+    uses = [holding.last_used_s for holding in holdings if not holding.is_in_use]
+    if max_days is not None and uses and all(used is None for used in uses):
+        raise ConfigError("--max-days", max_days, "nothing here says when it was used last; use --max-bytes")
+    deleted = _Deletions(inventory)
     with errors.status("deleting"):
         if max_days is not None:
-            old = [holding for holding in holdings if not holding.is_in_use and _age_s(holding) > max_days * DAY_S]
-            gone += _remove(inventory, old)
-            holdings = [holding for holding in holdings if holding not in old]
+            for holding in holdings:
+                if not holding.is_in_use and _age_s(holding) > max_days * DAY_S:
+                    deleted.remove(holding)
         if limit is not None:
-            gone += _trim(inventory, holdings, limit)
+            deleted.trim([holding for holding in holdings if holding not in deleted.holdings], limit)
     left = sum(holding.num_bytes for holding in _listed(inventory))
-    typer.echo(f"deleted {format_bytes(gone)}; {format_bytes(left)} are left")
+    of_what = f" of {_short_ids(deleted.holdings)}" if deleted.holdings else ""
+    typer.echo(f"deleted {format_bytes(deleted.num_bytes)}{of_what}; {format_bytes(left)} are left")
+    deleted.failures.end()
 
 
 @cache.command()
@@ -129,9 +123,80 @@ def rm(
         raise ConfigError("--all", None, "say what to delete: one or more ids, or --all")
     inventory = open_inventory(place)
     chosen = _chosen(_listed(inventory), ids)
+    deleted = _Deletions(inventory)
     with errors.status("deleting"):
-        gone = _remove(inventory, chosen)
-    typer.echo(f"deleted {format_count(len(chosen), 'namespace')}, {format_bytes(gone)}")
+        for holding in chosen:
+            deleted.remove(holding)
+    which = f": {_short_ids(deleted.holdings)}" if deleted.holdings else ""
+    number = format_count(len(deleted.holdings), "namespace")
+    typer.echo(f"deleted {number}, {format_bytes(deleted.num_bytes)}{which}")
+    deleted.failures.end()
+
+
+class _Failures:
+    """Namespaces that failed, for instance because they are in use. They do not keep a command from the other ones."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, TierError] = {}
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the namespaces that failed."""
+        return list(self._errors)
+
+    @contextmanager
+    def noted(self, holding: Holding) -> Iterator[None]:
+        """End the ``with`` if a namespace fails, and note why."""
+        try:
+            yield
+        except TierError as error:
+            self._errors[holding.id] = error
+
+    def end(self) -> None:
+        """Tell of the failures, and end the command with an exit status that says that there are some."""
+        for error in self._errors.values():
+            typer.echo(f"cargohold: {_printable(str(error))}", err=True)
+        if self._errors:
+            raise typer.Exit(EXIT_FAILED)
+
+
+class _Deletions:
+    """Deletes namespaces, or chunks of them.
+
+    Attributes:
+        holdings: namespaces of which something was deleted, as they were before.
+        num_bytes: bytes that were deleted.
+        failures: the namespaces that could not be deleted.
+
+    Args:
+        inventory: where.
+    """
+
+    def __init__(self, inventory: Inventory) -> None:
+        self.holdings: list[Holding] = []
+        self.num_bytes = 0
+        self.failures = _Failures()
+        self._inventory = inventory
+
+    def remove(self, holding: Holding) -> None:
+        """Delete a namespace, if that is possible."""
+        with self.failures.noted(holding):
+            self._inventory.remove(holding.id)
+            self._count(holding, holding.num_bytes)
+
+    def trim(self, holdings: Sequence[Holding], limit: int) -> None:
+        """Delete chunks until at most ``limit`` bytes are left of namespaces, if possible, but nothing that is in use."""
+        excess = sum(holding.num_bytes for holding in holdings) - limit
+        for holding in holdings:
+            if excess > 0 and not holding.is_in_use and holding.id not in self.failures.ids:
+                with self.failures.noted(holding):
+                    gone = self._inventory.trim(holding.id, excess)
+                    self._count(holding, gone)
+                    excess -= gone
+
+    def _count(self, holding: Holding, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.holdings.append(holding)
 
 
 def _listed(inventory: Inventory) -> list[Holding]:
@@ -164,23 +229,31 @@ def _short_ids(holdings: Sequence[Holding]) -> str:
     return ", ".join(holding.short_id for holding in holdings) or "nothing"
 
 
-def _remove(inventory: Inventory, holdings: Iterable[Holding]) -> int:
-    """Delete namespaces; returns how many bytes they took."""
-    gone = 0
-    for holding in holdings:
-        inventory.remove(holding.id)
-        gone += holding.num_bytes
-    return gone
+def _verified(
+    inventory: Inventory, holdings: Sequence[Holding], failures: _Failures, *, delete: bool
+) -> Counter[Finding]:
+    """Verify namespaces, behind a progress bar; returns how often there was which finding."""
+    counts: Counter[Finding] = Counter()
+    with _progress() as progress:
+        for holding in holdings:
+            of = "?" if holding.num_chunks is None else str(holding.num_chunks)
+            task = progress.add_task(holding.short_id, total=holding.num_chunks, of=of)
+            with failures.noted(holding):
+                for finding in inventory.verify(holding.id, delete=delete):
+                    counts[finding] += 1
+                    progress.advance(task)
+    return counts
 
 
-def _trim(inventory: Inventory, holdings: Sequence[Holding], limit: int) -> int:
-    """Delete chunks until at most ``limit`` bytes are left, if possible; returns how many bytes were deleted."""
-    gone = 0
-    excess = sum(holding.num_bytes for holding in holdings) - limit
+def _tell_remarks(holdings: Sequence[Holding]) -> None:
     for holding in holdings:
-        if excess > gone and not holding.is_in_use:
-            gone += inventory.trim(holding.id, excess - gone)
-    return gone
+        if holding.remark:
+            typer.echo(f"{holding.short_id}: {_printable(holding.remark)}", err=True)
+
+
+def _use(holding: Holding) -> str:
+    """A namespace's use in words. What has a remark may be another user's, of which nobody else can tell."""
+    return "perhaps in use" if holding.remark else "in use"
 
 
 def _age_s(holding: Holding) -> float:
@@ -194,6 +267,7 @@ def _as_dict(holding: Holding) -> dict[str, object]:
         "bytes": holding.num_bytes,
         "last_used_s": holding.last_used_s,
         "in_use": holding.is_in_use,
+        "remark": holding.remark,
         "namespace": dict(holding.facts),
     }
 
@@ -207,19 +281,22 @@ def _table(holdings: Sequence[Holding]) -> Table:
     table.add_column("")
     for holding in holdings:
         facts = holding.facts
-        remarks = ["in use"] * holding.is_in_use + ["encrypted"] * bool(facts.get("encryption"))
+        remarks = [_use(holding)] * holding.is_in_use + ["encrypted"] * bool(facts.get("encryption"))
         names = [_shown(facts.get(name, "?")) for name in ("label", "split")]
-        sizes = [f"{holding.num_chunks:,}", format_bytes(holding.num_bytes), _ago(holding)]
+        chunks = "unknown" if holding.num_chunks is None else f"{holding.num_chunks:,}"
+        sizes = [chunks, format_bytes(holding.num_bytes), _ago(holding)]
         table.add_row(holding.short_id, *names, *sizes, ", ".join(remarks))
     return table
 
 
 def _shown(fact: str) -> Text:
-    """Text from a store, made safe for a terminal: people who can write to the store must not control the terminal.
+    """Text from a store, for a table. Brackets are not markup."""
+    return Text(_printable(fact))
 
-    Brackets are not markup.
-    """
-    return Text("".join(char if char.isprintable() else "?" for char in fact))
+
+def _printable(text: str) -> str:
+    """Text made safe for a terminal: people who can write to a store must not control the terminal of who looks at it."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _ago(holding: Holding) -> str:
@@ -233,5 +310,9 @@ def _ago(holding: Holding) -> str:
 
 
 def _progress() -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed}/{task.total}"), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description} {task.completed}/{task.fields[of]}"),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)

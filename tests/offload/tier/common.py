@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cargohold.offload.tier import LoadOutcome, Tier
 from cargohold.offload.tier.codec import ChunkCodec
@@ -55,6 +58,36 @@ def in_thread(action: Callable[[], object], wait_s: float, if_it_hangs: str) -> 
     assert not thread.is_alive(), if_it_hangs
     for failure in failures:
         raise failure
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can become somebody else")
+
+
+def run_as_nobody(action: Callable[[], None]) -> int:
+    """Exit status of a child process without the rights of the superuser: 0 if ``action`` went well."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        os.setgid(65534)
+        os.setuid(65534)
+        action()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def spoil_reads(patch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let every read of one file fail, as on a disk with a bad place."""
+    really_read = os.pread
+
+    def read(number: int, size: int, at: int) -> bytes:
+        if Path(f"/proc/self/fd/{number}").readlink() == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return really_read(number, size, at)
+
+    patch.setattr(os, "pread", read)
 
 
 def codec(secret: bytes | None = None, time_ns: Callable[[], int] | None = None, **changes: str) -> ChunkCodec:

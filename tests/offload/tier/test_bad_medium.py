@@ -751,7 +751,7 @@ class DiskMachine(MediumMachine):
             name = self.codec_of(shard).namespace.id
             assert list(inventory.verify(name, delete=False)) == [Finding.GOOD] * len(numbers)
             # Of a file with headers the end is not used; what damage leaves there seems to be one.
-            assert holdings[name].num_chunks >= len(numbers) and not holdings[name].is_in_use
+            assert (holdings[name].num_chunks or 0) >= len(numbers) and not holdings[name].is_in_use
         self.only_our_files()
 
     def loadable(self, port: Port) -> list[int]:
@@ -820,7 +820,8 @@ class SharedMachine(MediumMachine):
             assert port.ask(JobKind.LOAD, numbers[-1:]) == [LoadOutcome.LOADED], "what was just stored"
         if step.trouble is None and kind is JobKind.LOAD:
             for number, answer in zip(numbers, answers, strict=True):
-                if answer in {LoadOutcome.CORRUPT, LoadOutcome.ABSENT}:
+                stays = answer is LoadOutcome.CORRUPT and self.is_withdrawn  # it may not be deleted
+                if answer in {LoadOutcome.CORRUPT, LoadOutcome.ABSENT} and not stays:
                     assert port.ask(JobKind.PROBE, [number]) == [False], "the next store replaces it"
 
     def reopen(self, step: Step) -> None:

@@ -429,6 +429,24 @@ def test_a_failing_medium_is_left_alone_and_found_again() -> None:
         assert setup.queue.health().last_failure == "cable unplugged"
 
 
+def test_a_medium_that_stays_bad_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Found by review: each failed trial was told, one a minute for look-ups, loads and writes each, for days."""
+    trouble: list[str | None] = ["cable unplugged"]
+    config = QueueConfig(num_threads=1, breaker=BreakerConfig(failures_to_open=1, cooldown_s=1.0, max_cooldown_s=1.0))
+    with queue_on(faulty(lambda _: trouble[0]), config) as setup:
+        for _ in range(1 + 100):
+            assert setup.run(JobKind.PROBE, [b"a"]).status is JobStatus.FAILED
+            setup.clock.advance(1.0)
+        assert caplog.text.count("tier memory rests: after several failures in a row") == 1
+        assert caplog.text.count("tier memory rests again: a trial failed, so there are still no look-ups") == 7 + 4
+        setup.run(JobKind.STORE, [b"a"], [chunk(1)])
+        trouble[0] = None
+        setup.run(JobKind.PROBE, [b"a"])
+        trouble[0] = "cable unplugged again"
+        setup.run(JobKind.PROBE, [b"a"])
+        assert caplog.text.count("tier memory rests: ") == 3, "of writes, and of look-ups after they had worked"
+
+
 class BadSpots(MemoryTier):
     """Some chunks cannot be written."""
 
@@ -672,6 +690,31 @@ def test_hanging_threads_open_the_breaker() -> None:
         setup.clock.advance(2.0)
         assert [result.status for result in setup.queue.poll()] == [JobStatus.EXPIRED] * 3
         assert setup.state() is TierState.RESTING
+
+
+def test_a_medium_that_works_and_is_busy_does_not_rest() -> None:
+    """Found by a review: one long load kept a disk busy, and the jobs behind it, which came too late, counted as failures."""
+    arrived, passes = threading.Semaphore(0), threading.Semaphore(0)
+
+    def one_by_one(operation: str) -> None:
+        if operation == "load":
+            arrived.release()
+            assert passes.acquire(timeout=WAIT_S)
+
+    with queue_on(faulty(one_by_one), QueueConfig(num_threads=1)) as setup:
+        setup.run(JobKind.STORE, [b"a", b"b"], [chunk(1), chunk(2)])
+        setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
+        assert arrived.acquire(timeout=WAIT_S)
+        for _ in range(3):
+            setup.submit(JobKind.LOAD, [b"b"], [bytearray(CHUNK)], timeout_s=1.0)
+        setup.clock.advance(0.5)
+        passes.release()
+        assert arrived.acquire(timeout=WAIT_S), "the first load has ended, and the next one has begun"
+        setup.clock.advance(1.0)
+        statuses = [result.status for result in setup.queue.poll()]
+        assert statuses == [JobStatus.DONE, *[JobStatus.EXPIRED] * 3]
+        assert setup.state() is TierState.ON
+        passes.release()
 
 
 def test_an_unforeseen_error_is_a_failed_job_and_logged(caplog: pytest.LogCaptureFixture) -> None:

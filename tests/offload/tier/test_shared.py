@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.factory import open_tier
 from cargohold.offload.tier.inventory.factory import open_inventory
 from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
-from cargohold.offload.tier.object_listing import StoreBudget, StoredObject, list_ours
+from cargohold.offload.tier.object_listing import list_ours
 from cargohold.offload.tier.object_tier import open_store
 from cargohold.offload.tier.redis_tier import open_client
 from cargohold.simulation.clock import VirtualClock
@@ -462,10 +462,6 @@ def test_two_engines_share_a_budget(tmp_path: Path) -> None:
     assert sum(tiers[0].probe([key(number) for number in range(200)])) >= 20
 
 
-def test_a_chunk_above_the_budget_is_refused(tmp_path: Path) -> None:
-    assert store(shared(f"file://{tmp_path}", max_bytes=CHUNK), 1) is StoreOutcome.REFUSED
-
-
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "a name that is no text": lambda place: os.mknod(os.fsencode(place) + b"/\xff"),
     "a name of two lines": lambda place: (place / "two\nlines").write_text("mine"),
@@ -484,7 +480,7 @@ def test_what_others_keep_in_a_shared_directory_is_not_looked_at(tmp_path: Path,
     for number in range(20):
         assert store(tier, number) is StoreOutcome.STORED
     (holding,) = open_inventory(f"file://{tmp_path}").holdings()
-    assert 5 <= holding.num_chunks <= 10
+    assert holding.num_chunks in range(5, 11)
     assert len(os.listdir(tmp_path)) == 2  # noqa: PTH208  # of any name
 
 
@@ -539,7 +535,7 @@ def test_what_a_killed_process_was_writing_counts_until_it_is_deleted(tmp_path: 
         assert bytes_of_chunks(tmp_path) <= 10 * CHUNK
     (holding,) = open_inventory(f"file://{tmp_path}").holdings()
     assert holding.num_bytes == bytes_of_chunks(tmp_path)
-    assert 2 <= holding.num_chunks <= 3 and left.exists()
+    assert holding.num_chunks in {2, 3} and left.exists()
 
 
 def test_what_a_killed_process_was_writing_is_deleted_an_hour_later(tmp_path: Path) -> None:
@@ -693,7 +689,7 @@ def test_credentials_that_may_not_ask_what_is_there_are_refused_by_name(monkeypa
     """Found by reading: without the right to list, S3 answers so to a request for any chunk that is not there."""
     monkeypatch.setattr("cargohold.offload.tier.object_tier.from_url", lambda *_, **__: MemoryStore())
     monkeypatch.setattr(obstore, "head", raising(PermissionDeniedError("403 Forbidden")))
-    with pytest.raises(ConfigError, match="the store refuses access: 403 Forbidden"):
+    with pytest.raises(ConfigError, match="refuses access for reading, or for listing: 403 Forbidden"):
         shared("s3://bucket/prefix")
 
 
@@ -884,57 +880,3 @@ for refuse in (lambda: check_tier(config, CHUNK, 1), lambda: open_tier(config, N
     # Before the weights are loaded, and by whoever opens a tier alone.
     assert run.stdout.count(f"pip install 'cargohold[{extra}]'") == 2
     assert package == "cryptography" or f"url='{url.replace(':secret@', '')}'" in run.stdout, "as it was given"
-
-
-class TestBudget:
-    """The limit of a store, by itself; every chunk has one byte."""
-
-    def setup_method(self) -> None:
-        self.store = MemoryStore()
-        self.budget = StoreBudget(self.store, 32)
-
-    def put(self, number: int) -> bool:
-        with self.budget.room_for(1) as is_granted:
-            if is_granted:
-                obstore.put(self.store, f"{'0' * 32}/00/{number:04x}", b"x")
-        return is_granted
-
-    def test_what_is_just_being_written_counts(self) -> None:
-        """Found by reading: who looked at the store did not see it, so eight threads could exceed the limit by seven chunks."""
-        with ExitStack() as writing:
-            granted = [writing.enter_context(self.budget.room_for(1)) for _ in range(40)]
-            assert sum(granted) == 32
-
-    def test_nobody_waits_while_another_makes_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Found by reading: a listing of a large bucket takes minutes, and held all threads, so loads failed meanwhile too."""
-        for number in range(33):
-            assert self.put(number)
-        arrived, opened = threading.Event(), threading.Event()
-
-        def slow_list(store: object, prefix: str = "") -> Iterator[StoredObject]:
-            arrived.set()
-            assert opened.wait(WAIT_S)
-            return list_ours(self.store, prefix)
-
-        monkeypatch.setattr("cargohold.offload.tier.object_listing.list_ours", slow_list)
-        num_free = 0
-        looker = threading.Thread(target=lambda: [self.put(number) for number in range(100, 110)], daemon=True)
-        looker.start()
-        assert arrived.wait(WAIT_S)
-        while self.put(200 + num_free):
-            num_free += 1
-        assert num_free < 16, "there is a limit also while it is looked at"
-        opened.set()
-        looker.join(WAIT_S)
-        assert not looker.is_alive()
-        assert len(list(list_ours(self.store))) <= 32
-
-    def test_a_store_that_fails_while_it_is_looked_at_is_looked_at_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def failing(*_: object) -> Iterator[StoredObject]:
-            raise OSError("no answer")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("cargohold.offload.tier.object_listing.list_ours", failing)
-            with pytest.raises(OSError, match="no answer"):
-                self.put(0)
-        assert self.put(0)

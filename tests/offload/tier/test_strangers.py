@@ -276,8 +276,9 @@ def test_at_a_pipe_nobody_waits(tmp_path: Path, name: str, caplog: pytest.LogCap
     (other / "large").write_bytes(bytes(2 * 1024**2))
 
     def look_and_start() -> None:
-        with pytest.raises(TierError, match="is no regular file"):
-            open_inventory(str(tmp_path)).holdings()
+        (holding,) = open_inventory(str(tmp_path)).holdings()
+        assert holding.remark.startswith(f"{other / name} is no regular file")
+        assert (holding.num_chunks, holding.is_in_use) == ((0, True) if name == "lock" else (None, False))
         disk_tier(tmp_path)
 
     in_time(look_and_start)
@@ -359,7 +360,8 @@ def test_whatever_files_hold_is_a_chunk_or_a_miss(tmp_path: Path, kind: str, see
             path.write_bytes(spoiled(random, path.read_bytes()))
     inventory = open_inventory(str(tmp_path) if kind == "disk" else f"file://{tmp_path}")
     for holding in inventory.holdings():
-        assert set(inventory.verify(holding.id, delete=False)) <= set(Finding)
+        with suppress(TierError):  # it says so if nothing can be verified
+            assert set(inventory.verify(holding.id, delete=False)) <= set(Finding)
     again = open_tier()
     for number in range(6):
         assert load(again, number) in {payload(number), LoadOutcome.ABSENT, LoadOutcome.CORRUPT}

@@ -173,3 +173,25 @@ def test_a_disk_that_takes_no_uses_is_no_error(
     assert "cannot save which chunks were used last" in caplog.text
     assert load(tier, 1) == payload(1)
     tier.close()
+
+
+def test_a_disk_that_takes_no_uses_does_not_fill_the_log_and_has_them_when_it_takes_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by review: 8640 warnings a day. And what was used meanwhile was saved only if it was used again."""
+    time = SteppingTime()
+    tier = open_tier(tmp_path, time)
+    store(tier, range(3))
+
+    def fail(*_: object) -> int:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        for _ in range(1000):
+            time.advance(10.0)
+            tier.touch([key(0)])
+    assert caplog.text.count("cannot save which chunks were used last") == 7 + 7, "8, 16, ... and 512"
+    tier.close()
+    tier = open_tier(tmp_path, time)
+    assert tier._state.uses.snapshot()[0] > time.ns - 10**9, "closing has saved it"

@@ -409,6 +409,20 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
     assert world.lower.lookup(KEYS[8:10]) == bytes([READY, UNKNOWN])
 
 
+def test_a_load_of_which_a_part_has_come_in_time_is_no_failure() -> None:
+    world = World(capacity=16)
+    for _ in range(4):
+        world.learn(KEYS[:4])
+        promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
+        assert promotion is not None
+        (load,) = world.step()
+        promotion.give_up()
+        world.end(load, [True, False, False, False], TransferOutcome.ABANDONED)
+        world.host.remove(KEYS[:1])
+    assert world.lower.tiers[0].stats["failures"] == 0
+    assert world.lower.lookup([KEYS[11]])[0] == UNKNOWN
+
+
 @pytest.mark.parametrize(("num_done", "is_left_alone"), [(0, True), (1, False)])
 def test_a_tier_that_was_asked_for_more_than_it_can_do_in_time_is_not_left_alone(
     num_done: int, is_left_alone: bool, monkeypatch: pytest.MonkeyPatch
@@ -421,6 +435,7 @@ def test_a_tier_that_was_asked_for_more_than_it_can_do_in_time_is_not_left_alone
     assert promotion is not None
     loads = world.step()
     assert len(loads) == 5
+    world.clock.advance(0.5)
     for load in loads[:num_done]:
         world.end(load, [True, True])
     promotion.give_up()

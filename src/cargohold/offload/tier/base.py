@@ -39,7 +39,7 @@ class LoadOutcome(Enum):
     ABSENT = "absent"
     """The chunk is not there. The destination holds garbage."""
     CORRUPT = "corrupt"
-    """The chunk failed its check and is not there any more. The destination holds garbage."""
+    """The chunk failed its check, and was deleted if that is allowed. The destination holds garbage."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from cargohold.offload.policy import find_policy
 from cargohold.offload.tier import store_url
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.encryption import TAG_BYTES
+from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.store_url import REDIS_SCHEMES
 from cargohold.protocol import Locality
 from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
@@ -32,6 +34,16 @@ PARALLEL_PROBES: Final = 32
 """Number of objects that a worker asks an object store for at the same time."""
 MAX_THREADS: Final = 256
 """Maximum of ``num_threads``: each thread has memory for a chunk."""
+MAX_ENCRYPTED_BYTES: Final = 2**31 - 1 - TAG_BYTES
+"""Bytes that the package for encryption can take at once, with the tag."""
+MAX_DISK_BYTES: Final = 0x7FFF_F000
+"""Bytes that Linux reads or writes at once."""
+MAX_VALUE_BYTES: Final = {
+    **dict.fromkeys(REDIS_SCHEMES, 512 * 1024**2),
+    "s3": 5 * 1024**3,
+    "az": 5000 * 1024**2,
+}
+"""Bytes that a store takes as one value, by scheme: what servers allow unless told otherwise. Other stores have no limit."""
 
 
 class Admission(Enum):
@@ -100,8 +112,13 @@ class TierConfig(ABC):
     def require_packages(self) -> None:  # noqa: B027  # most need none
         """Raise ``ConfigError`` if a package for this tier is not installed. Touches no medium; works on any machine."""
 
-    def check(self, chunk_bytes: int, num_shards: int) -> None:  # noqa: B027  # most have nothing to check
-        """Raise ``ConfigError`` for what ``open`` would refuse with these arguments, before anything is loaded."""
+    def check(self, chunk_bytes: int, num_shards: int) -> None:
+        """Raise ``ConfigError`` for what ``open`` would refuse with these arguments, before anything is loaded.
+
+        By default, refuses chunks that are too large to be encrypted, if there is a key.
+        """
+        del num_shards
+        _require_encryptable(self.encryption_key, chunk_bytes)
 
     def of_replica(self, replica: int) -> Self:
         """Return the options for engine replica ``replica``, from 0. By default the same, so that replicas share the tier."""
@@ -183,12 +200,14 @@ class DiskTierConfig(TierConfig):
         """See ``TierConfig``. Refuses an unwritable directory, one in use, and a budget above the disk or below one chunk."""
         from cargohold.offload.tier.disk import DiskTier  # noqa: PLC0415  # only what is used is imported
 
+        self._require_sizes(chunk_bytes, num_shards)
         return DiskTier(self, codec, chunk_bytes, num_shards)
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:
-        """Refuse a directory that cannot be used, and an impossible budget."""
+        """Refuse a directory that cannot be used, an impossible budget, and chunks that can never be written."""
         from cargohold.offload.tier.disk.shard import check_place  # noqa: PLC0415  # only what is used is imported
 
+        self._require_sizes(chunk_bytes, num_shards)
         check_place(self, chunk_bytes, num_shards)
 
     def of_replica(self, replica: int) -> Self:
@@ -215,6 +234,15 @@ class DiskTierConfig(TierConfig):
     def num_reserve_bytes(self) -> int:
         """``reserve_bytes`` as a number."""
         return 0 if _is_zero(self.reserve_bytes) else parse_bytes("reserve_bytes", self.reserve_bytes)
+
+    def _require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
+        """Raise ``ConfigError`` if no chunk of this size can ever be written, or only the first one."""
+        TierConfig.check(self, chunk_bytes, num_shards)
+        _require_chunk_below("directory", str(self.directory), chunk_bytes, MAX_DISK_BYTES)
+        if self.num_daily_bytes is not None:
+            _require_chunk_within(
+                "max_daily_bytes", self.max_daily_bytes, self.num_daily_bytes, num_shards * chunk_bytes
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,17 +291,17 @@ class SharedTierConfig(TierConfig):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
-        """See ``TierConfig``. Refuses missing or wrong credentials, and a package that is not installed."""
-        del num_shards
-        return self._tier_class()(self, codec, chunk_bytes)
+        """See ``TierConfig``. Refuses missing or wrong credentials, a bucket that is not there, and a missing package."""
+        self._require_sizes(chunk_bytes, num_shards)
+        return self._tier_class()(self, codec, chunk_bytes, num_shards)
 
     def require_packages(self) -> None:
         """See ``TierConfig``. Each kind of store needs a package."""
         self._tier_class()
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:
-        """Refuse what can be refused without asking the store: a package that is not installed, an incomplete URL."""
-        del chunk_bytes, num_shards
+        """Refuse what can be refused without asking the store: a missing package, an incomplete URL, impossible sizes."""
+        self._require_sizes(chunk_bytes, num_shards)
         self._tier_class().check_place(self)
 
     def describe(self) -> str:
@@ -300,6 +328,17 @@ class SharedTierConfig(TierConfig):
     def shown_url(self) -> str:
         """The URL without user and password, for messages."""
         return store_url.without_secrets(self.url)
+
+    def _require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
+        """Raise ``ConfigError`` if no chunk of this size can ever be written."""
+        TierConfig.check(self, chunk_bytes, num_shards)
+        value_bytes = HEADER_BYTES + chunk_bytes
+        if self.scheme in MAX_VALUE_BYTES:
+            _require_chunk_below("url", self.shown_url, value_bytes, MAX_VALUE_BYTES[self.scheme])
+        if self.num_max_bytes is not None:
+            # Each worker's part of one chunk, and what each worker leaves to the others: see StoreBudget.
+            need = (2 * num_shards - 1) * value_bytes
+            _require_chunk_within("max_bytes", self.max_bytes, self.num_max_bytes, need)
 
     def _tier_class(self) -> type[RedisTier | ObjectTier]:
         """Return the class of the tier. Raises ``ConfigError`` if its package is not installed."""
@@ -342,6 +381,24 @@ def _require_key_source(source: object) -> None:
 def _require_threads(num_threads: object) -> None:
     if not is_positive_int(num_threads) or num_threads > MAX_THREADS:
         raise ConfigError("num_threads", num_threads, f"it must be a whole number from 1 to {MAX_THREADS}")
+
+
+def _require_encryptable(source: str | None, chunk_bytes: int) -> None:
+    if source is not None:
+        _require_chunk_below("encryption_key", source, chunk_bytes, MAX_ENCRYPTED_BYTES)
+
+
+def _require_chunk_below(key: str, value: object, chunk_bytes: int, max_bytes: int) -> None:
+    """Raise ``ConfigError`` for an option because of which a worker's chunk may have only ``max_bytes``."""
+    if chunk_bytes > max_bytes:
+        reason = f"a chunk of one worker has {chunk_bytes} bytes here, and {max_bytes} are the most"
+        raise ConfigError(key, value, f"{reason}; put fewer blocks into a chunk (blocks_per_chunk)")
+
+
+def _require_chunk_within(key: str, value: object, max_bytes: int, need: int) -> None:
+    """Raise ``ConfigError`` for a limit that has no room for one chunk, which needs ``need`` bytes over all workers."""
+    if max_bytes < need:
+        raise ConfigError(key, value, f"one chunk of all workers needs {format_bytes(need)}")
 
 
 def _is_path(value: object) -> bool:

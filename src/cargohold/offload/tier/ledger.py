@@ -31,6 +31,7 @@ class LiveJob:
 
     Attributes:
         job: the job.
+        queued_at: time at which it was queued.
         answers: one per chunk; ``None`` where there is none yet.
         num_taken: number of chunks that were handed out in pieces.
         num_answered: number of chunks that have an answer.
@@ -39,6 +40,7 @@ class LiveJob:
     """
 
     job: TierJob
+    queued_at: float
     answers: list[Answer | None]
     num_taken: int = 0
     num_answered: int = 0
@@ -94,7 +96,7 @@ class JobLedger:
     def add(self, job: TierJob) -> None:
         """Queue a job; one without chunks ends at once."""
         assert job.job_id not in self._live, f"job {job.job_id} was submitted twice"
-        live = LiveJob(job, [None] * len(job.keys))
+        live = LiveJob(job, self.clock(), [None] * len(job.keys))
         self._live[job.job_id] = live
         self.num_chunks[job.kind in URGENT] += len(job.keys)
         if not job.keys:

@@ -1,4 +1,4 @@
-"""Lists, reads and deletes the objects of a store that are ours, and limits their total size.
+"""Lists, reads and deletes the objects of a store that are ours.
 
 In a directory, whoever may write there can put something else in the place of one of our files, such as a link, or a pipe. To
 open a pipe is to wait until somebody writes to it. So only regular files are opened, and everything else counts as absent; the
@@ -9,11 +9,9 @@ used to look for files of a directory or to read them.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import stat
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -21,12 +19,11 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import obstore
+from obstore import exceptions as store_errors
 from obstore.store import ObjectStore
 
 from cargohold.offload.tier.disk.files import Descriptor
-from cargohold.offload.tier.shared_directory import delete_unfinished, directory_of, files_in
-
-logger = logging.getLogger(__name__)
+from cargohold.offload.tier.shared_directory import directory_of, files_in
 
 DESCRIPTION: Final = "namespace.json"
 _OURS: Final = re.compile(
@@ -34,9 +31,9 @@ _OURS: Final = re.compile(
 )
 _NO_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL})
 """Errors that say that there is no regular file: those of the system, and ``EINVAL``, which ``Descriptor`` raises."""
-_LOOKS_PER_BUDGET: Final = 16
-_KEPT: Final = 0.9
-"""Fraction of the budget that is used after making room, so that room need not be made for every chunk."""
+_ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
+_ACCESS_ANSWER: Final = re.compile(r"AccessDenied|status code: 40[13]\b")
+"""What a server says that refuses access. The package does not tell such errors of listing and deleting from others by type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +76,27 @@ def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
         if match is not None:
             key = b"" if match["unfinished"] else bytes.fromhex(match["key"] or "")
             yield StoredObject(path, match["namespace"], key, num_bytes, written_s)
+
+
+def try_listing(store: ObjectStore, prefix: str) -> None:
+    """Find out whether a store can be listed, from its first page. Raises the store's errors.
+
+    Args:
+        store: the store.
+        prefix: a namespace's id; in a directory, its folder must be there, and is tried as well.
+    """
+    directory = directory_of(store)
+    if directory is None:
+        next(iter(obstore.list(store)), None)
+        return
+    for place in (directory, directory / prefix):
+        with os.scandir(place):
+            pass
+
+
+def refuses_access(error: Exception) -> bool:
+    """Whether an error of a store says that we lack a right."""
+    return isinstance(error, _ACCESS_ERRORS) or _ACCESS_ANSWER.search(str(error)) is not None
 
 
 def is_there(store: ObjectStore, path: str) -> bool:
@@ -147,87 +165,3 @@ def _require_absent(error: OSError) -> None:
     """Raise an error again unless it says that there is no object."""
     if not isinstance(error, FileNotFoundError) and error.errno not in _NO_FILE:
         raise error
-
-
-class StoreBudget:
-    """Keeps the total size of our objects in a store below a limit, by deleting the chunks written longest ago. Thread-safe.
-
-    The store is listed before the first chunk, whenever the limit seems to be reached, and each time a sixteenth of the limit
-    was written here. So one engine alone never exceeds the limit; each further engine may exceed it by what it writes between
-    two listings. With many objects a listing may take minutes: one thread makes it, and no other thread waits for it.
-
-    Args:
-        store: the bucket and prefix.
-        max_bytes: maximum size of all namespaces in the store together.
-    """
-
-    def __init__(self, store: ObjectStore, max_bytes: int) -> None:
-        self._store = store
-        self._max_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._is_looking = False
-        # Bytes stored or being written. Full at first, so that the first chunk makes a listing.
-        self._num_bytes = max_bytes
-        self._unseen = 0  # bytes written since the last listing
-        self._writing = 0
-        self._new = 0  # bytes that a listing under way may not see
-
-    @contextmanager
-    def room_for(self, num_bytes: int) -> Iterator[bool]:
-        """Make room for a chunk that is written inside the ``with``; yield whether there is room. Raises the store's errors.
-
-        There is no room if the chunk is larger than the limit, or while another thread makes room in a full store.
-        """
-        is_granted = num_bytes <= self._max_bytes and self._reserve(num_bytes)
-        try:
-            yield is_granted
-        finally:
-            if is_granted:
-                with self._lock:
-                    self._writing -= num_bytes
-
-    def _reserve(self, num_bytes: int) -> bool:
-        with self._lock:
-            is_full = self._num_bytes + num_bytes > self._max_bytes
-            is_due = (self._unseen + num_bytes) * _LOOKS_PER_BUDGET > self._max_bytes
-            must_look = (is_full or is_due) and not self._is_looking
-            if must_look:
-                self._is_looking = True
-                self._new = self._writing
-            else:
-                return not is_full and self._grant(num_bytes)
-        try:
-            total = self._look(num_bytes)
-            with self._lock:
-                self._num_bytes, self._unseen = total + self._new, self._new
-                return self._num_bytes + num_bytes <= self._max_bytes and self._grant(num_bytes)
-        finally:
-            self._is_looking = False
-
-    def _grant(self, num_bytes: int) -> bool:
-        self._num_bytes += num_bytes
-        self._unseen += num_bytes
-        self._writing += num_bytes
-        self._new += num_bytes
-        return True
-
-    def _look(self, num_wanted: int) -> int:
-        """List the store, and delete the oldest chunks if ``num_wanted`` bytes more would exceed the limit.
-
-        Returns the bytes that our objects take then, with the unfinished files that may not be deleted yet.
-        """
-        delete_unfinished(self._store)
-        objects = list(list_ours(self._store))
-        total = sum(known.num_bytes for known in objects)
-        num_wanted += self._new
-        if total + num_wanted > self._max_bytes:
-            before = total
-            limit = min(self._max_bytes - num_wanted, int(_KEPT * self._max_bytes))
-            for known in sorted(objects, key=lambda found: found.written_s):
-                if total <= limit:
-                    break
-                if known.key:
-                    delete_if_there(self._store, known.path)
-                    total -= known.num_bytes
-            logger.info("shared tier: %d bytes of the oldest chunks were deleted to make room", before - total)
-        return total

@@ -10,7 +10,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,10 +26,18 @@ from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import PARALLEL_PROBES, SharedTierConfig
 from cargohold.offload.tier.header import HEADER_BYTES
-from cargohold.offload.tier.object_listing import DESCRIPTION, StoreBudget, delete_if_there, is_there, read_object
+from cargohold.offload.tier.object_listing import (
+    DESCRIPTION,
+    delete_if_there,
+    is_there,
+    read_object,
+    refuses_access,
+    try_listing,
+)
 from cargohold.offload.tier.others import warn_of_readers, warn_of_writers
 from cargohold.offload.tier.shared import SharedTier
-from cargohold.offload.tier.shared_directory import directory_of, is_full, make_directory
+from cargohold.offload.tier.shared_directory import DirectoryPlace, directory_of, is_full, make_directory
+from cargohold.offload.tier.store_budget import StoreBudget
 from cargohold.sparing_log import SparingLog
 
 if TYPE_CHECKING:
@@ -38,7 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_KEY: Final = b"\0"
-_ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
 _NO_CREDENTIALS: Final = (
     "169.254.169.254",
     "/latest/api/token",
@@ -77,17 +84,20 @@ class ObjectTier(SharedTier):
         config: the tier's options.
         codec: makes and checks headers.
         chunk_bytes: bytes of the largest chunk.
+        num_shards: number of workers that share ``max_bytes``.
 
     Raises:
-        ConfigError: the URL is incomplete, the credentials are missing or wrong, or a directory cannot be written to.
+        ConfigError: the URL is incomplete, there is no such bucket, credentials are missing, wrong or lack a right, or a
+            directory cannot be written to.
     """
 
-    def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int) -> None:
+    def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
         super().__init__(codec, chunk_bytes)
         self._store = open_store(config)
         self._directory = directory_of(self._store)
-        self._budget = None if config.num_max_bytes is None else StoreBudget(self._store, config.num_max_bytes)
+        self._budget = _budget_of(config, self._store, num_shards, HEADER_BYTES + chunk_bytes)
         self._prefix = codec.namespace.id
+        self._place = _place_of(config, self._store, f"{self._prefix}/{DESCRIPTION}")
         self._obstacles = SparingLog(logger)
         self._introduce(config)
         if self._directory is not None and not codec.namespace.encryption:
@@ -118,14 +128,15 @@ class ObjectTier(SharedTier):
         """Do nothing: connections close when the store's client is garbage-collected."""
 
     def _put(self, key: OffloadKey, value: bytearray) -> bool:
-        room = nullcontext(True) if self._budget is None else self._budget.room_for(len(value))
-        with self._errors(), room as has_room:
-            return has_room and self._write(self._path(key), value)
+        with self._errors():
+            self._require_place()  # where a mount has gone, room must neither be counted nor made
+            room = nullcontext(True) if self._budget is None else self._budget.room_for(len(value))
+            with room as has_room:
+                return has_room and self._write(self._path(key), value)
 
     def _write(self, path: str, value: bytearray) -> bool:
         """Write an object; return whether there was room."""
-        if self._directory is not None:
-            make_directory(self._directory)  # if it was deleted, the package would create it readable for everybody
+        self._require_place()  # again, because making room takes time
         try:
             # In one part: if an upload in several parts is broken off, its parts stay, cost money, and no listing shows them.
             obstore.put(self._store, path, value, use_multipart=False)
@@ -155,6 +166,14 @@ class ObjectTier(SharedTier):
                     with suppress(store_errors.BaseError, OSError):
                         delete_if_there(self._store, self._path(key))
                 raise
+
+    def _require_place(self) -> None:
+        """Create the directory, if it was deleted, for its owner only: the package would let everybody read it.
+
+        Raises ``OSError``, also if another file system is in the directory's place. Does nothing for other stores.
+        """
+        if self._place is not None:
+            self._place.require()
 
     def _path(self, key: OffloadKey) -> str:
         name = key.hex()
@@ -190,21 +209,45 @@ class ObjectTier(SharedTier):
         return await asyncio.gather(*map(exists, keys))
 
     def _introduce(self, config: SharedTierConfig) -> None:
-        """Store the description of the namespace, for ``cargohold cache``; also try whether the store lets us write and ask.
+        """Store the description of the namespace, for ``cargohold cache``; also try whether the store lets us do all we need.
 
         Raises ``ConfigError`` if it does not. If the store does not answer, that is only logged.
         """
+        for purpose, attempt in self._trials(config):
+            try:
+                attempt()
+            except (store_errors.BaseError, OSError, ValueError) as error:
+                reason = self._refusal(config, purpose, error)
+                if reason is not None:
+                    raise ConfigError("url", config.shown_url, reason) from error
+                logger.warning("shared tier: %s does not answer yet: %s", config.shown_url, first_line(error))
+                return
+
+    def _trials(self, config: SharedTierConfig) -> list[tuple[str, Callable[[], object]]]:
+        """Return what to try at the start, each with what it is good for. The first one stores the description."""
         text = json.dumps(self._codec.namespace.describe(), indent=2).encode()
-        try:
-            obstore.put(self._store, f"{self._prefix}/{DESCRIPTION}", text)
+        absent = self._path(_NO_KEY)
+        trials: list[tuple[str, Callable[[], object]]] = [
+            ("writing", lambda: obstore.put(self._store, f"{self._prefix}/{DESCRIPTION}", text)),
             # Without the right to list, S3 denies access to absent objects: then no chunk could be asked for, or stored.
-            is_there(self._store, self._path(_NO_KEY))
-        except _ACCESS_ERRORS as error:
-            raise ConfigError("url", config.shown_url, f"the store refuses access: {first_line(error)}") from error
-        except (store_errors.BaseError, OSError, ValueError) as error:
-            if lacks_credentials(error):
-                raise ConfigError("url", config.shown_url, "no credentials were found in the environment") from error
-            logger.warning("shared tier: %s does not answer yet: %s", config.shown_url, first_line(error))
+            ("reading, or for listing", lambda: is_there(self._store, absent)),
+            ("deleting", lambda: delete_if_there(self._store, absent)),
+        ]
+        if config.num_max_bytes is not None:
+            trials.append(("listing, which max_bytes needs", lambda: try_listing(self._store, self._prefix)))
+        return trials
+
+    def _refusal(self, config: SharedTierConfig, purpose: str, error: Exception) -> str | None:
+        """Return why the tier can never work, if an error at the start says so; ``None`` if it may work later."""
+        if lacks_credentials(error):
+            return "no credentials were found in the environment"
+        if refuses_access(error):
+            return f"the store refuses access for {purpose}: {first_line(error)}"
+        # Asking and deleting take absent objects for granted, and to write an object only the bucket must be there.
+        if isinstance(error, FileNotFoundError) and self._directory is None:
+            place = "container" if config.scheme == "az" else "bucket"
+            return f"there is no such {place}; create it, or correct its name or the endpoint: {first_line(error)}"
+        return None
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -212,6 +255,22 @@ class ObjectTier(SharedTier):
             yield
         except (store_errors.BaseError, OSError, ValueError) as error:
             raise TierError(self.name, first_line(error)) from error
+
+
+def _budget_of(config: SharedTierConfig, store: ObjectStore, num_shards: int, value_bytes: int) -> StoreBudget | None:
+    """Return what keeps ``max_bytes``; ``None`` if there is no limit."""
+    if config.num_max_bytes is None:
+        return None
+    return StoreBudget(store, config.num_max_bytes, num_shards, value_bytes)
+
+
+def _place_of(config: SharedTierConfig, store: ObjectStore, mark: str) -> DirectoryPlace | None:
+    """Return what watches a store's directory; ``None`` if the store is not a directory. Raises ``ConfigError``."""
+    directory = directory_of(store)
+    try:
+        return None if directory is None else DirectoryPlace(directory, mark)
+    except OSError as error:
+        raise ConfigError("url", config.shown_url, f"the store cannot be used: {first_line(error)}") from error
 
 
 def has_obstacle(directory: Path, path: str) -> bool:

@@ -7,7 +7,7 @@ A tier blocks as long as its medium does: a network file system may hang for min
 * Jobs end at their deadline, whatever the threads do. Probes, touches and loads go before stores and removals; look-ups
   take turns with the chunks of loads. A job that finds the queue full is refused at once.
 * Circuit breakers let a tier rest whose medium keeps failing; then one job at a time tries whether it works again. Look-ups,
-  loads and writes have a breaker each.
+  loads and writes have a breaker each. A job that is late though the medium has worked meanwhile was only one too many.
 * A thread that died is replaced, a few times; then the tier is turned off and an error is logged.
 """
 
@@ -26,6 +26,7 @@ from cargohold.offload.tier.io_thread import IoThread
 from cargohold.offload.tier.jobs import ACCESS_OF, FROM_INDEX, Access, Answer, JobKind, JobStatus, TierJob, TierResult
 from cargohold.offload.tier.ledger import URGENT, JobLedger, LiveJob, Piece
 from cargohold.protocol import Clock
+from cargohold.sparing_log import SparingLog
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ class TierQueue:
         self._ledger = JobLedger(clock)
         self._breakers = TierBreakers(clock, self.config.breaker)
         self._totals = Totals()
+        # When the medium last carried out anything, per access.
+        self._worked_at = dict.fromkeys(Access, float("-inf"))
+        self._failed_trials = SparingLog(logger)
         self._is_off = False
         self._threads: list[IoThread] = []
         self._closing: threading.Thread | None = None
@@ -227,19 +231,25 @@ class TierQueue:
     # --- under the lock -----------------------------------------------------------------------------------------------
 
     def _note_answers(self, piece: Piece, answers: list[Answer]) -> None:
+        if self._told_by(answers) - {StoreOutcome.FAILED}:
+            self._worked_at[ACCESS_OF[piece.kind]] = self._clock()
         if self._ledger.answer(piece, answers):
             self._note_end(piece.kind, piece.live.answers)
             self._changed.notify_all()
 
     def _note_end(self, kind: JobKind, answers: Sequence[Answer | None]) -> None:
         """Tell the breaker what the answers of a job say about the medium."""
-        told = set(answers) - (FROM_INDEX if self.tier.has_index else set())
+        told = self._told_by(answers)
         if told - {StoreOutcome.FAILED}:
             self._breakers.note_success(kind)
         elif told:
             self._note_failure(kind, self._totals.last_failure)
         else:
             self._breakers.note_cancelled(kind)
+
+    def _told_by(self, answers: Sequence[Answer | None]) -> set[Answer | None]:
+        """Return those answers that the medium was asked for."""
+        return set(answers) - (FROM_INDEX if self.tier.has_index else set())
 
     def _may_go_on(self, piece: Piece) -> bool:
         """Whether to go on with a job though a chunk failed.
@@ -263,19 +273,27 @@ class TierQueue:
         if not self._ledger.end(live, status, reason):
             return
         self._totals.note_failure(reason)
-        self._note_failure(live.job.kind, reason)
+        if status is JobStatus.EXPIRED and self._worked_at[ACCESS_OF[live.job.kind]] > live.queued_at:
+            self._breakers.note_cancelled(live.job.kind)
+        else:
+            self._note_failure(live.job.kind, reason)
         self._changed.notify_all()
 
     def _note_failure(self, kind: JobKind, reason: str) -> None:
+        was_trial = self._breakers.of(kind).state is BreakerState.HALF_OPEN
         if self._breakers.note_failure(kind):
             access = ACCESS_OF[kind]
-            logger.warning(
-                "tier %s rests: after several failures in a row, there are no %s for a while; the last: %s",
-                self.tier.name,
-                access.value,
-                reason,
-            )
+            self._tell_of_rest(access, reason, was_trial=was_trial)
             self._end_all(f"the tier rests: {reason}", [access])
+
+    def _tell_of_rest(self, access: Access, reason: str, *, was_trial: bool) -> None:
+        """Log that an access rests: of a medium that stays bad, trials fail every minute, for days."""
+        if was_trial:
+            message = "tier %s rests again: a trial failed, so there are still no %s; the reason: %s"
+            self._failed_trials.warning(message, self.tier.name, access.value, reason)
+        else:
+            message = "tier %s rests: after several failures in a row, there are no %s for a while; the last: %s"
+            logger.warning(message, self.tier.name, access.value, reason)
 
     def _end_all(self, reason: str, accesses: Collection[Access] = tuple(Access)) -> None:
         for live in self._ledger.all():

@@ -165,13 +165,15 @@ class RedisTier(SharedTier):
         config: the tier's options.
         codec: makes and checks headers.
         chunk_bytes: bytes of the largest chunk.
+        num_shards: number of workers. Makes no difference: the server keeps the limit of all its clients.
 
     Raises:
         ConfigError: the URL cannot be understood, or the server refuses the credentials.
     """
 
-    def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int) -> None:
+    def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
         super().__init__(codec, chunk_bytes)
+        del num_shards
         self._client = open_client(config, HEADER_BYTES + chunk_bytes + _ROOM_FOR_ANSWERS)
         self._ttl_s = config.ttl_s
         self._prefix = f"{PREFIX}{codec.namespace.id}".encode()

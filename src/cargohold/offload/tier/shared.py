@@ -7,6 +7,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 
+from cargohold.errors import TierError
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
 from cargohold.offload.tier.codec import ChunkCodec
@@ -52,14 +53,22 @@ class SharedTier(Tier):
         return StoreOutcome.STORED
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
-        """Fetch a chunk and verify it; a bad one is deleted, so that the next store replaces it."""
+        """Fetch a chunk and verify it; a bad one is deleted, so that the next store replaces it.
+
+        If it cannot be deleted, it is a miss all the same: that one chunk is bad says nothing about the others.
+        """
         value = self._get(key)
         if value is None:
             return LoadOutcome.ABSENT
         if self._decode(key, value, into):
             return LoadOutcome.LOADED
-        self._damage.warning("%s tier: chunk %s is damaged; it is deleted", self.name, key.hex())
-        self.remove([key])
+        try:
+            self.remove([key])
+        except TierError as error:
+            told = (self.name, key.hex(), error.reason)
+            self._damage.warning("%s tier: chunk %s is damaged, and cannot be deleted: %s", *told)
+        else:
+            self._damage.warning("%s tier: chunk %s is damaged; it is deleted", self.name, key.hex())
         return LoadOutcome.CORRUPT
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:

@@ -259,7 +259,7 @@ class LowerTier:
 
     def has_worked_since(self, task: TierTask) -> bool:
         """Whether a job of the same access was carried out since this one was handed out."""
-        return self._worked_at[ACCESS_OF[task.kind]] >= task.begun_at
+        return self._worked_at[ACCESS_OF[task.kind]] > task.begun_at
 
     def blame(self, task: TierTask, how: str) -> None:
         """Count a job that failed or did not end in time, as ``how`` says; after several in a row the tier rests."""

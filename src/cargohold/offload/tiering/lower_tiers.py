@@ -384,11 +384,14 @@ class LowerTiers:
             return  # the tier was blamed for a late job already; a failed touch blames nobody
         if outcome is TransferOutcome.DONE:
             tier.note_worked(task, self.clock())
-        elif task.is_cancelled or (outcome is TransferOutcome.ABANDONED and tier.has_worked_since(task)):
-            # Nobody needs it any more, or more was asked of the tier than it could do in time: that is no failure.
+        elif task.is_cancelled or (outcome is TransferOutcome.ABANDONED and self._was_one_too_many(task)):
             tier.breakers.note_cancelled(task.kind)
         else:
             tier.blame(task, "failed" if outcome is TransferOutcome.FAILED else "was not carried out")
+
+    def _was_one_too_many(self, task: TierTask) -> bool:
+        """Whether a job came too late for no other reason than that there was so much to do: the tier works, and is busy."""
+        return self.tiers[task.tier].has_worked_since(task) or any(task.succeeded(self.config.num_workers))
 
     def _give_up_late(self) -> None:
         for task in self._tasks.newly_late():

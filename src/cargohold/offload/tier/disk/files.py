@@ -26,6 +26,7 @@ from cargohold.offload.tier.staging import PAGE_BYTES, address_of, bounce_buffer
 _NO_HEADER: Final = bytes(HEADER_BYTES)
 USE_BYTES: Final = 8
 _PRIVATE: Final = 0o600
+_PIECE_BYTES: Final = 1024**2
 _NO_FILES: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR})
 """Errors of opening a link, a socket, or a directory."""
 
@@ -214,6 +215,20 @@ def write_whole(path: Path, data: bytes) -> None:
 def segment_files(path: Path) -> tuple[Path, Path]:
     """Return the paths of a segment's payloads and headers."""
     return path.with_suffix(".data"), path.with_suffix(".headers")
+
+
+def may_hold_chunks(headers: Path) -> bool:
+    """Whether a segment's file of headers has one that is not empty, or cannot be read."""
+    try:
+        file = Descriptor(headers, os.O_RDONLY)
+        at = 0
+        while data := os.pread(file.number, _PIECE_BYTES, at):
+            if data != bytes(len(data)):
+                return True
+            at += len(data)
+    except OSError:
+        return True
+    return False
 
 
 def uses_file(path: Path) -> Path:

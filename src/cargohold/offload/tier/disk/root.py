@@ -13,6 +13,7 @@ Only the owner may access any of it.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -34,6 +35,8 @@ DESCRIPTION_FILE: Final = "shard.json"
 _SHARD_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _REPLICA_NAME: Final = re.compile(REPLICA_DIRECTORY.format(r"[0-9]+"))
 _PRIVATE: Final = 0o700
+_NO_DESCRIPTION: Final = frozenset({errno.ENOENT, errno.EINVAL, errno.EFBIG})
+"""Errors that say that there is no description: no file, or something that we never wrote, irregular or much too large."""
 _told: Final[set[Path]] = set()
 """Shards of which was logged that they cannot be deleted: whenever room is needed, they are looked at again."""
 
@@ -43,8 +46,8 @@ class ShardDescription:
     """The contents of a shard's description file.
 
     Attributes:
-        namespace: the namespace, as ``Namespace.describe`` gives it; empty if it cannot be read.
-        geometry: sizes of the shard's files; ``None`` if they cannot be read.
+        namespace: the namespace, as ``Namespace.describe`` gives it; empty if it is missing or malformed.
+        geometry: sizes of the shard's files; ``None`` if they are missing or malformed.
     """
 
     namespace: dict[str, str]
@@ -178,10 +181,18 @@ def write_description(shard: Path, namespace: dict[str, str], geometry: Geometry
 
 
 def read_description(shard: Path) -> ShardDescription:
-    """Read a shard's description file; what cannot be read is empty or ``None``."""
+    """Read a shard's description file; what is missing or malformed is empty or ``None``.
+
+    Raises ``OSError``, which names the file, if it is there but cannot be read: without it a shard's chunks are given up, and
+    that must not happen for a failure that may pass.
+    """
+    path = shard / DESCRIPTION_FILE
     try:
-        data = parse_description(read_small(shard / DESCRIPTION_FILE, MAX_DESCRIPTION_BYTES))
-    except OSError:
+        data = parse_description(read_small(path, MAX_DESCRIPTION_BYTES))
+    except OSError as error:
+        if error.errno not in _NO_DESCRIPTION:
+            error.filename = os.fspath(path)
+            raise
         return ShardDescription({}, None)
     geometry = _geometry(data.get("slot_bytes"), data.get("slots_per_segment"))
     return ShardDescription(as_facts(data.get("namespace")), geometry)

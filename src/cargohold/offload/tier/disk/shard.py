@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import re
 import time
@@ -14,9 +15,10 @@ from typing import Final
 
 from cargohold.errors import ConfigError
 from cargohold.offload.tier.config import DiskTierConfig
-from cargohold.offload.tier.disk.files import Geometry, Segment, segment_files, uses_file
+from cargohold.offload.tier.disk.files import Geometry, Segment, may_hold_chunks, segment_files, uses_file
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock
 from cargohold.offload.tier.disk.root import (
+    DESCRIPTION_FILE,
     bytes_in,
     make_private,
     make_room,
@@ -30,7 +32,7 @@ from cargohold.offload.tier.namespace import Namespace
 from cargohold.offload.tier.others import warn_of_owners, warn_of_writers
 from cargohold.offload.tier.staging import padded
 from cargohold.sparing_log import SparingLog
-from cargohold.units import format_bytes, parse_path
+from cargohold.units import format_bytes, format_count, parse_path
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +218,7 @@ class Shard:
 
         Raises:
             ConfigError: the budget is below one slot.
-            OSError: the files cannot be used.
+            OSError: the files cannot be used, or it cannot be read what they are; then nothing is deleted.
         """
         known = read_description(self.path).geometry
         room = self._budget.shard_bytes - _OTHER_BYTES
@@ -224,7 +226,9 @@ class Shard:
             return known
         _require_room(config, self._budget, slot_bytes)
         most = room // Geometry(slot_bytes, 1).segment_bytes
-        self._delete_segments(0)
+        is_described = known is not None
+        why = "they do not fit the chunks or max_bytes" if is_described else f"{DESCRIPTION_FILE} is missing or damaged"
+        self._delete_segments(0, why)
         usual = max(_SEGMENT_BYTES, room // _USUAL_SEGMENTS) // slot_bytes
         geometry = Geometry(slot_bytes, max(1, min(usual, most // _LEAST_SEGMENTS)))
         write_description(self.path, namespace.describe(), geometry)
@@ -271,7 +275,7 @@ class Shard:
             if not segment.is_whole():
                 break
             self._segments.append(segment)
-        self._delete_segments(len(self._segments))
+        self._delete_segments(len(self._segments), "they do not fit into max_bytes, or are damaged")
         with brief_lock(self._root):  # the budget may have been larger before
             excess = bytes_in(self._root) - self._others_excess(namespace) - self._budget.root_bytes
             make_smaller(self._root, self.path, excess)
@@ -280,21 +284,21 @@ class Shard:
         """Return the bytes by which shards of this engine's other workers exceed their share of the budget.
 
         These workers delete the excess when they open their shards. It is not made up for by deleting whole shards, because a
-        chunk is of use only if all workers have their shard of it.
+        chunk is of use only if all workers have their shard of it. A shard whose description cannot be read may be theirs.
         """
         own = _without_rank(namespace.describe())
-        others = (
-            path
-            for path in shards_in(self._root)
-            if path != self.path and _without_rank(read_description(path).namespace) == own
-        )
+        others = (path for path in shards_in(self._root) if path != self.path and _may_be_of(path, own))
         return sum(max(0, bytes_in(path) - self._budget.shard_bytes) for path in others)
 
-    def _delete_segments(self, first: int) -> None:
-        for file in self.path.glob("segment-*"):
-            number = file.stem.removeprefix("segment-")
-            if not number.isdecimal() or int(number) >= first:
-                file.unlink()
+    def _delete_segments(self, first: int, why: str) -> None:
+        """Delete all segments from number ``first`` on; if they have chunks, log ``why``. Raises ``OSError``."""
+        files = [file for file in self.path.glob("segment-*") if _number_of(file) >= first]
+        num_lost = sum(file.suffix == ".headers" and may_hold_chunks(file) for file in files)
+        if num_lost:
+            lost = format_count(num_lost, "segment")
+            logger.warning("disk tier in %s: deleting %s with chunks, because %s", self.path, lost, why)
+        for file in files:
+            file.unlink()
 
     def _make_room(self) -> bool:
         """Delete unused shards if that makes room for a segment; return whether there is room. Raises ``OSError``."""
@@ -355,6 +359,20 @@ def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
         raise ConfigError("max_bytes", config.max_bytes, f"the file system has {format_bytes(total)}{reserve}")
 
 
+def _number_of(file: Path) -> float:
+    """Return the number of a segment from the name of one of its files; infinity if it has none."""
+    number = file.stem.removeprefix("segment-")
+    return int(number) if number.isdecimal() else math.inf
+
+
+def _may_be_of(shard: Path, engine: dict[str, str]) -> bool:
+    """Whether a shard belongs, or may belong, to the engine whose workers have these facts in common."""
+    try:
+        return _without_rank(read_description(shard).namespace) == engine
+    except OSError:
+        return True
+
+
 def _without_rank(facts: dict[str, str]) -> dict[str, str]:
     """Return the facts of a namespace that all workers of an engine have in common; the number of workers is one of them."""
     common = {name: fact for name, fact in facts.items() if name not in ("label", "digest")}
@@ -366,7 +384,8 @@ def _root_of(config: DiskTierConfig) -> Path:
 
 
 def _unusable(config: DiskTierConfig, error: OSError) -> ConfigError:
-    reason = f"it must be a directory where files can be written: {error.strerror}"
+    where = f"{error.filename}: " if error.filename else ""
+    reason = f"it must be a directory where files can be written: {where}{error.strerror}"
     return ConfigError("directory", config.directory, reason)
 
 

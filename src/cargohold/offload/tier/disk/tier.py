@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from cargohold.errors import ConfigError, TierError
@@ -21,6 +22,7 @@ from cargohold.offload.tier.disk.shard import Budget, Shard
 from cargohold.offload.tier.disk.slot_index import SlotIndex
 from cargohold.offload.tier.disk.uses import LastUses
 from cargohold.sparing_log import SparingLog
+from cargohold.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class DiskTier(Tier):
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._growth_pause = 0
-        self._damage = SparingLog(logger)
+        self._damage, self._unsaved, self._vanished = SparingLog(logger), SparingLog(logger), SparingLog(logger)
         self._state = self._open()
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -164,7 +166,7 @@ class DiskTier(Tier):
             state.uses.save()
             state.shard.note_use()
         except OSError as error:
-            logger.warning(
+            self._unsaved.warning(
                 "disk tier in %s: cannot save which chunks were used last: %s", state.shard.path, error.strerror
             )
 
@@ -179,16 +181,22 @@ class DiskTier(Tier):
                 if not is_alone:
                     return None
                 if state is self._state:
-                    logger.warning("disk tier: %s is gone; starting again with nothing", state.shard.path)
-                    state.shard.release()
-                    self._state = self._reopen()
+                    state.shard.release()  # its lock may still be there, if only other files were deleted
+                    self._state = self._reopen(state.shard.path)
         return self._state
 
-    def _reopen(self) -> _State:
+    def _reopen(self, path: Path) -> _State:
         try:
-            return self._open()
+            state = self._open()
         except ConfigError as error:  # options that were possible at the start are not any more
+            self._vanished.warning("disk tier: %s is gone and cannot be made anew: %s", path, error.expected)
             raise TierError(self.name, error.expected) from error
+        if state.index.num_ready:  # a file system was unmounted for a while, for instance
+            found = format_count(state.index.num_ready, "chunk")
+            logger.warning("disk tier: %s was gone; it is there again with %s", path, found)
+        else:
+            logger.warning("disk tier: %s is gone; starting again with nothing", path)
+        return state
 
     # --- slots --------------------------------------------------------------------------------------------------------
 

@@ -61,12 +61,17 @@ class LastUses:
             return is_due
 
     def save(self) -> None:
-        """Write the tables of segments with new uses. Raises ``OSError``."""
+        """Write the tables of segments with new uses. Raises ``OSError``; the next call writes them all again."""
         with self._lock:
             changed, self._changed = self._changed, set()
             tables = [(at, self._of(at).astype(_ON_DISK).tobytes()) for at in changed]
-        for at, table in tables:
-            self._shard.segments[at].write_uses(table)
+        try:
+            for at, table in tables:
+                self._shard.segments[at].write_uses(table)
+        except OSError:
+            with self._lock:
+                self._changed |= changed
+            raise
 
     def _of(self, segment: int) -> Uses:
         first = segment * self._per_segment

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from pathlib import Path
 
 import xxhash
 
+from cargohold.errors import TierError
 from cargohold.offload.tier.header import HEADER_BYTES, Header, unpack_header
 
 PIECE_BYTES = 8 * 1024**2
@@ -23,18 +26,22 @@ class Holding:
     Attributes:
         id: id of the namespace; in a directory of several engine replicas, behind the path of the replica's subdirectory.
         facts: description of the namespace, as ``Namespace.describe`` gives it; empty if it is not known.
-        num_chunks: number of chunks that seem to be there; they were not verified.
-        num_bytes: bytes that the namespace takes on the medium, headers, padding and descriptions included.
+        num_chunks: number of chunks that seem to be there; they were not verified. ``None`` if they cannot be counted.
+        num_bytes: bytes that the namespace takes on the medium, headers, padding and descriptions included, as far as they can
+            be counted.
         last_used_s: time of its last use, in seconds since 1970; ``None`` if the medium does not tell.
-        is_in_use: whether a process on this machine has it open; ``False`` if that cannot be known.
+        is_in_use: whether a process on this machine has it open, or may have it open, for instance another user's process;
+            ``False`` if the medium never tells.
+        remark: what could not be found out, with the files and the reasons; empty if there is nothing to say.
     """
 
     id: str
     facts: Mapping[str, str]
-    num_chunks: int
+    num_chunks: int | None
     num_bytes: int
     last_used_s: float | None
     is_in_use: bool
+    remark: str = ""
 
     @property
     def short_id(self) -> str:
@@ -67,7 +74,7 @@ class Inventory(ABC):
             delete: whether to delete damaged chunks.
 
         Raises:
-            TierError: also if the namespace is in use.
+            TierError: also if the namespace is in use; and, after all findings, if something could not be checked or deleted.
         """
 
     @abstractmethod
@@ -85,6 +92,38 @@ class Inventory(ABC):
             return 0  # another process has deleted it already
         self.remove(namespace_id)
         return holding.num_bytes
+
+
+@contextmanager
+def noted(reasons: list[str], path: Path | str) -> Iterator[None]:
+    """End the ``with`` if a file fails, and note the reason: what does not need the file is done all the same.
+
+    Args:
+        reasons: why files failed; mutated.
+        path: the file, for errors that do not name it, as those of open files.
+    """
+    try:
+        yield
+    except OSError as error:
+        reasons.append(reason_of(error, path))
+
+
+def reason_of(error: OSError, path: Path | str = "") -> str:
+    """Return which file failed and why; it is ``path`` if the error does not say."""
+    reason, where = error.strerror or str(error), str(error.filename or path)
+    return reason if where in reason else f"{where}: {reason}"
+
+
+def in_short(reasons: Sequence[str]) -> str:
+    """Return the first of ``reasons``, and how many more there are; empty if there are none."""
+    more = f" (and {len(reasons) - 1:,} more)" if len(reasons) > 1 else ""
+    return "".join(reasons[:1]) + more
+
+
+def raise_noted(tier: str, reasons: Sequence[str]) -> None:
+    """Raise ``TierError`` with ``reasons`` in short, unless there are none."""
+    if reasons:
+        raise TierError(tier, in_short(reasons))
 
 
 def is_good(header: Header, payload: Iterable[memoryview]) -> bool:

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier.disk.files import Descriptor, Segment, segment_files
+from cargohold.offload.tier.disk.files import Descriptor, Geometry, Segment, may_hold_chunks, segment_files
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock, is_in_use
-from cargohold.offload.tier.disk.root import bytes_in, last_used, read_description, replicas_in, shards_in
+from cargohold.offload.tier.disk.root import (
+    DESCRIPTION_FILE,
+    ShardDescription,
+    bytes_in,
+    last_used,
+    read_description,
+    replicas_in,
+    shards_in,
+)
 from cargohold.offload.tier.header import HEADER_BYTES, unpack_header
-from cargohold.offload.tier.inventory.base import PIECE_BYTES, Finding, Holding, Inventory, is_good
+from cargohold.offload.tier.inventory.base import (
+    PIECE_BYTES,
+    Finding,
+    Holding,
+    Inventory,
+    in_short,
+    is_good,
+    noted,
+    raise_noted,
+    reason_of,
+)
+
+logger = logging.getLogger(__name__)
 
 _NAME = "disk"
 _EMPTY = bytes(HEADER_BYTES)
@@ -42,43 +63,58 @@ class DiskInventory(Inventory):
     def holdings(self) -> list[Holding]:
         """Return one holding per shard, from its description and the number of its headers that are not empty."""
         with _errors():
-            # A directory without shards may be somebody else's: leave no lock file in it.
-            roots = [root for root in (self._root, *replicas_in(self._root)) if any(shards_in(root))]
-            found = [self._describe(shard) for root in roots for shard in shards_in(root)]
+            # A directory without shards may be somebody else's: no lock file is left in it.
+            found = [self._describe(shard) for shard in (*shards_in(self._root), *self._shards_of_replicas())]
         return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
 
     def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
         """Check every slot. The shard is locked meanwhile."""
         shard = self._root / namespace_id
+        troubles: list[str] = []
         with _errors():
             lock = self._lock(shard)
             try:
-                for segment, num_slots in _segments(shard):
-                    for slot in range(num_slots):
-                        finding = _check(segment, slot, shard.name)
-                        if finding is Finding.DAMAGED and delete:
-                            segment.write_header(slot)
-                        if finding is not None:
-                            yield finding
+                for path, geometry in _segments(shard):
+                    yield from _verify(path, geometry, troubles, delete=delete)
             finally:
                 lock.release()
+        raise_noted(_NAME, troubles)
 
     def remove(self, namespace_id: str) -> None:
-        """Delete the shard's files."""
+        """Delete the shard's files, or as many as can be deleted."""
         shard = self._root / namespace_id
         with _errors(), brief_lock(shard.parent):
             if is_in_use(shard):
                 raise TierError(_NAME, f"{namespace_id} is in use")
-            shutil.rmtree(shard)
+            _delete(shard)
+
+    def _shards_of_replicas(self) -> Iterator[Path]:
+        for replica in replicas_in(self._root):
+            try:
+                yield from shards_in(replica)
+            except OSError as error:
+                logger.warning("what is stored in %s is not known: %s", replica, reason_of(error, replica))
 
     def _describe(self, shard: Path) -> Holding:
+        """Find out about a shard what can be found out: one that is bad, or another user's, must not hide the others."""
+        remarks: list[str] = []
+        num_bytes, description = 0, ShardDescription({}, None)
+        num_chunks = _count_chunks(shard, remarks)
+        with noted(remarks, shard):
+            description = read_description(shard)
+            if description.geometry is None and num_chunks != 0:
+                remarks.append(_not_described(shard))
+        with noted(remarks, shard):
+            num_bytes = bytes_in(shard)
+        is_in_use = _is_in_use(shard, remarks)
         return Holding(
             id=shard.relative_to(self._root).as_posix(),
-            facts=read_description(shard).namespace,
-            num_chunks=sum(_count_headers(file) for file in shard.glob("segment-*.headers")),
-            num_bytes=bytes_in(shard),
+            facts=description.namespace,
+            num_chunks=num_chunks,
+            num_bytes=num_bytes,
             last_used_s=last_used(shard) or None,
-            is_in_use=_is_in_use(shard),
+            is_in_use=is_in_use,
+            remark=in_short(remarks),
         )
 
     def _lock(self, shard: Path) -> DirectoryLock:
@@ -90,6 +126,30 @@ class DiskInventory(Inventory):
                 raise TierError(_NAME, f"{shard.name} is in use") from error
             lock.set_last_used(when)  # verifying a shard does not count as a use
             return lock
+
+
+def _delete(shard: Path) -> None:
+    """Delete a shard, or as much of it as can be deleted. Raises ``OSError``, which names a file that is left."""
+    shutil.rmtree(shard, ignore_errors=True)
+    try:
+        shutil.rmtree(shard)  # says why something is left
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        error.filename = os.fspath(shard / (error.filename or ""))  # a bare name, for files in the shard
+        raise
+
+
+def _count_chunks(shard: Path, remarks: list[str]) -> int | None:
+    """Return how many headers are not empty; ``None``, with a remark, if they cannot all be read."""
+    count = 0
+    # A shard may be deleted meanwhile. Unlike ``glob``, a listing says if we may not list.
+    with noted(remarks, shard), suppress(FileNotFoundError):
+        for file in shard.iterdir():
+            if file.match("segment-*.headers"):
+                with noted(remarks, file):
+                    count += _count_headers(file)
+    return None if remarks else count
 
 
 def _count_headers(path: Path) -> int:
@@ -105,16 +165,50 @@ def _count_headers(path: Path) -> int:
     return count
 
 
-def _segments(shard: Path) -> Iterator[tuple[Segment, int]]:
+def _segments(shard: Path) -> Iterator[tuple[Path, Geometry]]:
+    """Yield the segments of which both files are there, as paths without suffix.
+
+    Raises:
+        OSError: the shard's description cannot be read.
+        TierError: it is missing or malformed, though there are chunks.
+    """
     geometry = read_description(shard).geometry
     if geometry is None:
+        if any(map(may_hold_chunks, shard.glob("segment-*.headers"))):
+            raise TierError(_NAME, _not_described(shard))
         return
-    for file in sorted(shard.glob("segment-*.data")):
-        path = file.with_suffix("")
-        if all(part.exists() for part in segment_files(path)):
-            segment = Segment(path, geometry, direct_io=True)
-            if segment.is_whole():
-                yield segment, geometry.slots_per_segment
+    payloads, headers = (
+        {file.with_suffix("") for file in shard.glob(f"segment-*.{part}")} for part in ("data", "headers")
+    )
+    for path in sorted(payloads & headers):
+        yield path, geometry
+
+
+def _not_described(shard: Path) -> str:
+    return f"{shard / DESCRIPTION_FILE} is missing or damaged, so no chunk can be verified"
+
+
+def _verify(path: Path, geometry: Geometry, troubles: list[str], *, delete: bool) -> Iterator[Finding]:
+    """Yield a finding per chunk of a segment.
+
+    Args:
+        path: path of the segment's files without their suffix.
+        geometry: their sizes.
+        troubles: gets the reasons why chunks cannot be checked or deleted.
+        delete: whether to delete damaged chunks.
+    """
+    _, headers = segment_files(path)
+    with noted(troubles, path):
+        segment = Segment(path, geometry, direct_io=True)
+        if not segment.is_whole() and may_hold_chunks(headers):
+            troubles.append(f"{path} is not whole, so no chunk in it can be verified")
+        for slot in range(geometry.slots_per_segment if segment.is_whole() else 0):
+            finding = _check(segment, slot, path.parent.name)
+            if finding is Finding.DAMAGED and delete:
+                with noted(troubles, headers):
+                    segment.write_header(slot)
+            if finding is not None:
+                yield finding
 
 
 def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
@@ -144,8 +238,10 @@ def _payload(segment: Segment, slot: int, num_bytes: int) -> Iterator[memoryview
         yield part
 
 
-def _is_in_use(shard: Path) -> bool:
-    """Whether a process uses a shard. Asks under the directory's brief lock, or without it if we may not write there.
+def _is_in_use(shard: Path, remarks: list[str]) -> bool:
+    """Whether a process uses a shard, or may use it: its lock cannot be opened, and a remark says why.
+
+    Asks under the directory's brief lock, or without it if we may not write there.
 
     The lock is held only for this question, because engines wait for it, and counting a large shard's chunks takes long. So a
     listing may show a shard partly as it was before a change.
@@ -156,7 +252,10 @@ def _is_in_use(shard: Path) -> bool:
         except OSError as error:
             if error.errno not in _NOT_WRITABLE:
                 raise
-        return is_in_use(shard)
+        may_be = True
+        with noted(remarks, shard / DirectoryLock.FILE):
+            may_be = is_in_use(shard)
+    return may_be
 
 
 @contextmanager
@@ -164,5 +263,4 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise TierError(_NAME, f"{where}{error.strerror or error}") from error
+        raise TierError(_NAME, reason_of(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,16 @@ from obstore import exceptions as store_errors
 from obstore.store import ObjectStore
 
 from cargohold.errors import TierError
-from cargohold.offload.tier.inventory.base import PIECE_BYTES, Finding, Holding, Inventory, check_value
+from cargohold.offload.tier.inventory.base import (
+    PIECE_BYTES,
+    Finding,
+    Holding,
+    Inventory,
+    check_value,
+    in_short,
+    noted,
+    raise_noted,
+)
 from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
 from cargohold.offload.tier.object_listing import (
     DESCRIPTION,
@@ -55,15 +65,17 @@ class ObjectInventory(Inventory):
 
     def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
         """Fetch and check every object."""
+        troubles: list[str] = []
         with _errors():
             for chunk in self._namespace(namespace_id).chunks:
-                try:
-                    finding = check_value(read_pieces(self._store, chunk.path, PIECE_BYTES), namespace_id, chunk.key)
-                except FileNotFoundError:
-                    continue  # deleted meanwhile
-                if finding is Finding.DAMAGED and delete:
-                    delete_if_there(self._store, chunk.path)
-                yield finding
+                with noted(troubles, chunk.path):
+                    finding = self._check(chunk)
+                    if finding is Finding.DAMAGED and delete:
+                        with noted(troubles, chunk.path):
+                            delete_if_there(self._store, chunk.path)
+                    if finding is not None:
+                        yield finding
+        raise_noted(_NAME, troubles)
 
     def remove(self, namespace_id: str) -> None:
         """Delete every object of a namespace."""
@@ -84,6 +96,17 @@ class ObjectInventory(Inventory):
                 gone += chunk.num_bytes
         return gone
 
+    def _check(self, chunk: StoredObject) -> Finding | None:
+        """Verify a chunk; return ``None`` if it was deleted meanwhile. Raises the store's errors."""
+        try:
+            return check_value(read_pieces(self._store, chunk.path, PIECE_BYTES), chunk.namespace_id, chunk.key)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return Finding.DAMAGED  # a bad place on the medium; the other chunks may well be good
+
     def _namespace(self, namespace_id: str) -> _Namespace:
         return self._namespaces(f"{namespace_id}/").get(namespace_id, _Namespace())
 
@@ -95,13 +118,18 @@ class ObjectInventory(Inventory):
         return found
 
     def _describe(self, name: str, namespace: _Namespace) -> Holding:
+        facts: dict[str, str] = {}
+        remarks: list[str] = []
+        with noted(remarks, f"{name}/{DESCRIPTION}"):
+            facts = self._facts(name)
         return Holding(
             id=name,
-            facts=self._facts(name),
+            facts=facts,
             num_chunks=len(namespace.chunks),
             num_bytes=sum(known.num_bytes for known in namespace.objects),
             last_used_s=max((known.written_s for known in namespace.objects), default=None),
             is_in_use=False,
+            remark=in_short(remarks),
         )
 
     def _facts(self, name: str) -> dict[str, str]:
