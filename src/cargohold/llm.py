@@ -7,8 +7,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral
@@ -106,11 +106,14 @@ class LLM:
             check_places(offload, self.plan.layout)
         for line in start_report(self.plan.layout, offload, equal_parts(self.plan.layout)):
             logger.info("%s", line)
-        self.engine = build_engine(self.plan, factory)
-        self._turns = Turns()
         self._inboxes: dict[str, Inbox] = {}
-        # Ids of requests to abort in the next turn, unless they have finished: those whose calls have ended, for instance.
-        self._aborted: deque[str] = deque()
+        # An id is taken until its last output is read, or the end of one request would be the end of another.
+        self.engine = build_engine(self.plan, factory, other_ids=self._inboxes)
+        self._turns = Turns()
+        # Requests to abort in the next turn, unless they have finished: those whose calls have ended, for instance. Of each the
+        # id, and where its outputs go if that is known.
+        self._aborted: deque[tuple[str, Inbox | None]] = deque()
+        self._is_to_close = False
         _close_at_exit(self)
 
     def generate(
@@ -152,7 +155,8 @@ class LLM:
         """Complete one prompt, yielding an output per new piece; the last one is ``finished``.
 
         Nothing happens before the first output is asked for: then the request starts, or is refused. It is aborted when the
-        iterator is closed early. Several streams may be read in turn.
+        iterator is closed early; if that is in another thread than the one that read it last, only in the next call. Several
+        streams may be read in turn.
 
         Raises:
             ConfigError: there is no such option; raised at once.
@@ -193,12 +197,20 @@ class LLM:
         """
         if not isinstance(request_id, str):  # another call would stumble over it
             raise RequestError(f"request_id={request_id!r} is not possible: it must be text")
-        self._aborted.append(request_id)
+        plain_id = str.__str__(request_id)  # as the request has it
+        self._aborted.append((plain_id, self._inboxes.get(plain_id)))
 
     def reset_cache(self) -> bool:
-        """Forget all cached KV, on the device and below; ``False`` if requests or transfers are in flight."""
-        with self._turn():
-            return self.engine.reset_cache()
+        """Forget all cached KV, on the device and below; waits until transfers have ended.
+
+        Returns:
+            ``False`` if requests are being served, or if transfers do not end within ``load_timeout_s``. Then part of it may be
+            forgotten already.
+        """
+        if self._reset():
+            return True
+        self._settle(self._turns.take)
+        return self._reset()
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call, if ``kv_events`` is on."""
@@ -211,10 +223,17 @@ class LLM:
             return self.engine.stats()
 
     def close(self) -> None:
-        """End everything and give the memory back. May be called twice. Does nothing in a process that was forked."""
+        """End everything and give the memory back. May be called twice. Does nothing in a process that was forked.
+
+        In the middle of another call of the same thread, as in a signal handler, it returns at once: the model is closed when
+        the step in progress is done, and the other call raises ``EngineDeadError``.
+        """
         if self._turns.are_here:
-            with self._turns.take():
-                self.engine.shutdown()
+            with self._turns.take() as is_whole:
+                if is_whole:
+                    self.engine.shutdown()
+                else:
+                    self._is_to_close = True
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM cannot be pickled: it belongs to its process; make one in each process")
@@ -236,52 +255,66 @@ class LLM:
         """
         inbox = Inbox()
         positions: dict[str, int] = {}
+        unfinished: set[str] = set()
         served_in = get_ident()
         try:
             for at, (prompt, sampling) in enumerate(asked):
-                with self._turn(), _numbered(at, len(asked)):
-                    self._check_unused(options.get("request_id"))
+                with self._whole_turn(), _numbered(at, len(asked)):
                     request_id = self.engine.add_request(prompt, sampling, **options)
                     positions[request_id] = at
+                    unfinished.add(request_id)
                     self._inboxes[request_id] = inbox
-            num_left = len(asked)
-            while num_left:
-                with self._turn():
+            while unfinished:
+                with self._whole_turn():
                     # Another thread's step may have brought something while this one waited for its turn.
                     if not inbox:
-                        self._step()
+                        self._deliver(self.engine.step())
                 while (output := inbox.take()) is not None:
-                    num_left -= output.finished
+                    if output.finished:
+                        unfinished.remove(output.request_id)
                     yield positions[output.request_id], output
                     served_in = get_ident()
         finally:
             with deferred_interrupt():
                 for request_id in positions:
-                    del self._inboxes[request_id]
-                self._aborted.extend(positions)
+                    if self._inboxes.get(request_id) is inbox:
+                        del self._inboxes[request_id]
+                # Before another thread comes to abort them, their ids may be those of other calls' requests.
+                self._aborted.extend([(request_id, inbox) for request_id in unfinished])
             # The garbage collector closes a generator that was not read to its end in any thread and at any moment: in the
             # middle of a turn, or of something that a turn waits for. So another thread takes no turn here.
             if get_ident() == served_in:
-                self._settle()
+                self._settle(self._turns.take_if_free)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, take: Callable[[], AbstractContextManager[bool]] | None = None) -> Iterator[bool]:
         """Use the engine with no other thread in it, and with Ctrl-C held back.
 
-        An interrupt in the middle of a step would leave scheduler and workers in different states.
+        An interrupt in the middle of a step would leave scheduler and workers in different states. Yields ``False`` in the
+        middle of a turn of this thread: the engine may be within a step then. With ``take_if_free`` for ``take``, it also
+        yields ``False`` when the turn is not free.
         """
-        with deferred_interrupt(), self._turns.take() as is_whole:
-            if is_whole:
-                self._end_aborted()
+        is_whole = False
+        try:
+            with deferred_interrupt(), (take or self._turns.take)() as is_whole:
+                if is_whole:
+                    self._end_aborted()
+                yield is_whole
+        finally:
+            # Looked at when the turn is over, for only from then on can a signal handler close the model itself.
+            if is_whole and self._is_to_close:
+                self.close()
+
+    @contextmanager
+    def _whole_turn(self) -> Iterator[None]:
+        """A turn for adding requests and making steps. Raises ``RequestError`` in the middle of a turn of this thread."""
+        with self._turn() as is_whole:
+            if not is_whole:
+                raise RequestError("the model is in the middle of another call of this thread; ask it after that")
             yield
 
-    def _check_unused(self, request_id: object) -> None:
-        """Raise ``RequestError`` for the id of a request that may have ended, but whose outputs have not all been taken."""
-        if isinstance(request_id, str) and request_id in self._inboxes:
-            raise RequestError("a request with this id is being served already", request_id)
-
-    def _step(self) -> None:
-        for output in self.engine.step():
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
             # A step serves the requests of all streams and threads: another one may wait for this output.
             inbox = self._inboxes.get(output.request_id)
             if inbox is not None:
@@ -289,23 +322,30 @@ class LLM:
 
     def _end_aborted(self) -> None:
         while self._aborted:
-            self.engine.abort(self._aborted.popleft())
+            request_id, inbox = self._aborted.popleft()
+            # By now this may be the id of another call's request, which nobody wants aborted.
+            if inbox is None or self._inboxes.get(request_id, inbox) is inbox:
+                self.engine.abort(request_id)
+        # Not with the next step, for another request may have the id by then.
+        self._deliver(self.engine.take_outputs())
 
-    def _settle(self) -> None:
-        """Step until all transfers have ended. Return at once if other calls have requests: their steps let transfers end.
+    def _reset(self) -> bool:
+        with self._turn() as is_whole:
+            return is_whole and self.engine.reset_cache()
 
-        A connector may report pending work for ever. The caller's requests are done, so this gives up after
-        ``load_timeout_s``; the steps of the next call go on.
+    def _settle(self, take: Callable[[], AbstractContextManager[bool]]) -> None:
+        """Step until all transfers have ended. Return at once if requests are being served: then their steps do that.
+
+        A connector may report pending work for ever. So this gives up after ``load_timeout_s``, or when ``take`` takes no turn;
+        the steps of the next call go on.
         """
         patience_ends = time.monotonic() + self.plan.config.load_timeout_s
         is_busy = True
         while is_busy and time.monotonic() < patience_ends:
-            with deferred_interrupt(), self._turns.take_if_free() as is_free:
-                if is_free:
-                    self._end_aborted()
-                is_busy = is_free and not self._inboxes and self.engine.has_work()
+            with self._turn(take) as is_whole:
+                is_busy = is_whole and not self.engine.num_unfinished and self.engine.has_work()
                 if is_busy:
-                    self._step()
+                    self._deliver(self.engine.step())
 
 
 _open: Final[WeakSet[LLM]] = WeakSet()
@@ -329,8 +369,8 @@ def _close_all() -> None:
             stack.callback(llm.close)
 
 
-def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
-    """Load the model and put engine and connector together.
+def build_engine(plan: EnginePlan, factory: KVConnectorFactory, *, other_ids: Container[str] = ()) -> LLMEngine:
+    """Load the model and put engine and connector together; for ``other_ids``, see ``LLMEngine``.
 
     Raises:
         CargoholdError: the connector, the event publisher, the model or its workers cannot start; nothing is left running.
@@ -364,7 +404,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         runners = HFRunners(plan.info, plan.layout, plan.config.device)
         executor = make_executor(plan.executor, RankSpec(runners, factory, plan.layout), connector)
         on_failure.pop_all()
-    return LLMEngine(scheduler, executor, tokenizer, limits, clock=clock, publisher=publisher)
+    return LLMEngine(scheduler, executor, tokenizer, limits, clock=clock, publisher=publisher, other_ids=other_ids)
 
 
 def _check_offload(offload: object) -> None:
@@ -422,9 +462,12 @@ def _no_such_option(key: str, value: object, known: Sequence[str], of: str = "")
 def _as_list(prompts: Any) -> list[Prompt]:
     """A list of prompts, of one prompt or several. A value that is no prompt is kept as an item: the engine refuses it."""
     # A tokenizer of transformers returns a mapping; as an iterable, it would be taken for a list of its keys.
-    if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
+    is_no_list = isinstance(prompts, str | bytes | Mapping)
+    try:
+        iterator = iter([prompts] if is_no_list else prompts)
+    except TypeError:  # also of an array or a tensor without dimensions, which has __iter__
         return [prompts]
-    items = list(prompts)
+    items = list(iterator)
     is_one = bool(items) and isinstance(items[0], Integral)
     return [items] if is_one else items
 

@@ -202,6 +202,42 @@ def test_an_engine_publishes_what_its_tiers_hold(
     assert llm.take_events() == [], "they have been published"
 
 
+def test_what_a_reset_forgets_is_published_at_once_and_not_taken_from_the_followers(
+    tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    """Found by a review: it was left to the next step, and who asked for events took it away. Followers had it for ever."""
+    endpoint = "inproc://what-is-forgotten"
+    llm = make_llm(tiny_model("llama"), block_tokens=4, kv_events_endpoint=endpoint)
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect(endpoint)
+    socket.subscribe(b"")
+
+    held: set[int] = set()
+
+    def follow() -> None:
+        while socket.poll(20):
+            for event in msgspec.msgpack.decode(socket.recv_multipart()[2])[1]:
+                if event["type"] == "BlockStored":
+                    held.update(event["block_hashes"])
+                else:
+                    held.difference_update(event.get("block_hashes", set(held)))
+
+    for reset in (llm.reset_cache, llm.engine.scheduler.reset_cache):
+        for number in range(100):
+            llm.generate([number, *range(40)], SamplingParams(max_tokens=1))
+            follow()
+            if held:
+                break
+        assert held
+        assert reset()
+        assert llm.take_events() == [], "they are published"
+        follow()
+        assert not held
+    socket.close(linger=0)
+    llm.close()
+    assert llm.take_events() == []
+
+
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
 def test_tokens_and_salt_of_events_give_the_hashes(
     blocks_per_chunk: int, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]

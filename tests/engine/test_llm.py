@@ -9,12 +9,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from transformers import AddedToken, AutoTokenizer
@@ -32,7 +34,16 @@ from cargohold import (
 )
 from cargohold.offload.transfer import TransferWorker
 from cargohold.offload.transfer.factory import make_transfer_worker
-from cargohold.protocol import AllBlocksCleared, ClassFactory, ConnectorMetadata, EmptyMetadata, StepView
+from cargohold.protocol import (
+    AllBlocksCleared,
+    BlockIds,
+    ClassFactory,
+    ConnectorMetadata,
+    EmptyMetadata,
+    FinishedTransfers,
+    RequestView,
+    StepView,
+)
 from cargohold.protocol.announced import AnnouncedBlocks
 from cargohold.protocol.null import NullConnectorScheduler, NullConnectorWorker
 from tests.models import VOCAB_SIZE
@@ -462,6 +473,46 @@ def test_reset_forgets_the_device_and_the_host(llama: MakeLLM) -> None:
     assert (metrics.device_tokens, dict(metrics.restored_tokens)) == (0, {})
 
 
+class Keeping(NullConnectorScheduler):
+    """Keeps the blocks of every request that ends, until a step says that they are sent."""
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, None]:
+        return True, None
+
+
+class Sending(NullConnectorWorker):
+    """Has sent the blocks of a request as soon as it hears of its end; or never."""
+
+    def __init__(self, ends: bool) -> None:
+        self._ends = ends
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        return FinishedTransfers(finished_sending=frozenset(finished_req_ids) if self._ends else frozenset())
+
+
+def test_a_reset_waits_for_the_transfers_of_requests_that_have_been_given_up(llama: MakeLLM) -> None:
+    """Found by a review: nobody made the steps that end them, so it failed for as long as nothing else was asked for."""
+    llm = llama(offload=ClassFactory(lambda _: Keeping(), lambda _: Sending(ends=True)))
+    unread = llm.stream(prompt(2, 40), SamplingParams(max_tokens=2))
+    given_up = llm.stream(prompt(1, 40), SamplingParams(max_tokens=50))
+    next(unread)
+    next(given_up)
+    assert not llm.reset_cache(), "requests are being served"
+    next(given_up)
+    with ThreadPoolExecutor(1) as threads:  # one that did not read it, so this makes no step
+        threads.submit(given_up.close).result(timeout=60)
+    assert llm.reset_cache()
+    assert [output.finish_reason for output in unread] == ["length"]
+    assert llm.generate(prompt(1, 40), SamplingParams(max_tokens=1))[0].metrics.device_tokens == 0
+
+
+def test_a_reset_does_not_wait_for_ever(llama: MakeLLM) -> None:
+    llm = llama(offload=ClassFactory(lambda _: Keeping(), lambda _: Sending(ends=False)), load_timeout_s=0.1)
+    llm.generate(prompt(0, 10), SamplingParams(max_tokens=2))
+    assert not llm.reset_cache()
+    llm.engine.scheduler.connector.break_off("was never done")  # or closing it would wait, too
+
+
 class NeverDone(NullConnectorScheduler):
     """Says for ever that work is pending."""
 
@@ -501,6 +552,8 @@ def test_nobody_waits_for_ever_for_a_connector_that_is_never_done(llama: MakeLLM
         ({"prompts": b"abc"}, "a prompt is text or a list of token ids, not bytes"),
         ({"prompts": {"prompt": "text"}}, "a prompt is text or a list of token ids, not dict"),
         ({"prompts": torch.tensor([1, 2])}, "a prompt is text or a list of token ids, not Tensor"),
+        ({"prompts": torch.tensor(4)}, "a prompt is text or a list of token ids, not Tensor"),
+        ({"prompts": np.array(4)}, "a prompt is text or a list of token ids, not ndarray"),
         ({"prompts": [1] * 80}, "the prompt has 80 tokens; with one token to generate, at most 79 fit"),
         ({"prompts": [[1], [2]], "sampling": [SamplingParams()]}, "1 sampling parameters for 2 prompts"),
         ({"prompts": [1], "sampling": {"max_tokens": 3}}, "it must be SamplingParams"),

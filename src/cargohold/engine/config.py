@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
@@ -87,7 +88,9 @@ class EngineConfig:
             self._require(key, value is None or (is_int(value) and value >= least), f"an integer from {least}, or None")
         self._require_one_of("queue_policy", _values(QueuePolicy))
         self._require_one_of("load_failure_policy", _values(LoadFailurePolicy))
-        self._require("load_timeout_s", is_positive_number(self.load_timeout_s), "a number of seconds above 0")
+        # At most the largest float, for it is added to times: an integer may be larger.
+        is_time = is_positive_number(self.load_timeout_s) and self.load_timeout_s <= sys.float_info.max
+        self._require("load_timeout_s", is_time, "a number of seconds above 0")
         self._require(
             "step_timeout_s", is_timeout(self.step_timeout_s), f"a number of seconds above 0, at most {MAX_TIMEOUT_S}"
         )

@@ -7,7 +7,7 @@ import secrets
 import time
 import weakref
 from _thread import start_new_thread
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from threading import Thread
@@ -77,6 +77,7 @@ class LLMEngine:
         sleep: waits for a number of seconds.
         draw_seed: draws the seed of a request that has none.
         publisher: where KV events go after each step; closed when the engine ends. Without one, ``take_events`` has them.
+        other_ids: ids that no new request may have although no request is alive under them, as somebody goes by them still.
     """
 
     def __init__(  # noqa: PLR0913  # one place where all of it meets
@@ -90,6 +91,7 @@ class LLMEngine:
         sleep: Callable[[float], None] = time.sleep,
         draw_seed: Callable[[], int] = random_seed,
         publisher: ZmqEventPublisher | None = None,
+        other_ids: Container[str] = (),
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -99,6 +101,7 @@ class LLMEngine:
         self._sleep = sleep
         self._draw_seed = draw_seed
         self._publisher = publisher
+        self._other_ids = other_ids
         self._events = KeptEvents(MAX_KEPT_EVENTS)
         self._stats: Stats = {}
         self._live: dict[str, _Live] = {}
@@ -128,7 +131,7 @@ class LLMEngine:
         Args:
             prompt: text, or token ids.
             sampling: how to choose tokens; greedy by default.
-            request_id: unique among the requests alive; made up if ``None``.
+            request_id: unique among the requests whose last output has not been returned; made up if ``None``.
             priority: lower is served first, under the ``priority`` policy.
             salt: requests share cached KV only with requests of the same salt.
             kv_transfer_params: what to ask of the connectors; see the documentation of the connector.
@@ -140,11 +143,14 @@ class LLMEngine:
         self._check_alive()
         sampling = SamplingParams() if sampling is None else sampling
         _check_options(sampling, request_id, priority, salt, kv_transfer_params)
+        # What is checked may be of a subclass, such as numpy's. Neither workers nor connectors know those.
+        request_id, salt = _plain_text(request_id), _plain_text(salt)
+        text = _plain_text(prompt) if isinstance(prompt, str) else None
         if sampling.stop and self.tokenizer is None:
             raise RequestError(
                 "this model has no tokenizer, so it cannot stop at strings; use stop_token_ids", request_id
             )
-        token_ids = self._token_ids(prompt, request_id)
+        token_ids = self._token_ids(prompt if text is None else text, request_id)
         request = Request(
             request_id=self._unused_id() if request_id is None else request_id,
             all_token_ids=token_ids,
@@ -153,25 +159,30 @@ class LLMEngine:
             seed=self._draw_seed() if sampling.seed is None else sampling.seed,
             times=RequestTimes(arrived=self._clock()),
             hash_block_tokens=self.limits.hash_block_tokens,
-            priority=priority,
+            priority=int(priority),
             salt=salt,
-            kv_transfer_params=kv_transfer_params,
+            kv_transfer_params=_copied(kv_transfer_params, request_id),
             stop_token_ids=self._stop_token_ids(sampling),
         )
-        if request.request_id in self._live or self.scheduler.kv.holds_blocks(request):
+        if self._is_taken(request.request_id) or self.scheduler.kv.holds_blocks(request):
             raise RequestError("a request with this id is being served already", request.request_id)
         self.scheduler.add_request(request)
         decoder = None if self.tokenizer is None else self.tokenizer.piece_decoder(token_ids)
         stream = TextStream(decoder, tuple(sampling.stop))
-        text = prompt if isinstance(prompt, str) else None
         self._live[request.request_id] = _Live(request, text, tuple(token_ids), stream)
         return request.request_id
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is alive; the next step returns its last output. Its blocks are freed when no copy uses them."""
+        request_id = str.__str__(request_id)  # what was added under a subclass's value has the plain one
         update = None if self._end is not None else self.scheduler.finish_request(request_id, FinishReason.ABORT)
         if update is not None:
             self._undelivered += self._outputs([update])
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """The last outputs of requests that were aborted since the last step; the next one does not return them any more."""
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
 
     # --- stepping -----------------------------------------------------------------------------------------------------
 
@@ -191,7 +202,7 @@ class LLMEngine:
             EngineDeadError: the step failed; what it left behind cannot be trusted, so the engine has ended.
         """
         self._check_alive()
-        outputs, self._undelivered = self._undelivered, []
+        outputs = self.take_outputs()
         try:
             return outputs + self._step()
         except BaseException as error:
@@ -203,10 +214,17 @@ class LLMEngine:
     def reset_cache(self) -> bool:
         """Forget all cached KV, on the device and below; ``False`` if requests or transfers are in flight."""
         self._check_alive()
-        return self.scheduler.reset_cache()
+        is_reset = self.scheduler.reset_cache()
+        if self._publisher is not None:
+            # The next step, which would publish what was forgotten, may be far off.
+            self._publish(self._publisher)
+        return is_reset
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call; none if they are published."""
+        if self._publisher is not None:
+            self._publish(self._publisher)
+            return []
         return [*self._events.take(), *self.scheduler.take_events()]
 
     def stats(self) -> dict[str, float]:
@@ -247,23 +265,31 @@ class LLMEngine:
         output = self._executor.execute(step)
         updates = self.scheduler.update_from_output(output)
         self._stats = add_stats(self._stats, output.connector.stats)
-        if self.scheduler.emits_events:
-            events = self.scheduler.take_events()
-            if self._publisher is None:
-                self._events.add(events)
-            else:
-                self._publisher.publish(events)
+        if self._publisher is not None:
+            self._publish(self._publisher)
+        elif self.scheduler.emits_events:
+            self._events.add(self.scheduler.take_events())
         if not step.scheduled and not updates and output.connector.is_empty() and self.scheduler.has_work():
             self._sleep(IDLE_SLEEP_S)
         return self._outputs(updates)
 
+    def _publish(self, publisher: ZmqEventPublisher) -> None:
+        """Publish the KV events since the last call. Nobody follows an engine that has ended."""
+        if self._end is None:
+            publisher.publish(self.scheduler.take_events())
+
     def _unused_id(self) -> str:
-        """An id that no living request has, whatever its client has called it."""
+        """An id that is not taken, whatever clients have called their requests."""
         while True:
             self._num_requests += 1
             request_id = f"request-{self._num_requests}"
-            if request_id not in self._live:
+            if not self._is_taken(request_id):
                 return request_id
+
+    def _is_taken(self, request_id: str) -> bool:
+        """Whether somebody goes by this id: its request is alive, or has a last output that was not returned yet."""
+        is_undelivered = any(output.request_id == request_id for output in self._undelivered)
+        return request_id in self._live or is_undelivered or request_id in self._other_ids
 
     def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         token_ids = frozenset(sampling.stop_token_ids)
@@ -390,6 +416,23 @@ def _check_options(
     ):
         if not holds:
             raise RequestError(f"{name}={value!r} is not possible: it must be {expected}")
+
+
+def _copied(params: Mapping[str, Any] | None, request_id: str | None) -> dict[str, Any] | None:
+    """The parameters, read once. What a mapping of the client's own raised later would pass for the fault of a connector.
+
+    Raises:
+        RequestError: they cannot be read.
+    """
+    try:
+        return None if params is None else dict(params)
+    except Exception as error:
+        raise RequestError(f"kv_transfer_params cannot be read: {one_line(error)}", request_id) from error
+
+
+def _plain_text(text: str | None) -> str | None:
+    """The text itself, where it is of a subclass; of a member of an enumeration its value."""
+    return None if text is None else str.__str__(text)
 
 
 def _is_text(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cargohold.errors import ConfigError
 from cargohold.units import is_int, is_number, is_positive_int
@@ -55,6 +56,7 @@ class SamplingParams:
             # Greedy decoding ignores top_k and top_p: a user who sets them with temperature 0 has misunderstood something.
             self._require("top_k", self.top_k in (0, 1), "left out of greedy decoding; or set temperature above 0")
             self._require("top_p", self.top_p == 1, "left out of greedy decoding; or set temperature above 0")
+        self._make_plain()
 
     def _freeze_stops(self) -> None:
         """Turn ``stop`` and ``stop_token_ids`` into tuples: users may give one string, lists or sets."""
@@ -66,8 +68,15 @@ class SamplingParams:
             token_ids is not None and all(is_int(token_id) and token_id >= 0 for token_id in token_ids),
             "a list of integers from 0",
         )
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", token_ids)
+        assert stop is not None and token_ids is not None
+        object.__setattr__(self, "stop", tuple(str.__str__(text) for text in stop))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, token_ids)))
+
+    def _make_plain(self) -> None:
+        """Make all numbers plain ones: subclasses, such as numpy's, cannot be sent to workers, nor temperatures of 2**64."""
+        for field, kind in (("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float)):
+            object.__setattr__(self, field, kind(getattr(self, field)))
+        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
 
     def _require(self, field: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -77,7 +86,7 @@ class SamplingParams:
 _STRINGS = "a string or a list of strings, none of them empty"
 
 
-def _items(value: object) -> tuple[object, ...] | None:
+def _items(value: object) -> tuple[Any, ...] | None:
     """The items of a list, tuple or set; ``None`` for anything else, also for strings and ``bytes``."""
     return (
         tuple(value) if isinstance(value, Sequence | frozenset | set) and not isinstance(value, str | bytes) else None
