@@ -71,9 +71,9 @@ _QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _MTP: Mapping[str, tuple[str, str, Sequence[str], str]] = {
     "ernie4_5_moe": (
         "model.layers.0.",
-        "model.mtp_block.0.",
-        ("model.mtp_emb_norm.0.weight", "model.mtp_hidden_norm.0.weight"),
-        "model.mtp_linear_proj.0.weight",
+        "model.layers.{}.mtp_block.",
+        ("model.layers.{}.mtp_emb_norm.weight", "model.layers.{}.mtp_hidden_norm.weight"),
+        "model.layers.{}.mtp_linear_proj.weight",
     ),
     "qwen3_next": (
         "model.layers.1.",
@@ -82,7 +82,10 @@ _MTP: Mapping[str, tuple[str, str, Sequence[str], str]] = {
         "mtp.fc.weight",
     ),
 }
-"""By type of model: prefix of the layer that the drafting layer is like, its own prefix, its norms, and its projection."""
+"""By type of model: prefix of the layer that drafting layers are like, their own prefix, their norms, and their projection.
+
+In these, a layer's number stands for the braces.
+"""
 
 PLAIN = ("llama", "llama-retrained", "ernie", "blip2")
 """Models with one KV-cache group of full attention, which can be offloaded in every version of vLLM."""
@@ -182,19 +185,24 @@ def save_tokenizer(path: str) -> None:
     tokenizer.save_pretrained(path)
 
 
-def save_mtp(model: str) -> str:
-    """Write ``model`` with a further random layer that drafts the token after the next one; returns its path."""
-    path = Path(f"{model}-mtp")
+def save_mtp(model: str, num_layers: int = 1, **changes: Any) -> str:
+    """Write ``model`` with further random layers that draft the tokens after the next one; returns its path.
+
+    ``changes`` are other values of its configuration.
+    """
+    path = Path("-".join([model, f"mtp{num_layers}", *(f"{name}-{value}" for name, value in changes.items())]))
     if path.is_dir():
         return str(path)
     path.mkdir()
     config = json.loads((Path(model) / "config.json").read_text())
-    _write(path / "config.json", **config, num_nextn_predict_layers=1)
+    _write(path / "config.json", **config | changes, num_nextn_predict_layers=num_layers)
     weights = load_file(Path(model) / "model.safetensors")
     like, layer, norms, projection = _MTP[config["model_type"]]
     size = config["hidden_size"]
-    shapes = {name.replace(like, layer): tuple(tensor.shape) for name, tensor in weights.items() if like in name}
-    shapes |= dict.fromkeys(norms, (size,)) | {projection: (size, 2 * size)}
+    drafting = {name.replace(like, layer): tuple(tensor.shape) for name, tensor in weights.items() if like in name}
+    drafting |= dict.fromkeys(norms, (size,)) | {projection: (size, 2 * size)}
+    numbers = range(config["num_hidden_layers"], config["num_hidden_layers"] + num_layers)
+    shapes = {name.format(number): shape for number in numbers for name, shape in drafting.items()}
     torch.manual_seed(3)
     dtype = weights["lm_head.weight"].dtype
     weights |= {name: _random(shape).to(dtype) for name, shape in shapes.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from tests.vllm.common import CAN_DRAFT, EAGER, LAZY, ask_twice, forget, make_prompts, restored, tokens
+from tests.vllm.common import CAN_DRAFT, EAGER, LAZY, RESTARTED, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Engine
 from tests.vllm.models import save_eagle3, save_guesser, save_mtp
 
@@ -114,6 +115,29 @@ def test_drafts_from_hidden_states_are_those_of_a_device_hit(
     answers = [engine.ask([prompt], 20)[0] for prompt in prompts]
     assert (tokens(answers), restored(answers)) == (tokens(first), 960)
     assert drafted_again != drafted
+
+
+def test_several_drafting_layers_want_more_than_a_window_back(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Found by a review: vLLM keeps some tokens behind the window for them, which were not asked for and not there to load."""
+    model = save_mtp(vllm_model("ernie"), 3, sliding_window=64)
+    speculation = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    prompts = make_prompts(3, 330)
+    extra = {
+        **RESTARTED,
+        "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB", "reserve_bytes": 0}],
+    }
+    engine = start(model, extra, num_blocks=40, speculative_config=speculation)
+    (group,) = engine.scheduler.kv_cache_config.kv_cache_groups
+    if not getattr(group.kv_cache_spec, "extra_retained_tokens", 0):
+        pytest.skip("this version of vLLM keeps no more than the window")
+    expected = tokens([engine.ask([prompt], 6)[0] for prompt in prompts])
+    engine = start(model, extra, num_blocks=40, speculative_config=speculation)
+    answers = [engine.ask([prompt], 6)[0] for prompt in prompts]
+    assert tokens(answers) == expected
+    assert restored(answers) == 960
+    assert not engine.side.guard.broken
 
 
 def test_a_step_that_vllm_does_not_end_is_ended_by_the_next(

@@ -64,7 +64,7 @@ def test_each_stage_restores_its_layers(
         "device pool: 39 blocks of at most 32 KiB on each of 2 workers, 1.8 MiB in all",
         "group 0: 3 layers, full attention, 32 tokens per block, 1.5 KiB per token",
         (
-            "eager: 64 MiB of host memory, an equal share for every worker, for 1024 chunks of 1 block(s), 48 KiB each; "
+            "eager: 64 MiB of host memory, an equal share for every worker, for 1,024 chunks of 1 block, 48 KiB each; "
             "prompts and answers, evicted by lru"
         ),
     ]

@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.integrations.vllm.layout import translate
-from tests.vllm.common import EAGER, ask_twice, make_prompts, restored, tokens
+from tests.vllm.common import COMPOSED, EAGER, LAZY, ask_twice, make_prompts, restored, tokens
 from tests.vllm.models import save_tokenizer
 
 STATELESS = {"mamba_cache_mode": "none", "enable_prefix_caching": False}
@@ -35,7 +35,7 @@ def test_a_report_says_what_is_kept(
     assert said == [
         "device pool: 39 blocks of 48 KiB, 1.8 MiB in all",
         "group 0: 3 layers, sliding window of 64 tokens, 32 tokens per block, 1.5 KiB per token",
-        "eager: 64 MiB of host memory for 682 chunks of 2 block(s), 96 KiB each; prompts and answers, evicted by lru",
+        "eager: 64 MiB of host memory for 682 chunks of 2 blocks, 96 KiB each; prompts and answers, evicted by lru",
     ]
 
 
@@ -129,6 +129,17 @@ def test_a_role_in_which_vllm_does_not_protect_what_is_loaded_is_refused(
     assert "kv_role=kv_producer" in caplog.text and "use kv_both" in caplog.text
     engine = start(vllm_model("llama"), EAGER, transfer={"kv_role": "kv_consumer"})
     assert restored(ask_twice(engine, make_prompts(2, 330))) == 640
+
+
+def test_lazy_offloading_without_a_prefix_cache_is_told_of_by_vllms_own_option(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by a review: the server did not start, for an option that nobody had written."""
+    engine = start(vllm_model("llama"), LAZY, enable_prefix_caching=False)
+    assert restored(ask_twice(engine, make_prompts(1, 330))) == 0
+    assert "offloading is off" in caplog.text and "--enable-prefix-caching, or mode eager" in caplog.text
+    with pytest.raises(Exception, match="nothing can be offloaded: lazy offloading keeps what the prefix cache evicts"):
+        start(vllm_model("llama"), {**COMPOSED, "if_unsupported": "refuse"}, enable_prefix_caching=False)
 
 
 def obstacles(parallel: Mapping[str, Any] = MappingProxyType({}), **attention: Any) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from vllm.config import CacheConfig
+
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, tokens
 from tests.vllm.engine import Engine
@@ -56,6 +58,52 @@ def test_who_waits_for_a_place_does_not_wait_for_the_connector(
         ended |= engine.step()
     assert not engine.side.guard.broken
     assert ended["waits"].tokens == expected.tokens
+
+
+RETAINED = "prefix_cache_retention_interval"
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_blocks", "options", "num_loads"),
+    [
+        ("llama", 400, {}, 1),
+        ("mistral-window", 400, {}, 5),
+        ("mistral-window", 400, {RETAINED: None}, 1),
+        ("gemma3", 1500, {}, 5),
+        ("lfm2", 400, {}, 5),
+    ],
+)
+def test_requests_wait_for_another_ones_load_only_if_they_find_it_on_the_device(
+    kind: str,
+    num_blocks: int,
+    options: dict[str, Any],
+    num_loads: int,
+    vllm_model: Callable[[str], str],
+    start: Callable[..., Any],
+    faults: Faults,
+) -> None:
+    """Found by a review: of windows and states vLLM keeps the end of each prompt only, so requests waited in vain, in a row."""
+    if kind != "llama" and RETAINED not in CacheConfig.__dataclass_fields__:
+        pytest.skip("this version of vLLM keeps all of it")
+    model = vllm_model(kind)
+    (shared,) = make_prompts(1, 320)
+    prompts = [[*shared, *tail] for tail in make_prompts(5, 100, seed=3)]
+    reference = start(model, num_blocks=1500)
+    expected = tokens([reference.ask([prompt], 1)[0] for prompt in prompts])
+    engine = start(model, EAGER, num_blocks=num_blocks, **options)
+    engine.ask([[*shared, 5, 6, 7]], 1)
+    forget(engine)
+    faults.hold_polls = 200
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, 1)
+    ended: dict[str, Any] = {}
+    most_loads = 0
+    while engine.is_busy:
+        ended |= engine.step()
+        most_loads = max(most_loads, len(engine.side._loading))
+    faults.hold_polls = 0
+    assert tokens([ended[str(number)] for number in range(5)]) == expected
+    assert most_loads == num_loads
 
 
 def test_a_pause_is_not_the_connectors_fault(

@@ -122,6 +122,11 @@ class SimulatedEngine:
         return self.runners[0]
 
     @property
+    def shares_loads(self) -> bool:
+        """Whether blocks loaded for one request are found by others on the device."""
+        return self.config.prefix_caching
+
+    @property
     def num_half_reported(self) -> int:
         """Transfers that some workers have reported and others have not."""
         return self.executor.aggregator.num_incomplete

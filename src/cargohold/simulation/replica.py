@@ -156,6 +156,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def shares_loads(self) -> bool:
+        """Whether blocks loaded for one request are found by others on the device."""
+        ...
+
+    @property
     def num_half_reported(self) -> int:
         """Transfers that some workers have reported and others have not."""
         ...

@@ -84,7 +84,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._lookup = TierLookup(
             manager,
             self._shared.jobs,
-            shares_loads=environment.prefix_caching,
+            shares_loads=environment.prefix_caching and environment.shares_loads,
             full_hits=environment.full_hits,
             recalls=recalls,
         )

@@ -22,6 +22,7 @@ from cargohold.integrations.vllm.layout import (
     block_bytes,
     dropped_tokens,
     make_layout,
+    shares_loads,
     smallest_block_tokens,
     translate,
 )
@@ -350,6 +351,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._vllm_config, self._kv_cache_config, reports_requests=compat.TransferResults is not None
         )
         obstacles = stage_obstacles(self._vllm_config) if self._is_scheduler else []
+        if self._settings.needs_prefix_caching and not self._vllm_config.cache_config.enable_prefix_caching:
+            obstacles.append(
+                "lazy offloading keeps what the prefix cache evicts: --enable-prefix-caching, or mode eager"
+            )
         return Translation((), (*translation.obstacles, *obstacles)) if obstacles else translation
 
     def _layout(self, hash_block_tokens: int) -> KVCacheLayout:
@@ -377,6 +382,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             max_step_tokens=int(self._vllm_config.scheduler_config.max_num_batched_tokens),
             max_num_seqs=int(self._vllm_config.scheduler_config.max_num_seqs),
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
+            shares_loads=shares_loads(self._kv_cache_config, layout.groups),
             emits_events=bool(events is not None and events.enable_kv_cache_events),
             full_hits=all(map(bears_full_hits, layout.groups)),
             keeps_partial_loads=False,

@@ -149,6 +149,18 @@ def bears_full_hits(group: KVCacheGroup) -> bool:
             return False
 
 
+def shares_loads(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> bool:
+    """Whether vLLM's prefix cache keeps all blocks that were loaded for a request.
+
+    With a retention interval, whose default is 0, it keeps of windows and recurrent states only those at which the request's
+    own prompt ends (``reachable_block_mask`` of ``SlidingWindowManager`` and ``MambaManager``).
+    """
+    is_sparse = getattr(kv_cache_config, "prefix_cache_retention_interval", None) is not None
+    return not is_sparse or not any(
+        group.kind in {AttentionKind.SLIDING_WINDOW, AttentionKind.RECURRENT} for group in groups
+    )
+
+
 def _parallel_obstacles(parallel_config: Any) -> list[str]:
     names = {
         "decode_context_parallel_size": "decode context parallelism",
@@ -207,4 +219,7 @@ def _layer_specs(spec: Any) -> list[Any]:
 def _describe(spec: Any) -> tuple[str, int, int | None]:
     name = type(spec).__name__
     field = _WINDOW_FIELDS.get(_KINDS.get(name, AttentionKind.FULL))
-    return name, int(spec.block_size), None if field is None else getattr(spec, field)
+    if field is None:
+        return name, int(spec.block_size), None
+    # With several layers that draft, vLLM keeps some tokens more than the window, and wants them in a load.
+    return name, int(spec.block_size), getattr(spec, field) + getattr(spec, "extra_retained_tokens", 0)

@@ -215,6 +215,7 @@ class SchedulerSide:
         is_first = request_id not in self._admitted
         if num_computed is not None and is_first:
             self._admitted.add(request_id)
+            num_computed = _found_on_device(request, num_computed, num_external_tokens)
             self._stats["device_tokens"] += num_computed
             self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
         seen = self._requests.get(request_id)
@@ -367,6 +368,16 @@ def _wants_all_computed(request: Any) -> bool:
     # vLLM sets the option above for these requests, unless the client has set it to False: then vLLM would answer with memory
     # that nobody has written.
     return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
+
+
+def _found_on_device(request: Any, num_computed_tokens: int, num_external_tokens: int) -> int:
+    """Return how many tokens of a request vLLM has found on the device.
+
+    If nothing is loaded behind them, these may be more than it has asked with: where prefixes may end inside a block, it asks
+    with whole blocks (``--prefix-match-unit``).
+    """
+    found = getattr(getattr(request, "prefill_stats", None), "num_local_cached_tokens", 0)
+    return num_computed_tokens if num_external_tokens else max(num_computed_tokens, int(found))
 
 
 def _explanation(report: CacheReport) -> Mapping[str, Any]:

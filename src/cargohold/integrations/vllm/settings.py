@@ -89,6 +89,11 @@ class Settings:
         """Whether something is kept that could outlive the server."""
         return bool(self._tiers)
 
+    @property
+    def needs_prefix_caching(self) -> bool:
+        """Whether a connector keeps only what the prefix cache evicts."""
+        return any(isinstance(child, LazyOffloadConfig) for child in self._children)
+
     def require_packages(self) -> None:
         """Raise ``ConfigError`` where a package for a tier is not installed."""
         for tier in self._tiers:
@@ -102,8 +107,11 @@ class Settings:
     @property
     def _tiers(self) -> list[TierConfig]:
         """The tiers below host memory of all connectors of ours."""
-        children = self.offload if isinstance(self.offload, Sequence) else [self.offload]
-        return [tier for child in children if _is_ours(child) for tier in child.tiers]
+        return [tier for child in self._children if _is_ours(child) for tier in child.tiers]
+
+    @property
+    def _children(self) -> Sequence[Offload]:
+        return self.offload if isinstance(self.offload, Sequence) else [self.offload]
 
 
 def _of_replica(offload: Offload, replica: int) -> Offload:

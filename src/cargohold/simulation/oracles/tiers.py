@@ -56,7 +56,7 @@ class TierOracle(Oracle):
     def __init__(self, engine: Replica, is_excused: Callable[[], bool]) -> None:
         self._engine = engine
         self._is_excused = is_excused
-        self._dedupes = engine.config.prefix_caching
+        self._dedupes = engine.shares_loads
         self._sides = [
             _WatchedSide(side, guards, side.manager, side.jobs, not isinstance(side.manager, TieringManager))
             for side, guards in offloading_sides(engine.scheduler.connector)

@@ -42,6 +42,9 @@ ASYNC: Final = "async_scheduling"
 """Key in a shape's scheduler options: whether vLLM schedules a step before it has the output of the one before."""
 MATCH_UNIT: Final = "prefix_match_unit"
 """Key in a shape's scheduler options: tokens per block hash, where prefixes of recurrent state may end inside a block."""
+RETAINED: Final = "prefix_cache_retention_interval"
+"""Key in a shape's scheduler options: what vLLM's prefix cache keeps of windows and states; ``None`` for all."""
+CAN_RETAIN_LESS: Final = RETAINED in KVCacheConfig.__dataclass_fields__
 MAX_MODEL_LEN: Final = "max_model_len"
 """Key in a shape's scheduler options: tokens of the longest request."""
 LOAD_TIMEOUT_S: Final = 60.0
@@ -116,6 +119,7 @@ def kv_cache_config(shape: Shape) -> Any:
             for group in layout.groups
         ],
         kv_cache_groups=[KVCacheGroupSpec(list(group.layer_names), _spec(group, layout)) for group in layout.groups],
+        **{RETAINED: shape.scheduler.get(RETAINED)} if CAN_RETAIN_LESS else {},
     )
 
 

@@ -18,10 +18,12 @@ from cargohold.engine.core.config import SchedulerConfig
 from cargohold.engine.core.request import FinishReason, Request
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.integrations.vllm.layout import shares_loads
 from cargohold.integrations.vllm.simulation.configuration import (
     ASYNC,
     LOAD_TIMEOUT_S,
     MATCH_UNIT,
+    RETAINED,
     config_of_rank,
     kv_cache_config,
     vllm_config,
@@ -80,7 +82,7 @@ class VllmEngine:
         self.copies = copies
         self.layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
         self.config = SchedulerConfig(
-            **{name: value for name, value in options.items() if name not in (ASYNC, MATCH_UNIT)},
+            **{name: value for name, value in options.items() if name not in (ASYNC, MATCH_UNIT, RETAINED)},
             load_timeout_s=LOAD_TIMEOUT_S,
         )
         self.num_steps = 0
@@ -91,6 +93,11 @@ class VllmEngine:
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if options[ASYNC] else 1
         self._start(shape)
+
+    @property
+    def shares_loads(self) -> bool:
+        """Whether blocks loaded for one request are found by others on the device."""
+        return self.config.prefix_caching and shares_loads(self.vllm.kv_cache_config, self.layout.groups)
 
     @property
     def num_half_reported(self) -> int:

@@ -7,7 +7,14 @@ from random import Random
 from typing import Final
 
 from cargohold.errors import ConfigError
-from cargohold.integrations.vllm.simulation.configuration import ASYNC, MATCH_UNIT, MAX_MODEL_LEN, num_blocks_needed
+from cargohold.integrations.vllm.simulation.configuration import (
+    ASYNC,
+    CAN_RETAIN_LESS,
+    MATCH_UNIT,
+    MAX_MODEL_LEN,
+    RETAINED,
+    num_blocks_needed,
+)
 from cargohold.integrations.vllm.simulation.connector import standing_on
 from cargohold.integrations.vllm.simulation.engine import VllmEngine
 from cargohold.integrations.vllm.simulation.oracles import BridgeOracle
@@ -102,6 +109,8 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
         ASYNC: random.random() < 0.4,
     }
     groups = _fitted_groups(shape.groups)
+    if CAN_RETAIN_LESS and random.random() < 0.3:
+        options[RETAINED] = 0  # vLLM's default
     match_unit = _match_unit(groups, random)
     if match_unit is not None:
         options[MATCH_UNIT] = match_unit
