@@ -9,6 +9,9 @@ blocks. So the caller tells the workers to stop in its next step (``stop_workers
 have (``release``)::
 
     on --break_off()--> RUNNING --stop_workers()--> STOPPING --release()--> STOPPED
+
+Contained is whatever a connector raises, also what is no ``Exception``: libraries in other languages raise their own panics
+so. Passed on is what asks the program to end (``NOT_CONTAINED``).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError, RequestError
 from cargohold.protocol.announced import AnnouncedBlocks
@@ -50,6 +53,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NO_METADATA: ConnectorMetadata = EmptyMetadata()
+
+NOT_CONTAINED: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What a guard passes on: it is not the connector's failure, even if it is raised while the connector runs."""
+
+
+def describe_raised(error: BaseException) -> str:
+    """Return the exception as code, or the name of its type if it cannot describe itself."""
+    try:
+        return repr(error)
+    except NOT_CONTAINED:
+        raise
+    except BaseException:  # noqa: BLE001  # a third party's code: whatever its description raises must not stop the engine
+        return type(error).__name__
 
 
 class _Workers(Enum):
@@ -140,7 +156,7 @@ class ConnectorGuard(KVConnectorScheduler):
         """Return the number of references that the connector holds, per block id."""
         return self._touched.counts() + self._locked.counts()
 
-    def break_off(self, rule: str, cause: Exception | None = None) -> None:
+    def break_off(self, rule: str, cause: BaseException | None = None) -> None:
         """Turn the connector off because it broke ``rule``, and log that. Does nothing if it is off already."""
         if self.broken is None:
             self.broken = ContractError(self.name, rule)
@@ -259,8 +275,10 @@ class ConnectorGuard(KVConnectorScheduler):
         """Pass the call on, even when the connector is off: it may hold memory or files."""
         try:
             self._inner.shutdown()
-        except Exception as error:  # noqa: BLE001  # a third party's code: its failure must not stop the engine from stopping
-            self.break_off(f"shutdown raised {error!r}", error)
+        except NOT_CONTAINED:
+            raise
+        except BaseException as error:  # noqa: BLE001  # a third party's code: its failure must not stop the engine from stopping
+            self.break_off(f"shutdown raised {describe_raised(error)}", error)
 
     def _refusal_of(self, request: RequestView) -> RequestError | None:
         try:
@@ -327,6 +345,8 @@ class ConnectorGuard(KVConnectorScheduler):
             return call(*args)
         except ContractError as error:
             self.break_off(error.rule, error)
-        except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the engine
-            self.break_off(f"{method} raised {error!r}", error)
+        except NOT_CONTAINED:
+            raise
+        except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the engine
+            self.break_off(f"{method} raised {describe_raised(error)}", error)
         return otherwise

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from cargohold.protocol.checks import checked_block_ids, checked_stats, checked_transfers
 from cargohold.protocol.connector import KVConnectorWorker
+from cargohold.protocol.guard import NOT_CONTAINED, describe_raised
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
     NOTHING_TO_REPORT,
@@ -70,7 +71,9 @@ class WorkerConnectorGuard:
         call = self._inner.bind_connector_metadata
         try:
             self._bind(metadata)
-        except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
+        except NOT_CONTAINED:
+            raise
+        except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
             self._contain(error, call)
 
     def begin(self, metadata: ConnectorMetadata) -> None:
@@ -83,7 +86,9 @@ class WorkerConnectorGuard:
             inner.handle_preemptions()
             call = inner.start_load_kv
             inner.start_load_kv()
-        except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
+        except NOT_CONTAINED:
+            raise
+        except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
             self._contain(error, call)
 
     def handle_preemptions(self) -> None:
@@ -123,7 +128,9 @@ class WorkerConnectorGuard:
             stats = checked_stats(inner.get_stats())
             call = inner.build_connector_worker_meta
             worker_meta = inner.build_connector_worker_meta()
-        except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
+        except NOT_CONTAINED:
+            raise
+        except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
             self._contain(error, call)
         if invalid_block_ids is None:
             # The connector did not say which blocks of the loads that ended are bad: any of them may be.
@@ -147,7 +154,9 @@ class WorkerConnectorGuard:
         self._takes_messages = True  # the null connector ignores whatever it gets
         try:
             inner.shutdown()
-        except Exception:  # a third party's code: its failure must not stop the worker
+        except NOT_CONTAINED:
+            raise
+        except BaseException:  # a third party's code: its failure must not stop the worker
             logger.exception("connector %s raised while it was stopped", inner.name)
 
     def _bind(self, metadata: ConnectorMetadata) -> None:
@@ -162,12 +171,14 @@ class WorkerConnectorGuard:
     def _call(self, call: Callable[..., T], otherwise: T, *args: object) -> T:
         try:
             return call(*args)
-        except Exception as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
+        except NOT_CONTAINED:
+            raise
+        except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
             self._contain(error, call)
             return otherwise
 
-    def _contain(self, error: Exception, call: Callable[..., object]) -> None:
+    def _contain(self, error: BaseException, call: Callable[..., object]) -> None:
         logger.error("connector %s raised on a worker and is stopped", self._inner.name, exc_info=error)
         self._step_failed = True
-        self._error = f"its worker side raised {error!r} in {getattr(call, '__name__', 'a call')}"
+        self._error = f"its worker side raised {describe_raised(error)} in {getattr(call, '__name__', 'a call')}"
         self.stop()

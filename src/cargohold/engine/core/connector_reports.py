@@ -1,19 +1,26 @@
-"""Applies what the connector's workers reported to requests and blocks."""
+"""Applies what the connector's workers reported, and failures of the step itself, to requests and blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from cargohold.engine.core.config import LoadFailurePolicy, SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.plan import StepPlan
-from cargohold.engine.core.request import FinishReason, Request
+from cargohold.engine.core.request import FinishReason, Request, RequestStatus
 from cargohold.engine.core.roster import Roster
 from cargohold.engine.core.step import StepOutput
 from cargohold.engine.core.transfers import EndedLoad
 from cargohold.protocol import Clock, ConnectorGuard, FinishedTransfers, KVConnectorSchedulerOutput, Patience
 
 EndRequest = Callable[[Request, FinishReason, str], None]
+
+NOT_FINITE = (
+    "the model computed numbers that are not finite for it (an overflow, or what follows from one), so its tokens would mean "
+    "nothing; if this happens with ordinary prompts, choose a dtype with a wider range, such as bfloat16 or float32"
+)
+"""Error of a request for which the model's numbers are not finite."""
 
 
 class ConnectorReports:
@@ -25,7 +32,7 @@ class ConnectorReports:
         roster: the requests; mutated.
         connector: the connector.
         clock: monotonic time in seconds.
-        end_request: ends a request whose load failed, where that is the policy.
+        end_request: ends a request whose numbers are not finite, or whose load failed, where that is the policy.
     """
 
     def __init__(
@@ -76,6 +83,10 @@ class ConnectorReports:
             self._discard_blocks(report.invalid_block_ids)
         if report.finished.step_failed:
             self._start_over(request for request, _ in plan)
+        if None in output.sampled.values():
+            self._end_not_finite(output, plan)
+            # Connectors may have stored what this step wrote. The other requests of the step are unharmed, and go on.
+            report = replace(report, finished=replace(report.finished, step_failed=True))
         if output.connector_error is not None:
             self._connector.break_off(output.connector_error)
         if not report.is_empty():
@@ -127,6 +138,17 @@ class ConnectorReports:
         self._roster.transfers.note_invalid(known, users)
         readers = [request for user in users if (request := self._roster.get(user)) is not None]
         self._start_over(request for request in readers if not self._roster.transfers.holds(request))
+
+    def _end_not_finite(self, output: StepOutput, plan: StepPlan) -> None:
+        """End the requests for which the model computed numbers that are not finite. This step's blocks are never cached.
+
+        Not those that start over anyway, because their numbers may come from garbage that was read instead of their KV.
+        """
+        not_finite = {request_id for request_id, token_id in output.sampled.items() if token_id is None}
+        for request, _ in plan:
+            if request.status is RequestStatus.RUNNING and request.request_id in not_finite:
+                self.note_progress()
+                self._end_request(request, FinishReason.ERROR, NOT_FINITE)
 
     def _start_over(self, requests: Iterable[Request]) -> None:
         """Let requests recompute after a failure, or end them if that is the policy."""

@@ -49,6 +49,7 @@ class StepPlan:
             write_from=max(start, request.num_reused_tokens),
             block_ids=block_ids,
             sample=_sample_spec(request) if reaches_end else None,
+            is_first=start <= request.num_reused_tokens,
         )
         self._entries.append((request, share))
         self.num_tokens_left -= num_new_tokens

@@ -153,7 +153,9 @@ class Scheduler:
                 request.num_computed_tokens += share.num_scheduled_tokens
                 self.kv.cache_blocks(request, request.num_computed_tokens)
                 if share.sample is not None:
-                    self._append_token(request, output.sampled[request.request_id])
+                    token_id = output.sampled[request.request_id]
+                    assert token_id is not None, "a request whose numbers are not finite has ended"
+                    self._append_token(request, token_id)
         if self.connector.is_stopping:  # the step has told the workers to stop, and so they have
             self._reports.drop_connector()
         updates, self._updates = self._updates, []

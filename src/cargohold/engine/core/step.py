@@ -48,6 +48,8 @@ class ScheduledTokens(Struct, frozen=True):
             requests may be reading; such tokens are computed only for their logits.
         block_ids: block tables per group, valid during this step.
         sample: how to choose the next token; ``None`` if the prompt goes on after this step.
+        is_first: whether it may be the request's first share since it was given its blocks. Rows of its last block may hold
+            anything then, also in a block that a connector has filled in part.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class ScheduledTokens(Struct, frozen=True):
     write_from: int
     block_ids: BlockIds
     sample: SampleSpec | None
+    is_first: bool = True
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -90,11 +93,12 @@ class StepOutput(Struct, frozen=True):
     """The output of a step, merged over all workers.
 
     Attributes:
-        sampled: the next token of every request that was to get one, by request id.
+        sampled: the next token of every request that was to get one, by request id. ``None`` for each request for which the
+            model computed numbers that are not finite, whether or not it was to get a token.
         connector: what the workers' connectors report.
         connector_error: the rule that a worker's connector broke, if one did; it has been stopped on that worker.
     """
 
-    sampled: Mapping[str, int] = field(default_factory=dict)
+    sampled: Mapping[str, int | None] = field(default_factory=dict)
     connector: KVConnectorOutput = NOTHING_TO_REPORT
     connector_error: str | None = None

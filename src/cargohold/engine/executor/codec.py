@@ -37,6 +37,7 @@ class _WireShare(msgspec.Struct, array_like=True):
     write_from: int
     block_ids: list[bytes]
     sample: SampleSpec | None
+    is_first: bool
 
 
 class _WireStep(msgspec.Struct, array_like=True):
@@ -53,7 +54,7 @@ class _WireStep(msgspec.Struct, array_like=True):
 class _WireOutput(msgspec.Struct, array_like=True):
     """``StepOutput``."""
 
-    sampled: dict[str, int]
+    sampled: dict[str, int | None]
     finished_sending: list[str]
     finished_recving: list[str]
     failed_recving: list[str]
@@ -163,7 +164,7 @@ class StepCodec:
             worker_meta=worker_meta,
             stats=wire.stats,
         )
-        sampled: Mapping[str, int] = wire.sampled
+        sampled: Mapping[str, int | None] = wire.sampled
         return StepOutput(sampled=sampled, connector=report, connector_error=wire.connector_error or problem)
 
     def _carry(self, message: object) -> tuple[bytes | None, str | None]:
@@ -182,6 +183,7 @@ class StepCodec:
             write_from=share.write_from,
             block_ids=[array(_INT32, table).tobytes() for table in share.block_ids],
             sample=share.sample,
+            is_first=share.is_first,
         )
 
 
@@ -193,6 +195,7 @@ def _share(wire: _WireShare) -> ScheduledTokens:
         write_from=wire.write_from,
         block_ids=tuple(_unpack(table) for table in wire.block_ids),
         sample=wire.sample,
+        is_first=wire.is_first,
     )
 
 

@@ -27,10 +27,11 @@ class ModelRunner(Protocol):
         """The paged KV memory, per group; see ``KVConnectorWorker.register_kv_caches``."""
         ...
 
-    def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
+    def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int | None]:
         """Run the model on the step's batch, writing KV into its blocks; returns sampled tokens by request id.
 
-        Of several ranks only rank 0 need return tokens.
+        Of several ranks only rank 0 need return tokens. Every rank returns ``None`` for each request for which it computed
+        numbers that are not finite, whether or not the request was to get a token.
 
         Args:
             step: the batch; not empty.

@@ -112,6 +112,8 @@ class PagedForward:
             if batch.written is not None:
                 tokens = tokens[batch.written]
             self._kv.token_rows.index_copy_(0, rows, tokens)
+        if batch.unwritten_rows is not None:
+            self._kv.token_rows.index_fill_(0, batch.unwritten_rows + 2 * slot * self._kv.block_tokens, 0)
 
     def _decode(
         self, decodes: Decodes, slot: int, queries: torch.Tensor, out: torch.Tensor, scale: float | None

@@ -64,8 +64,8 @@ class Decodes:
 
     Attributes:
         rows: their rows in the batch; shape ``(requests,)``.
-        half_rows: rows of ``PagedKV.half_rows`` with their keys in layer slot 0, request after request; padding reads the
-            null block. Shape ``(requests * blocks,)``.
+        half_rows: rows of ``PagedKV.half_rows`` with their keys in layer slot 0, request after request. Padding reads the
+            request's last block again: of another block nobody knows what it holds. Shape ``(requests * blocks,)``.
         num_blocks: blocks per request.
         mask: additive, shape ``(requests, 1, 1, blocks * block_tokens)``.
     """
@@ -83,12 +83,18 @@ class GroupBatch:
     Attributes:
         write_rows: rows of ``PagedKV.token_rows`` where the tokens' keys go, in layer slot 0.
         written: rows of the batch that are written; ``None`` for all. The others' KV is in place already.
+        unwritten_rows: rows of ``PagedKV.token_rows`` in layer slot 0, of keys and of values, that lie behind the last token
+            in a block that a request enters with this step; ``None`` if there are none. They must be set to zero: masks hide
+            them, but a mask is added to numbers, and does not hide those that are not finite.
+        num_layers: layers of the group.
         prefills: requests with several tokens.
         decodes: requests with one.
     """
 
     write_rows: torch.Tensor
     written: torch.Tensor | None
+    unwritten_rows: torch.Tensor | None
+    num_layers: int
     prefills: tuple[Prefill, ...]
     decodes: tuple[Decodes, ...]
 
@@ -146,9 +152,12 @@ class _GroupBuilder:
     def build(self, positions: Int64Array) -> GroupBatch:
         """Build it. ``positions`` are those of the whole row."""
         write_rows, written = self._writes(positions)
+        unwritten_rows = self._unwritten_rows()
         return GroupBatch(
             write_rows=torch.from_numpy(write_rows).to(self._device),
             written=None if written is None else torch.from_numpy(written).to(self._device),
+            unwritten_rows=torch.from_numpy(unwritten_rows).to(self._device) if len(unwritten_rows) else None,
+            num_layers=len(self._group.layer_names),
             prefills=tuple(self._prefill(at) for at, s in enumerate(self._shares) if s.num_scheduled_tokens > 1),
             decodes=tuple(self._decodes()),
         )
@@ -167,6 +176,20 @@ class _GroupBuilder:
         write_from = np.repeat([share.write_from for share in self._shares], np.diff(self._starts))
         written = np.flatnonzero(positions >= write_from)
         return rows[written], written
+
+    def _unwritten_rows(self) -> Int64Array:
+        block_tokens = self._kv.block_tokens
+        places = []
+        for table, share in zip(self._tables, self._shares, strict=True):
+            end = share.num_computed_tokens + share.num_scheduled_tokens
+            num_filled = end % block_tokens
+            if num_filled and (share.is_first or num_filled <= share.num_scheduled_tokens):
+                first = table[end // block_tokens] * (self._kv.block_stride * block_tokens)
+                places.append(first + np.arange(num_filled, block_tokens))
+        if not places:
+            return np.empty(0, dtype=np.int64)
+        keys = np.concatenate(places)
+        return np.concatenate((keys, keys + block_tokens))
 
     def _first_block(self, num_computed_tokens: int) -> int:
         return self._group.num_skipped_tokens(num_computed_tokens) // self._kv.block_tokens
@@ -226,13 +249,14 @@ class _GroupBuilder:
     def _decode_batch(self, members: Sequence[int]) -> Decodes:
         block_tokens = self._kv.block_tokens
         num_blocks = max(self._num_seen_blocks(self._shares[at]) for at in members)
-        half_rows = np.zeros((len(members), num_blocks), dtype=np.int64)
+        half_rows = np.empty((len(members), num_blocks), dtype=np.int64)
         mask = np.full((len(members), num_blocks * block_tokens), -np.inf, dtype=np.float32)
         for row, at in enumerate(members):
             query = self._shares[at].num_computed_tokens
             first = self._first_block(query)
             blocks = self._tables[at][first : query // block_tokens + 1]
             half_rows[row, : len(blocks)] = blocks * self._kv.block_stride
+            half_rows[row, len(blocks) :] = blocks[-1] * self._kv.block_stride
             offset = first * block_tokens
             mask[row, self._group.num_skipped_tokens(query) - offset : query + 1 - offset] = 0
         return Decodes(

@@ -11,8 +11,10 @@ from cargohold.engine.core.step import SchedulerStep
 from cargohold.engine.executor.runner import LayerHooks
 from cargohold.engine.model.attention import PAGED_ATTENTION, PagedForward, Workspace
 from cargohold.engine.model.batch import Batch, build_batch
+from cargohold.engine.model.finite import requests_not_finite
 from cargohold.engine.model.info import ModelInfo
 from cargohold.engine.model.kv_layout import layer_name
+from cargohold.engine.model.loading import ONE_AT_A_TIME
 from cargohold.engine.model.paged_kv import PagedKV
 from cargohold.engine.model.probe import ProbeForward, probe_step, verify_logits
 from cargohold.engine.model.sampler import sample_tokens
@@ -57,16 +59,18 @@ class HFModelRunner:
         """One region, the same for all groups: the whole storage."""
         return [[self._kv.storage] for _ in self._layout.groups]
 
-    def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
+    def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int | None]:
         """Run the step's batch; see ``ModelRunner.execute``."""
         batch = build_batch(step, self._layout.groups, self._kv)
         forward = PagedForward(self._kv, batch, self._layer_places, self._workspace, hooks)
         with torch.inference_mode():
             logits = self._forward(forward, batch)
-            if not self._samples:
-                return {}
-            specs = [share.sample for share in batch.sampled if share.sample is not None]
-            tokens = sample_tokens(logits, specs)
+            sampled = self._sample(logits, batch) if self._samples else {}
+            return {**sampled, **dict.fromkeys(requests_not_finite(step, batch, self._kv))}
+
+    def _sample(self, logits: torch.Tensor, batch: Batch) -> dict[str, int | None]:
+        specs = [share.sample for share in batch.sampled if share.sample is not None]
+        tokens = sample_tokens(logits, specs)
         return {share.request_id: token for share, token in zip(batch.sampled, tokens, strict=True)}
 
     def _forward(self, forward: PagedForward, batch: Batch) -> torch.Tensor:
@@ -89,7 +93,7 @@ class HFModelRunner:
         batch = dataclasses.replace(batch, sample_rows=torch.arange(step.num_tokens, device=self._device))
         forward = ProbeForward(self._kv, batch, self._layer_places, self._workspace, None)
         forward.watch(self._info, self._layout)
-        with torch.inference_mode():
+        with ONE_AT_A_TIME, torch.inference_mode():
             try:
                 logits = self._forward(forward, batch)
                 forward.verify()

@@ -16,12 +16,12 @@ class PagedKV:
 
     ::
 
-        storage   | block 0 (null, zeros) | block 1 | block 2 | ...
+        storage   | block 0 (null) | block 1 | block 2 | ...
         a block   | layer slot 0: K, V | layer slot 1: K, V | ...
         K or V    | token 0: heads x head_dim | token 1 | ... | token block_tokens - 1
 
     Attributes:
-        storage: ``uint8``, shape ``(num_blocks, block_bytes)``. The null block stays zero, so that padding may read it.
+        storage: ``uint8``, shape ``(num_blocks, block_bytes)``. The null block is never read.
         token_rows: the same memory, one row per token and K or V: shape
             ``(num_blocks * layers * 2 * block_tokens, heads * head_dim)``.
         half_rows: the same memory, one row per block, layer slot and K or V: shape

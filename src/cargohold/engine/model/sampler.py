@@ -10,18 +10,19 @@ import torch
 from cargohold.engine.core.step import SampleSpec
 
 
-def sample_tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """Choose one token per row.
+def sample_tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
+    """Choose one token per row; ``None`` where the largest number is not finite, as where one of them is a NaN.
 
     Args:
         logits: shape ``(len(specs), vocabulary)``.
         specs: how to choose, row by row. The random draw depends on the spec alone: not on the batch, the device or what was
             drawn before.
     """
-    greedy: list[int] = logits.argmax(dim=-1).tolist()
+    largest, places = logits.max(dim=-1)  # a NaN counts as larger than all else
+    greedy, is_finite = places.tolist(), largest.isfinite().tolist()
     return [
-        likeliest if spec.temperature == 0 else _sample(row, spec)
-        for likeliest, row, spec in zip(greedy, logits, specs, strict=True)
+        None if not finite else likeliest if spec.temperature == 0 else _sample(row, spec)
+        for finite, likeliest, row, spec in zip(is_finite, greedy, logits, specs, strict=True)
     ]
 
 

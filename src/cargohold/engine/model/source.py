@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from platformdirs import user_cache_path
 
+from cargohold.engine.model.loading import ONE_AT_A_TIME
 from cargohold.errors import ModelNotFoundError, UnsupportedModelError, one_line
 from cargohold.units import parse_path
 
@@ -200,9 +201,10 @@ def _convert_gguf(model: str, gguf_file: Path, target: Path) -> None:
 
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     try:
-        quantized, loading = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, output_loading_info=True
-        )
+        with ONE_AT_A_TIME:
+            quantized, loading = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, output_loading_info=True
+            )
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # a damaged file shows in as many ways as there are readers
         reason = f"transformers cannot read this GGUF file: {one_line(error)}"

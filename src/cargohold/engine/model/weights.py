@@ -8,6 +8,7 @@ import torch
 
 from cargohold.engine.model.attention import PAGED_ATTENTION, register_paged_attention
 from cargohold.engine.model.info import ModelInfo
+from cargohold.engine.model.loading import ONE_AT_A_TIME
 from cargohold.engine.model.parallel import parallel_options, share_heads
 from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
 
@@ -26,6 +27,8 @@ def checked_device(device: str) -> torch.device:
 def load_model(info: ModelInfo, device: torch.device, world_size: int = 1) -> PreTrainedModel:
     """Load the weights onto ``device``, for inference: all of them, or this rank's part of ``world_size``.
 
+    Waits while another thread loads a model.
+
     Raises:
         ModelNotFoundError: the weights are missing, damaged or incomplete.
         UnsupportedModelError: the model does not use transformers' attention interface.
@@ -34,14 +37,15 @@ def load_model(info: ModelInfo, device: torch.device, world_size: int = 1) -> Pr
 
     register_paged_attention()
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            info.path,
-            dtype=getattr(torch, info.dtype),
-            attn_implementation=PAGED_ATTENTION,
-            output_loading_info=True,
-            trust_remote_code=False,
-            **parallel_options(info, world_size),
-        )
+        with ONE_AT_A_TIME:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                info.path,
+                dtype=getattr(torch, info.dtype),
+                attn_implementation=PAGED_ATTENTION,
+                output_loading_info=True,
+                trust_remote_code=False,
+                **parallel_options(info, world_size),
+            )
     except (ValueError, KeyError) as error:
         reason = f"transformers cannot run it with paged attention: {one_line(error)}"
         raise UnsupportedModelError(info.name, reason) from error
