@@ -21,7 +21,15 @@ from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
 from cargohold.errors import RequestError
 from cargohold.offload.keys import offload_key
 from cargohold.offload.transfer import Direction
-from cargohold.protocol import BlockIds, BlockRemoved, BlockStored, RequestView, TransferOutcome
+from cargohold.protocol import (
+    BlockIds,
+    BlockRemoved,
+    BlockStored,
+    FinishedTransfers,
+    KVConnectorOutput,
+    RequestView,
+    TransferOutcome,
+)
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
 
@@ -74,6 +82,27 @@ def test_tokens_are_those_without_offloading_under_any_schedule_of_copies(
     assert {request_id: engine.tokens(request_id) for request_id in requests} == {
         request_id: alone(*request) for request_id, request in requests.items()
     }
+
+
+def test_what_a_failed_step_has_spoiled_is_stored_again_when_the_copy_has_ended() -> None:
+    """Found by a review: while the spoiled copy was pending, its chunks counted as being stored, and were not offered later."""
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(40), offloading)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("first", prompt(0, 12), 20)
+    while not transfers.pending:
+        engine.step()
+    failed = KVConnectorOutput(finished=FinishedTransfers(step_failed=True))
+    engine.scheduler.connector.update_connector_output(failed)
+    for _ in range(2):
+        engine.step()
+    transfers.auto = True
+    finish(engine, offloading)
+    evict_everything(engine)
+    engine.add("second", [*prompt(0, 12), 7], 1)
+    finish(engine, offloading)
+    assert dict(engine.outputs["second"].cache_report.restored_tokens) == {"host": 12}
 
 
 @pytest.mark.parametrize("hold", HOLDS)

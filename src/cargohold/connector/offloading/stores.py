@@ -119,6 +119,9 @@ class EagerStores:
         """Release the store's blocks; let its chunks be found if they were copied."""
         end_store(self._shared, store, outcome)
         self._shared.holder.release(store.block_ids)
+        if store.is_spoiled:  # only now that it has given up its slots can its chunks be stored again
+            for request_id in store.request_ids & self._requests.keys():
+                self._requests[request_id].offer_again_from(0)
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember the request's chunks that could not be stored yet, if the context can tell later what their blocks hold."""
