@@ -27,6 +27,7 @@ from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.inventory.disk import DiskInventory
 from cargohold.offload.tier.object_tier import ObjectTier
 from cargohold.offload.tier.redis_tier import RedisTier
+from tests.conformance.folder import FolderConfig
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads
 from tests.servers import key_value_server
 
@@ -389,6 +390,94 @@ def test_what_is_not_ours_is_not_touched(place: Place, tmp_path: Path) -> None:
     run("rm", place.name, "--all")
     assert listed(place) == {}
     assert [path.read_text() for path in foreign] == ["mine"] * 3
+
+
+COMMANDS = [["ls"], ["verify"], ["verify", "--delete"], ["prune", "--max-bytes", "1"], ["prune", "--max-days", "0"]]
+COMMANDS += [["rm", "--all"]]
+
+
+@pytest.mark.parametrize("kind", ["directory"])
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_shared_directory_by_its_path_alone_is_refused_with_its_url(
+    place: Place, words: list[str], tmp_path: Path
+) -> None:
+    """Found by review: its namespaces passed for a disk's, and all were deleted while an engine used them."""
+    place.fill(3, is_closed=False)
+    result = CliRunner().invoke(app, ["cache", *words, str(tmp_path)])
+    assert result.exit_code == 2
+    shared = f"a shared store lies there; give it as {place.name}"
+    assert result.stderr == f"cargohold: PLACE={str(tmp_path)!r} is not possible: {shared}\n"
+    assert [load(place.tier, number) for number in range(3)] == [payload(number) for number in range(3)]
+    assert not list(tmp_path.rglob("*lock"))
+    run(*words, place.name)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+@pytest.mark.parametrize("has_shard", [False, True])
+def test_the_folders_of_a_third_partys_tier_are_left_alone(tmp_path: Path, words: list[str], has_shard: bool) -> None:
+    using = codec()
+    tier = FolderConfig(path=str(tmp_path)).open(using, CHUNK, 1)
+    for number in range(3):
+        tier.store(key(number), memoryview(payload(number)))
+    if has_shard:
+        disk_place(tmp_path).fill(1, weights="other")
+    result = CliRunner().invoke(app, ["cache", *words, str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert using.namespace.id[:8] not in result.stdout
+    assert using.namespace.id in result.stderr and "left alone" in result.stderr
+    assert [load(tier, number) for number in range(3)] == [payload(number) for number in range(3)]
+    assert len(list((tmp_path / using.namespace.id).iterdir())) == 3
+
+
+def files_in(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("kind", ["disk", "directory"])
+@pytest.mark.parametrize("words", [["prune", "--max-bytes", "1"], ["prune", "--max-days", "0"], ["rm", "--all"]])
+def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(
+    place: Place, words: list[str], tmp_path: Path
+) -> None:
+    place.fill(3)
+    place.fill(2, weights="other")
+    before, held = files_in(tmp_path), listed(place)
+    said = run(*words, "--dry-run", place.name)
+    assert files_in(tmp_path) == before and listed(place) == held
+    done = run(*words, place.name)
+    assert said == done.replace("deleted", "would delete").replace("are left", "would be left")
+    assert done.startswith("deleted ") and not done.startswith("deleted 0"), done
+    assert len(files_in(tmp_path)) < len(before)
+
+
+@pytest.mark.parametrize("kind", ["directory"])
+def test_a_dry_run_counts_the_chunks_that_would_go(place: Place, tmp_path: Path) -> None:
+    name = place.fill(6)
+    words = ["prune", place.name, "--max-bytes", str(3 * (CHUNK + HEADER_BYTES) + 2000)]
+    said = run(*words, "--dry-run")
+    assert said.startswith(f"would delete 30 KiB of {name[:8]}; ") and said.endswith(" would be left\n")
+    assert listed(place)[name]["chunks"] == 6
+    assert run(*words) == said.replace("would delete", "deleted").replace("would be", "are")
+
+
+@pytest.mark.parametrize("kind", ["valkey"])
+def test_a_dry_run_leaves_a_server_as_it_is(place: Place) -> None:
+    name = place.fill(3)
+    held = listed(place)
+    assert run("rm", place.name, "--all", "--dry-run").startswith("would delete 1 namespace, ")
+    assert name[:8] in run("prune", place.name, "--max-bytes", "1", "--dry-run")
+    assert listed(place) == held
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+def test_a_dry_run_says_what_is_in_use(place: Place) -> None:
+    used = place.fill(3, is_closed=False)
+    user = place.tier
+    other = place.fill(3, weights="other")
+    said = run("rm", place.name, "--all", "--dry-run").splitlines()
+    assert said[0].startswith("would delete 1 namespace, ") and said[0].endswith(f": {other[:8]}")
+    assert said[1:] == [f"{used[:8]} is in use and would stay"]
+    assert used[:8] not in run("prune", place.name, "--max-bytes", "1", "--dry-run")
+    assert set(listed(place)) == {used, other} and load(user, 1) == payload(1)
 
 
 @pytest.mark.parametrize("kind", ["disk"])

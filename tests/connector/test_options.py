@@ -134,3 +134,62 @@ def test_two_tiers_in_the_same_files_are_refused_before_anything_is_loaded(tmp_p
             connector_factory(offload)
     connector_factory([eager, OffloadConfig(host_bytes="1MiB", blocks_per_chunk=2, tiers=[disk(tmp_path / "kv")])])
     connector_factory([eager, OffloadConfig(host_bytes="1MiB", tiers=[disk(tmp_path / "other")])])
+
+
+@pytest.mark.parametrize(
+    ("disk", "url", "is_refused"),
+    [
+        ("kv", "kv", True),
+        ("kv", "link", True),
+        ("link", "kv", True),
+        ("kv", "there/../kv", True),
+        ("there/../kv/", "kv/.", True),
+        ("link/../kv", "elsewhere/kv", True),
+        ("~/kv", "kv", True),
+        ("kv", "%6Bv", True),
+        ("kv", "kv/shared", True),
+        ("kv", "link/" + "0" * 32, True),
+        ("kv/" + "0" * 32, "kv", True),
+        ("kv/" + "0" * 32 + "/ab", "kv", True),
+        ("kv/disk", "kv", False),
+        ("kv", "kv2", False),
+        ("kv/disk", "kv/shared", False),
+    ],
+)
+def test_a_disk_and_a_shared_tier_in_the_same_files_are_refused_before_anything_is_loaded(
+    tmp_path: Path, disk: str, url: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by review: the disk tier took the shared store's chunks for its own, and deleted them to make room."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("kv", "there", "elsewhere/there"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere/there" if ".." in disk else tmp_path / "kv")
+    directory = disk if disk.startswith("~") else tmp_path / disk
+    below = DiskTierConfig(directory=directory, max_bytes="1GiB")
+    shared = SharedTierConfig(url=f"FILE://{tmp_path}/{url}")
+    engines: list[Offload | list[Offload]] = [
+        OffloadConfig(host_bytes="1MiB", tiers=[below, shared]),
+        LazyOffloadConfig(host_bytes="1MiB", tiers=[shared, below]),
+        [
+            OffloadConfig(host_bytes="1MiB", blocks_per_chunk=2, tiers=[shared]),
+            LazyOffloadConfig(host_bytes="1MiB", tiers=[below]),
+        ],
+    ]
+    for offload in engines:
+        if is_refused:
+            with pytest.raises(
+                ConfigError, match=r"the shared tier of this engine in .* would be in its way"
+            ) as caught:
+                connector_factory(offload)
+            assert caught.value.key == "directory"
+        else:
+            connector_factory(offload)
+    remote = SharedTierConfig(url="redis://host:6379/0")
+    connector_factory(OffloadConfig(host_bytes="1MiB", tiers=[below, remote]))
+
+
+def test_the_home_directory_is_the_same_by_either_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiers = [DiskTierConfig(directory=name, max_bytes="1GiB") for name in ("~/kv", tmp_path / "kv")]
+    with pytest.raises(ConfigError, match="2 tiers of this engine would use it"):
+        connector_factory(OffloadConfig(host_bytes="1MiB", tiers=tiers))

@@ -17,7 +17,7 @@ from rich.text import Text
 from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.console import Answers, errors
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier.inventory import Finding, Holding, Inventory, open_inventory
+from cargohold.offload.tier.inventory import DryRun, Finding, Holding, Inventory, open_inventory
 from cargohold.offload.tier.store_url import without_secrets
 from cargohold.units import format_bytes, format_count, parse_bytes
 
@@ -33,6 +33,7 @@ Place = Annotated[
     typer.Argument(help="Directory of a disk tier, or URL of a shared one: s3://, gs://, az://, file://, redis://."),
 ]
 Ids = Annotated[list[str] | None, typer.Argument(help="Namespaces, by the start of their id; all if there is none.")]
+IsDryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
@@ -86,12 +87,13 @@ def prune(
     max_days: Annotated[
         float | None, typer.Option("--max-days", min=0, help="Keep namespaces that were used in the last so many days.")
     ] = None,
+    dry_run: IsDryRun = False,
 ) -> None:
     """Make room: what was used longest ago goes first. What is in use on this machine stays."""
     if max_bytes is None and max_days is None:
         raise ConfigError("--max-bytes", None, "prune needs --max-bytes or --max-days")
     limit = None if max_bytes is None else parse_bytes("--max-bytes", max_bytes)
-    inventory = open_inventory(place)
+    inventory = _to_delete_in(place, dry_run=dry_run)
     holdings = _listed(inventory)
     uses = [holding.last_used_s for holding in holdings if not holding.is_in_use]
     if max_days is not None and uses and all(used is None for used in uses):
@@ -106,7 +108,8 @@ def prune(
             deleted.trim([holding for holding in holdings if holding not in deleted.holdings], limit)
     left = sum(holding.num_bytes for holding in _listed(inventory))
     of_what = f" of {_short_ids(deleted.holdings)}" if deleted.holdings else ""
-    typer.echo(f"deleted {format_bytes(deleted.num_bytes)}{of_what}; {format_bytes(left)} are left")
+    verb, are = ("would delete", "would be") if dry_run else ("deleted", "are")
+    typer.echo(f"{verb} {format_bytes(deleted.num_bytes)}{of_what}; {format_bytes(left)} {are} left")
     deleted.failures.end()
 
 
@@ -115,22 +118,34 @@ def rm(
     place: Place,
     ids: Ids = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete every namespace.")] = False,
+    dry_run: IsDryRun = False,
 ) -> None:
     """Delete namespaces with all their chunks."""
     if ids and everything:
         raise ConfigError("--all", None, "give either ids or --all, not both")
     if not ids and not everything:
         raise ConfigError("--all", None, "say what to delete: one or more ids, or --all")
-    inventory = open_inventory(place)
+    inventory = _to_delete_in(place, dry_run=dry_run)
     chosen = _chosen(_listed(inventory), ids)
+    used = [holding for holding in chosen if holding.is_in_use] if dry_run else []
     deleted = _Deletions(inventory)
     with errors.status("deleting"):
         for holding in chosen:
-            deleted.remove(holding)
+            if holding not in used:
+                deleted.remove(holding)
     which = f": {_short_ids(deleted.holdings)}" if deleted.holdings else ""
     number = format_count(len(deleted.holdings), "namespace")
-    typer.echo(f"deleted {number}, {format_bytes(deleted.num_bytes)}{which}")
+    verb = "would delete" if dry_run else "deleted"
+    typer.echo(f"{verb} {number}, {format_bytes(deleted.num_bytes)}{which}")
+    for holding in used:
+        typer.echo(f"{holding.short_id} is {_use(holding)} and would stay")
     deleted.failures.end()
+
+
+def _to_delete_in(place: str, *, dry_run: bool) -> Inventory:
+    """The inventory of a place; one that deletes nothing for a dry run."""
+    inventory = open_inventory(place)
+    return DryRun(inventory) if dry_run else inventory
 
 
 class _Failures:

@@ -24,6 +24,7 @@ from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk import DiskTier
 from cargohold.offload.tier.disk import files as disk_files
 from cargohold.offload.tier.disk import shard as disk_shard
+from cargohold.offload.tier.disk.folders import delete_shard
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock
 from cargohold.offload.tier.disk.root import bytes_in
 from cargohold.offload.tier.factory import open_tier
@@ -1014,14 +1015,13 @@ def test_a_namespace_that_cannot_be_deleted_is_passed_over(
         fill(tier, 20)
         tier.close()
         os.utime(tmp_path / codec(weights=name).namespace.id / "lock", (at + 1, at + 1))
-    really_delete = shutil.rmtree
 
-    def delete_tree(path: Path) -> None:
+    def delete(path: Path) -> None:
         if path == stubborn:
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-        really_delete(path)
+        delete_shard(path)
 
-    monkeypatch.setattr(shutil, "rmtree", delete_tree)
+    monkeypatch.setattr("cargohold.offload.tier.disk.root.delete_shard", delete)
     tier = disk_tier(tmp_path, 1 * MIB)
     assert fill(tier, 40) == [StoreOutcome.STORED] * 40
     assert stubborn.exists() and not any(path.exists() for path in willing)

@@ -273,7 +273,7 @@ def test_at_a_pipe_nobody_waits(tmp_path: Path, name: str, caplog: pytest.LogCap
     other = tmp_path / ("0" * 32)
     other.mkdir()
     os.mkfifo(other / name)
-    (other / "large").write_bytes(bytes(2 * 1024**2))
+    (other / "segment-00000.data").write_bytes(bytes(2 * 1024**2))
 
     def look_and_start() -> None:
         (holding,) = open_inventory(str(tmp_path)).holdings()
@@ -470,6 +470,7 @@ def test_a_directory_of_another_user_is_told_at_the_start(public: Path, caplog: 
         assert told(caplog, ENCRYPTED["disk"], public) == []
         os.chown(place, 0, -1)
     os.chown(public, 12345, -1)
+    (shard_of(public) / "shard.json").unlink()
     assert told(caplog, PLAIN["directory"], public) == [], "engines of several users share it"
 
 

@@ -325,6 +325,11 @@ class SharedTierConfig(TierConfig):
         return store_url.scheme_of(self.url)
 
     @property
+    def directory(self) -> Path | None:
+        """The directory that the URL names; ``None`` if it names a server."""
+        return store_url.directory_of(self.url)
+
+    @property
     def shown_url(self) -> str:
         """The URL without user and password, for messages."""
         return store_url.without_secrets(self.url)

@@ -21,6 +21,12 @@ FORMAT_VERSION: Final = 1
 MAX_DESCRIPTION_BYTES: Final = 16 * 1024**2
 """Maximum size of a description that is read: more than any model's configuration. A larger one was not written by us."""
 
+DESCRIPTION: Final = "namespace.json"
+"""Name of a namespace's description in an object store or a shared directory."""
+
+ID_PATTERN: Final = "[0-9a-f]{32}"
+"""What ids of namespaces look like, as a regular expression."""
+
 _ID_BYTES = 16
 
 

@@ -23,9 +23,9 @@ from obstore import exceptions as store_errors
 from obstore.store import ObjectStore
 
 from cargohold.offload.tier.disk.files import Descriptor
+from cargohold.offload.tier.namespace import DESCRIPTION
 from cargohold.offload.tier.shared_directory import directory_of, files_in
 
-DESCRIPTION: Final = "namespace.json"
 _OURS: Final = re.compile(
     rf"(?P<namespace>[0-9a-f]{{32}})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})(?P<unfinished>#[0-9]+)?"
 )

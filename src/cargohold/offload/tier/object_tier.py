@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore import exceptions as store_errors
@@ -25,9 +24,10 @@ from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import PARALLEL_PROBES, SharedTierConfig
+from cargohold.offload.tier.disk.folders import DESCRIPTION_FILE
 from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.namespace import DESCRIPTION
 from cargohold.offload.tier.object_listing import (
-    DESCRIPTION,
     delete_if_there,
     is_there,
     read_object,
@@ -63,10 +63,9 @@ def open_store(config: SharedTierConfig) -> ObjectStore:
         ConfigError: the URL is incomplete, or the directory cannot be used.
     """
     try:
-        if config.scheme == "file":
-            directory = Path(unquote(urlsplit(config.url).path))
-            make_directory(directory)
-            return LocalStore(directory)
+        if config.directory is not None:
+            make_directory(config.directory)
+            return LocalStore(config.directory)
         limit = timedelta(seconds=config.request_timeout_s)
         # Options given here hide those of the environment. This one is needed for stores on one's own machines.
         may_use_http = any(os.environ.get(f"{cloud}_ALLOW_HTTP") == "true" for cloud in ("AWS", "AZURE", "GOOGLE"))
@@ -88,7 +87,7 @@ class ObjectTier(SharedTier):
 
     Raises:
         ConfigError: the URL is incomplete, there is no such bucket, credentials are missing, wrong or lack a right, or a
-            directory cannot be written to.
+            directory cannot be written to, or is a disk tier's.
     """
 
     def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
@@ -99,6 +98,7 @@ class ObjectTier(SharedTier):
         self._prefix = codec.namespace.id
         self._place = _place_of(config, self._store, f"{self._prefix}/{DESCRIPTION}")
         self._obstacles = SparingLog(logger)
+        _require_no_shard(config, self._prefix)
         self._introduce(config)
         if self._directory is not None and not codec.namespace.encryption:
             own = self._directory / self._prefix
@@ -271,6 +271,13 @@ def _place_of(config: SharedTierConfig, store: ObjectStore, mark: str) -> Direct
         return None if directory is None else DirectoryPlace(directory, mark)
     except OSError as error:
         raise ConfigError("url", config.shown_url, f"the store cannot be used: {first_line(error)}") from error
+
+
+def _require_no_shard(config: SharedTierConfig, namespace_id: str) -> None:
+    """Raise ``ConfigError`` if a disk tier has its chunks where this namespace's would be."""
+    if config.directory is not None and os.path.lexists(config.directory / namespace_id / DESCRIPTION_FILE):
+        reason = f"a disk tier has its chunks there, in {namespace_id}; give each a directory of its own"
+        raise ConfigError("url", config.shown_url, reason)
 
 
 def has_obstacle(directory: Path, path: str) -> bool:

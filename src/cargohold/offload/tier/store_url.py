@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Final
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
 from cargohold.errors import HIDDEN_OPTION, ConfigError
 
@@ -19,6 +21,16 @@ _SECRET: Final = re.compile(HIDDEN_OPTION + "[^&#]*")
 def scheme_of(url: str) -> str:
     """Return a URL's scheme in small letters, even if the URL is otherwise malformed."""
     return url.partition(":")[0].lower()
+
+
+def directory_of(url: str) -> Path | None:
+    """Return the directory that a valid URL names; ``None`` if it names a server."""
+    return Path(unquote(urlsplit(url).path)) if scheme_of(url) == "file" else None
+
+
+def url_of(directory: Path) -> str:
+    """Return the URL of a shared store in a directory, whose path is absolute."""
+    return f"file://{quote(os.fsencode(directory))}"
 
 
 def without_secrets(url: str) -> str:

@@ -8,7 +8,7 @@
     DIRECTORY/<namespace id>/segment-*     its files
     DIRECTORY/replica-<n>/             the same for another replica of the engine, with a budget of its own
 
-Only the owner may access any of it.
+Only the owner may access any of it. What else lies there counts towards the budget, and stays.
 """
 
 from __future__ import annotations
@@ -17,28 +17,33 @@ import errno
 import json
 import logging
 import os
-import re
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from cargohold.offload.tier.config import REPLICA_DIRECTORY
 from cargohold.offload.tier.disk.files import Geometry, read_small, write_whole
+from cargohold.offload.tier.disk.folders import (
+    DESCRIPTION_FILE,
+    Owner,
+    delete_shard,
+    folders_in,
+    is_replica,
+    strange_folders,
+)
 from cargohold.offload.tier.disk.locks import DirectoryLock, is_in_use
 from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTION_FILE: Final = "shard.json"
-_SHARD_NAME: Final = re.compile(r"[0-9a-f]{32}")
-_REPLICA_NAME: Final = re.compile(REPLICA_DIRECTORY.format(r"[0-9]+"))
 _PRIVATE: Final = 0o700
 _NO_DESCRIPTION: Final = frozenset({errno.ENOENT, errno.EINVAL, errno.EFBIG})
 """Errors that say that there is no description: no file, or something that we never wrote, irregular or much too large."""
 _told: Final[set[Path]] = set()
-"""Shards of which was logged that they cannot be deleted: whenever room is needed, they are looked at again."""
+"""Shards of which was logged that they cannot be deleted: whenever room is needed, they are looked at again.
+
+And directories of which was logged that they have folders of others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class ShardDescription:
 
 def make_private(directory: Path) -> None:
     """Create a directory that only its owner may use, and missing directories above it. Raises ``OSError``."""
-    if _REPLICA_NAME.fullmatch(directory.name):
+    if is_replica(directory.name):
         make_private(directory.parent)  # the directory of the first replica, which may start later
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -67,14 +72,17 @@ def make_private(directory: Path) -> None:
 
 
 def shards_in(root: Path) -> Iterator[Path]:
-    """Return the shards in a directory, the one used longest ago first. Raises ``OSError``."""
-    found = [(last_used(path), path) for path in root.iterdir() if _SHARD_NAME.fullmatch(path.name) and path.is_dir()]
-    return (path for _, path in sorted(found))
+    """Return the shards in a directory, the one used longest ago first. Raises ``OSError``.
+
+    A folder that cannot be listed is among them, because it may be another user's shard.
+    """
+    owners = (Owner.OURS, Owner.HIDDEN)
+    return (path for _, path in sorted((last_used(path), path) for path, owner in folders_in(root) if owner in owners))
 
 
 def replicas_in(root: Path) -> list[Path]:
     """Return the subdirectories of further engine replicas. Raises ``OSError``."""
-    return sorted(path for path in root.iterdir() if _REPLICA_NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(path for path in root.iterdir() if is_replica(path.name) and path.is_dir())
 
 
 def last_used(shard: Path) -> float:
@@ -99,7 +107,7 @@ def bytes_in(directory: Path) -> int:
     top = os.fspath(directory)
     for path, directories, names in os.walk(top, onerror=_raise_unless_skippable):
         if path == top:
-            directories[:] = [name for name in directories if not _REPLICA_NAME.fullmatch(name)]
+            directories[:] = [name for name in directories if not is_replica(name)]
         for name in names:
             try:
                 status = os.lstat(os.path.join(path, name))  # noqa: PTH118  # many files: pathlib takes three times as long
@@ -160,7 +168,7 @@ def _delete(shards: Iterable[Path], num_bytes: int) -> bool:
             break
         size = bytes_in(shard)
         try:
-            shutil.rmtree(shard)
+            delete_shard(shard)
         except OSError as error:
             _tell(shard, error)
         num_bytes -= size - bytes_in(shard)
@@ -172,6 +180,19 @@ def _tell(shard: Path, error: OSError) -> None:
     if shard not in _told:
         _told.add(shard)
         logger.warning("disk tier: %s cannot be deleted to make room: %s", shard, error.strerror or error)
+
+
+def warn_of_strangers(root: Path) -> None:
+    """Log, once per directory, that others keep chunks there, because they use up its budget. Raises ``OSError``."""
+    strange = strange_folders(root)
+    if strange and root not in _told:
+        _told.add(root)
+        logger.warning(
+            "disk tier: %s is also used by %s, which is never deleted and leaves less of max_bytes; give each a directory of "
+            "its own",
+            root,
+            "a shared store" if Owner.SHARED in strange.values() else f"others, for {min(strange).name}",
+        )
 
 
 def write_description(shard: Path, namespace: dict[str, str], geometry: Geometry) -> None:

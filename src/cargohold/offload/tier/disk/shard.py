@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import re
 import time
@@ -16,19 +15,20 @@ from typing import Final
 from cargohold.errors import ConfigError
 from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk.files import Geometry, Segment, may_hold_chunks, segment_files, uses_file
+from cargohold.offload.tier.disk.folders import DESCRIPTION_FILE, is_own
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock
 from cargohold.offload.tier.disk.root import (
-    DESCRIPTION_FILE,
     bytes_in,
     make_private,
     make_room,
     make_smaller,
     read_description,
     shards_in,
+    warn_of_strangers,
     write_description,
 )
 from cargohold.offload.tier.header import HEADER_BYTES
-from cargohold.offload.tier.namespace import Namespace
+from cargohold.offload.tier.namespace import DESCRIPTION, Namespace
 from cargohold.offload.tier.others import warn_of_owners, warn_of_writers
 from cargohold.offload.tier.staging import padded
 from cargohold.sparing_log import SparingLog
@@ -100,12 +100,13 @@ class Shard:
         self._segments: list[Segment] = []
         self._shortage = SparingLog(logger)
         try:
-            self._lock = self._take_lock(config.lock_wait_s)
+            self._lock = self._take_lock(config)
             try:
                 check_budget(self._root, config, budget)
                 self.geometry = self._find_geometry(config, namespace, padded(chunk_bytes))
                 self.capacity = self._most_segments() * self.geometry.slots_per_segment
                 self._open_segments(namespace)
+                warn_of_strangers(self._root)
                 if not namespace.encryption:
                     warn_of_owners("disk", (self._root, self.path))
                     warn_of_writers("disk", (self._root, self.path))
@@ -200,13 +201,19 @@ class Shard:
         self._segments = []
         self.release()
 
-    def _take_lock(self, wait_s: float) -> DirectoryLock:
-        end = time.monotonic() + wait_s
+    def _take_lock(self, config: DiskTierConfig) -> DirectoryLock:
+        """Make and lock the shard's folder. Raises ``ConfigError``, or ``OSError``."""
+        end = time.monotonic() + config.lock_wait_s
         make_private(self._root)
         while True:
             try:
                 with brief_lock(self._root):  # so that nobody deletes the shard while it is being opened
                     make_private(self.path)
+                    if os.path.lexists(self.path / DESCRIPTION):
+                        reason = (
+                            f"a shared store has its chunks there, in {self.path}; give each a directory of its own"
+                        )
+                        raise ConfigError("directory", config.directory, reason)
                     return DirectoryLock(self.path)
             except BlockingIOError:
                 if time.monotonic() >= end:
@@ -292,7 +299,7 @@ class Shard:
 
     def _delete_segments(self, first: int, why: str) -> None:
         """Delete all segments from number ``first`` on; if they have chunks, log ``why``. Raises ``OSError``."""
-        files = [file for file in self.path.glob("segment-*") if _number_of(file) >= first]
+        files = [file for file in self.path.glob("segment-*") if is_own(file.name) and _number_of(file) >= first]
         num_lost = sum(file.suffix == ".headers" and may_hold_chunks(file) for file in files)
         if num_lost:
             lost = format_count(num_lost, "segment")
@@ -359,10 +366,9 @@ def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
         raise ConfigError("max_bytes", config.max_bytes, f"the file system has {format_bytes(total)}{reserve}")
 
 
-def _number_of(file: Path) -> float:
-    """Return the number of a segment from the name of one of its files; infinity if it has none."""
-    number = file.stem.removeprefix("segment-")
-    return int(number) if number.isdecimal() else math.inf
+def _number_of(file: Path) -> int:
+    """Return the number of a segment from the name of one of its files."""
+    return int(file.stem.removeprefix("segment-"))
 
 
 def _may_be_of(shard: Path, engine: dict[str, str]) -> bool:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier.disk.files import Descriptor, Geometry, Segment, may_hold_chunks, segment_files
+from cargohold.offload.tier.disk.folders import DESCRIPTION_FILE, Owner, delete_shard, owner_of, strange_folders
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock, is_in_use
 from cargohold.offload.tier.disk.root import (
-    DESCRIPTION_FILE,
     ShardDescription,
     bytes_in,
     last_used,
@@ -34,6 +33,7 @@ from cargohold.offload.tier.inventory.base import (
     raise_noted,
     reason_of,
 )
+from cargohold.offload.tier.store_url import url_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ class DiskInventory(Inventory):
         directory: as in ``DiskTierConfig``.
 
     Raises:
-        ConfigError: it is not a directory.
+        ConfigError: it is not a directory, or it is a shared store's and no disk tier's.
+        TierError: it cannot be listed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -59,6 +60,8 @@ class DiskInventory(Inventory):
             expected = "it is not a directory" if directory.exists() else "there is no such directory"
             raise ConfigError("PLACE", str(directory), expected)
         self._root = directory
+        with _errors():
+            _require_not_shared(directory)
 
     def holdings(self) -> list[Holding]:
         """Return one holding per shard, from its description and the number of its headers that are not empty."""
@@ -84,9 +87,11 @@ class DiskInventory(Inventory):
         """Delete the shard's files, or as many as can be deleted."""
         shard = self._root / namespace_id
         with _errors(), brief_lock(shard.parent):
+            _require_ours(shard)
             if is_in_use(shard):
                 raise TierError(_NAME, f"{namespace_id} is in use")
-            _delete(shard)
+            with suppress(FileNotFoundError):  # another process has deleted it already
+                delete_shard(shard)
 
     def _shards_of_replicas(self) -> Iterator[Path]:
         for replica in replicas_in(self._root):
@@ -119,6 +124,7 @@ class DiskInventory(Inventory):
 
     def _lock(self, shard: Path) -> DirectoryLock:
         with brief_lock(shard.parent):
+            _require_ours(shard)
             when = last_used(shard)
             try:
                 lock = DirectoryLock(shard)
@@ -128,16 +134,27 @@ class DiskInventory(Inventory):
             return lock
 
 
-def _delete(shard: Path) -> None:
-    """Delete a shard, or as much of it as can be deleted. Raises ``OSError``, which names a file that is left."""
-    shutil.rmtree(shard, ignore_errors=True)
-    try:
-        shutil.rmtree(shard)  # says why something is left
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        error.filename = os.fspath(shard / (error.filename or ""))  # a bare name, for files in the shard
-        raise
+def _require_not_shared(root: Path) -> None:
+    """Refuse the directory of a shared store, and log what else is no disk tier's. Raises ``ConfigError``, ``OSError``."""
+    replicas = replicas_in(root)
+    if Owner.SHARED in strange_folders(root).values() and not replicas and not any(shards_in(root)):
+        raise ConfigError("PLACE", str(root), f"a shared store lies there; give it as {url_of(root)}")
+    for place in (root, *replicas):
+        with suppress(PermissionError):  # to list what is there fails as well, and is told then
+            for folder in list(strange_folders(place))[:1]:
+                logger.warning(
+                    "in %s are folders that are no disk tier's, such as %s; they are left alone. A shared store there is named "
+                    "%s",
+                    place,
+                    folder.name,
+                    url_of(place),
+                )
+
+
+def _require_ours(shard: Path) -> None:
+    """Raise ``TierError`` if a folder has something else than the files of a shard."""
+    if owner_of(shard) in (Owner.SHARED, Owner.OTHERS):
+        raise TierError(_NAME, f"{shard} has files that are not a disk tier's, so it is left alone")
 
 
 def _count_chunks(shard: Path, remarks: list[str]) -> int | None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
-
 from cargohold.errors import ConfigError
 from cargohold.offload.tier.config import SharedTierConfig, needs_extra
 from cargohold.offload.tier.inventory.base import Inventory
@@ -23,7 +20,9 @@ def open_inventory(place: str) -> Inventory:
         place: the directory of a disk tier, or the URL of a shared one.
 
     Raises:
-        ConfigError: nothing is named, there is no such directory, the scheme is unknown, or a package is not installed.
+        ConfigError: nothing is named, there is no such directory, a shared store is named by its path alone, the scheme is
+            unknown, or a package is not installed.
+        TierError: a directory cannot be listed.
     """
     if not place:
         # An empty path would be the current directory: an unset variable in a script must not delete there.
@@ -45,7 +44,7 @@ def _shared_inventory(config: SharedTierConfig) -> Inventory:
             from cargohold.offload.tier.redis_tier import open_client  # noqa: PLC0415  # an optional package
 
         return RedisInventory(open_client(config))
-    if config.scheme == "file" and not Path(unquote(urlsplit(config.url).path)).is_dir():
+    if config.directory is not None and not config.directory.is_dir():
         raise ConfigError("url", config.url, "there is no such directory")  # a tier would create it
     with needs_extra(config):
         from cargohold.offload.tier.inventory.objects import ObjectInventory  # noqa: PLC0415  # an optional package

@@ -22,9 +22,8 @@ from cargohold.offload.tier.inventory.base import (
     noted,
     raise_noted,
 )
-from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
+from cargohold.offload.tier.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, as_facts, parse_description
 from cargohold.offload.tier.object_listing import (
-    DESCRIPTION,
     StoredObject,
     delete_if_there,
     list_ours,
@@ -89,12 +88,23 @@ class ObjectInventory(Inventory):
         gone = 0
         with _errors():
             delete_unfinished(self._store, f"{namespace_id}/")
-            for chunk in sorted(self._namespace(namespace_id).chunks, key=lambda found: found.written_s):
-                if gone >= num_bytes:
-                    break
+            for chunk in self._oldest(namespace_id, num_bytes):
                 delete_if_there(self._store, chunk.path)
                 gone += chunk.num_bytes
         return gone
+
+    def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
+        """See ``Inventory``. Unfinished files that ``trim`` would delete are not counted, as it does not count them either."""
+        with _errors():
+            return sum(chunk.num_bytes for chunk in self._oldest(holding.id, num_bytes))
+
+    def _oldest(self, namespace_id: str, num_bytes: int) -> Iterator[StoredObject]:
+        """Yield the chunks of a namespace stored longest ago, until they have ``num_bytes``."""
+        for chunk in sorted(self._namespace(namespace_id).chunks, key=lambda found: found.written_s):
+            if num_bytes <= 0:
+                return
+            yield chunk
+            num_bytes -= chunk.num_bytes
 
     def _check(self, chunk: StoredObject) -> Finding | None:
         """Verify a chunk; return ``None`` if it was deleted meanwhile. Raises the store's errors."""
