@@ -48,7 +48,7 @@ def test_library_examples_run(
     document: str, chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["Once upon a time", "In 1969,"]
-    names: dict[str, Any] = {"prompts": prompts}
+    names: dict[str, Any] = {}
     for snippet in snippets(document):
         # The examples that readers will try first, one after the other, as in one session.
         exec(snippet.replace('"smollm2"', repr(chat_model)).replace("/nvme/kv", str(tmp_path)), names)

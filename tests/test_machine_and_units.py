@@ -63,6 +63,13 @@ def test_what_is_no_size_is_refused_with_an_example(written: Any) -> None:
     assert raised.value.key == "host_bytes" and raised.value.value == written
 
 
+@pytest.mark.parametrize("written", ["2G", "1PiB", "10 M"])
+def test_units_that_there_are_not_are_told_of_those_that_there_are(written: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_bytes("host_bytes", written)
+    assert "the units are B, KB, MB, GB, TB (1000 bytes and so on) and KiB, MiB, GiB, TiB" in raised.value.expected
+
+
 @given(st.integers(1, 2**60))
 def test_formatted_sizes_are_near_what_they_mean(num_bytes: int) -> None:
     assert parse_bytes("x", format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.051)

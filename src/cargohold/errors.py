@@ -126,7 +126,7 @@ class BlockNotHeldError(BlockError):
 
     def __init__(self, block_id: int, held: int, given_back: int) -> None:
         super().__init__(
-            f"block {block_id}: {given_back} reference(s) given back, but only {held} held; nothing was changed"
+            f"block {block_id}: references given back: {given_back}, but only {held} held; nothing was changed"
         )
         self.block_id = block_id
         self.held = held
@@ -137,7 +137,7 @@ class OutOfBlocksError(BlockError):
     """More blocks were asked for than are free."""
 
     def __init__(self, requested: int, free: int) -> None:
-        super().__init__(f"{requested} blocks requested, {free} free")
+        super().__init__(f"blocks requested: {requested}, free: {free}")
         self.requested = requested
         self.free = free
 

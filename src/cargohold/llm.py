@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, Self, TypedDict, Unpack
 from weakref import WeakSet
 
-from cargohold.connector.factory import Offload, check_places, connector_factory, host_bytes_of
+from cargohold.connector.factory import Offload, check_chunks, check_places, connector_factory, host_bytes_of
 from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.recording import RecordingFactory
@@ -39,7 +39,7 @@ from cargohold.errors import ConfigError, RequestError
 from cargohold.interrupts import deferred_interrupt
 from cargohold.machine import memory_limit_bytes
 from cargohold.protocol import KVConnectorFactory, KVEvent, SchedulerEnvironment
-from cargohold.units import format_bytes
+from cargohold.units import format_bytes, format_count
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class LLM:
         ):  # Ray's workers may run on machines with other disks and memory
             _check_memory(self.plan, host_bytes_of(offload))
             check_places(offload, self.plan.layout)
+        check_chunks(offload, self.plan.layout, self.plan.scheduler.max_model_len)
         for line in start_report(self.plan.layout, offload, equal_parts(self.plan.layout)):
             logger.info("%s", line)
         self._inboxes: dict[str, Inbox] = {}
@@ -477,7 +478,7 @@ def _per_prompt(sampling: Any, num_prompts: int) -> list[SamplingParams | None]:
         return [sampling] * num_prompts
     if len(sampling) != num_prompts:
         raise RequestError(
-            f"{len(sampling)} sampling parameters for {num_prompts} prompts: give one for all, or one each"
+            f"SamplingParams are for {len(sampling)} of {format_count(num_prompts, 'prompt')}: give one for all, or one each"
         )
     return list(sampling)
 

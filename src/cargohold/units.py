@@ -22,6 +22,8 @@ NUMBER = r"[0-9]{1,40}(?:\.[0-9]{1,40})?"
 _SIZE = re.compile(rf"\s*({NUMBER})\s*([A-Za-z]*)\s*")
 MAX_TIMEOUT_S = 1_000_000
 _SUCH_AS = "such as 2GiB, 512MiB, 1.5GB or 1000000"
+SIZE_UNITS = "the units are B, KB, MB, GB, TB (1000 bytes and so on) and KiB, MiB, GiB, TiB (1024 bytes and so on)"
+"""What users are told about a size that is none."""
 
 
 def parse_bytes(key: str, value: int | str) -> int:
@@ -36,7 +38,7 @@ def parse_bytes(key: str, value: int | str) -> int:
     """
     num_bytes = _parse(value)
     if num_bytes is None:
-        raise ConfigError(key, value, f"it must be a number of bytes, {_SUCH_AS}")
+        raise ConfigError(key, value, f"it must be a number of bytes, {_SUCH_AS}; {SIZE_UNITS}")
     if num_bytes < 1:
         raise ConfigError(key, value, f"it must be a size above 0, {_SUCH_AS}")
     return num_bytes

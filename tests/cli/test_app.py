@@ -74,6 +74,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no blocks": (["run", MODEL, "-p", "x", "--num-device-blocks", "0"], "--num-device-blocks=0 .* an integer from 1"),
     "dtype": (["run", MODEL, "-p", "x", "--dtype", "int4"], "--dtype='int4' .* auto, float32, bfloat16, float16"),
     "device": (["run", MODEL, "-p", "x", "--device", "abacus"], "--device='abacus' .* cpu, cuda"),
+    "too short a model": (["run", MODEL, "-p", "x", "--max-model-len", "1"], "--max-model-len=1 .* an integer from 2$"),
     "too long a model": (["run", MODEL, "-p", "x", "--max-model-len", "9999"], "--max-model-len=9999 .* at most 8192"),
     "no file": (["run", "./nothing.gguf", "-p", "x"], "model './nothing.gguf': there is no such file"),
     "no directory": (["run", "./no/such/place", "-p", "x"], "there is no such directory"),
@@ -280,7 +281,19 @@ def test_a_full_disk_behind_standard_output_is_told_in_one_line() -> None:
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = subprocess.run(REPLAY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    _assert_is_one_line(done.stderr, "No space left on device")
+    _assert_is_one_line(done.stderr, "^cargohold: standard output: No space left on device$")
+
+
+def test_a_full_disk_elsewhere_is_not_taken_for_standard_output() -> None:
+    code = (
+        "import sys, cargohold.cli, cargohold.cli.replay as replay\n"
+        "def fail(*_): raise OSError(28, 'No space left on device', '/tmp/x')\n"
+        "replay.load_trace, sys.argv = fail, sys.argv[1:]\n"
+        "sys.exit(cargohold.cli.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *REPLAY[2:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    _assert_is_one_line(done.stderr, r"^cargohold: \[Errno 28\] No space left on device: '/tmp/x'$")
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:

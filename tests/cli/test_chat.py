@@ -24,10 +24,10 @@ def answers(chat_model: str) -> list[str]:
 
 
 def talk(
-    cargohold: Command, chat_model: str, *lines: str, options: tuple[str, ...] = ()
+    cargohold: Command, chat_model: str, *lines: str, options: tuple[str, ...] = (), status: int = 0
 ) -> tuple[list[str], list[str]]:
     result = cargohold("chat", chat_model, "--max-tokens", "16", *options, stdin="".join(f"{line}\n" for line in lines))
-    assert result.status == 0
+    assert result.status == status
     return result.out.splitlines(), result.err.splitlines()[1:]  # the first line says which commands there are
 
 
@@ -58,12 +58,21 @@ def test_a_new_conversation_forgets_the_old_one(cargohold: Command, chat_model: 
     assert err[1] == "a new conversation"
 
 
+def test_a_pipe_whose_only_question_fails_ends_with_a_failure(
+    cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8")
+    monkeypatch.setattr(io, "StringIO", lambda _: piped)  # what ``cargohold`` pipes in
+    out, err = talk(cargohold, chat_model, status=1)
+    assert out == [] and len(err) == 1
+
+
 def test_a_question_that_is_not_utf8_is_refused_and_the_conversation_goes_on(
     cargohold: Command, chat_model: str, answers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n" + QUESTIONS[0].encode()), encoding="utf-8")
     monkeypatch.setattr(io, "StringIO", lambda _: piped)  # what ``cargohold`` pipes in
-    out, err = talk(cargohold, chat_model)
+    out, err = talk(cargohold, chat_model, status=1)
     assert out == answers[:1]
     assert "is no valid Unicode" in err[0] and len(err) == 2
 
@@ -82,7 +91,7 @@ def test_empty_lines_are_ignored_and_unknown_commands_are_told(cargohold: Comman
 
 def test_a_conversation_too_long_can_go_on_anew(cargohold: Command, chat_model: str, answers: list[str]) -> None:
     lines = (QUESTIONS[0], "x" * 300, QUESTIONS[1])
-    out, err = talk(cargohold, chat_model, *lines, options=("--num-device-blocks", "16"))
+    out, err = talk(cargohold, chat_model, *lines, options=("--num-device-blocks", "16"), status=1)
     assert out == answers, "the question that was refused is no part of the conversation"
     assert "tokens; with one token to generate, at most" in err[1] and "/new starts over" in err[1]
 

@@ -1,21 +1,25 @@
-"""Ctrl-C and closed pipes, in a process of its own."""
+"""Ctrl-C, SIGTERM and closed pipes, in a process of its own."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import pytest
 
+from tests.command import Command
 from tests.data.make_trace import TRACE
 
 WAIT_S = 30.0
@@ -27,15 +31,14 @@ def start() -> Iterator[Start]:
     """Starts the command; whatever is left of it at the end is killed."""
     with ExitStack() as stack:
 
-        def run(*args: str) -> subprocess.Popen[str]:
+        def run(*args: str, **options: Any) -> subprocess.Popen[str]:
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
             process = subprocess.Popen(
                 [sys.executable, "-m", "cargohold", *args],
                 start_new_session=True,  # so that its processes can be sent what a terminal would send to all of them
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                **{**pipes, **options},
             )
             stack.enter_context(process)
             stack.callback(process.kill)
@@ -66,10 +69,184 @@ def test_ctrl_c_while_it_loads_ends_cleanly(start: Start, chat_model: str) -> No
 
 
 def _interrupt(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130
-    assert err == "interrupted\n"
+    _end(process, signal.SIGINT)
+
+
+ENDS = {signal.SIGINT: (130, "interrupted\n"), signal.SIGTERM: (143, "terminated\n")}
+"""Exit status and last words by signal."""
+
+
+def _end(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    process.send_signal(number)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err) == ENDS[number]
+
+
+def test_sigterm_while_it_generates_ends_cleanly(start: Start, chat_model: str) -> None:
+    process = start("run", chat_model, "-p", "Hello", *LONG)
+    assert read_some(process.stdout)
+    _end(process, signal.SIGTERM)
+
+
+def test_sigterm_while_it_loads_ends_cleanly(start: Start, chat_model: str) -> None:
+    process = start("--verbose", "run", chat_model, "-p", "Hello", "--num-device-blocks", "100")
+    assert "sequences are limited" in read_some(process.stderr)
+    _end(process, signal.SIGTERM)
+
+
+def test_sigterm_in_a_chat_ends_more_than_the_answer(start: Start, chat_model: str) -> None:
+    process = start("chat", chat_model, *LONG)
+    assert process.stdin is not None
+    process.stdin.write("Hello\n")
+    process.stdin.flush()
+    assert read_some(process.stdout)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_S) == 143, "while its input is still open"
+    assert process.stderr is not None
+    assert process.stderr.read().splitlines()[1:] == ["terminated"]
+
+
+def test_sigterm_ends_a_job_in_the_background_which_ignores_ctrl_c(chat_model: str) -> None:
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from cargohold.cli import main; raise SystemExit(main())"
+    )
+    command = [sys.executable, "-c", code, "run", chat_model, "-p", "Hello", *LONG]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert read_some(process.stdout)
+        _end(process, signal.SIGTERM)
+
+
+def test_processes_that_are_told_to_end_first_are_no_failure(
+    cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Service managers send SIGTERM to a whole group, and a worker may be gone before the command notices its own."""
+
+    def end(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("a worker is gone")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("cargohold.engine.model.hf_runner.HFModelRunner.execute", end)
+    result = cargohold("run", chat_model, "-p", "Hello")
+    assert (result.status, result.err) == ENDS[signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before, "it is this process that was told"
+
+
+class Terminal:
+    """A terminal for a command.
+
+    Attributes:
+        theirs: its end of the command.
+    """
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = os.openpty()
+        self._unread = ""
+
+    def type(self, keys: str) -> None:
+        """Type something in."""
+        os.write(self._ours, keys.encode())
+
+    def read_until(self, text: str) -> str:
+        """What it shows next, up to and with a text; or up to the end of the command."""
+        while text not in self._unread:
+            ready, _, _ = select.select([self._ours], [], [], WAIT_S)
+            assert ready, f"{text!r} is not in {self._unread!r}"
+            try:
+                self._unread += os.read(self._ours, 65536).decode()
+            except OSError:  # the command has ended
+                break
+        shown, found, self._unread = self._unread.partition(text)
+        return shown + found
+
+    def wait_for_prompt(self) -> None:
+        """Until a chat waits for input. Readline shows its prompt before it does, and notices no signal in between."""
+        self.read_until("you> ")
+        time.sleep(0.5)
+
+    def close(self) -> None:
+        os.close(self._ours)
+
+
+StartInTerminal = Callable[..., tuple["subprocess.Popen[str]", Terminal]]
+
+
+@pytest.fixture
+def start_in_terminal(start: Start) -> Iterator[StartInTerminal]:
+    """Starts the command in a terminal of its own."""
+    with ExitStack() as stack:
+
+        def run(*args: str) -> tuple[subprocess.Popen[str], Terminal]:
+            terminal = stack.enter_context(closing(Terminal()))
+            theirs = terminal.theirs
+            process = start(*args, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=_own_terminal)
+            os.close(theirs)
+            return process, terminal
+
+        yield run
+
+
+def _own_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C that is typed becomes a signal
+
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_terminal_gets_its_cursor_back(
+    number: signal.Signals, start_in_terminal: StartInTerminal, chat_model: str
+) -> None:
+    """Found by a newcomer: SIGTERM while a model was loaded left the terminal without one."""
+    process, terminal = start_in_terminal("run", chat_model, "-p", "Hello", *LONG)
+    terminal.read_until(HIDE_CURSOR)
+    process.send_signal(number)
+    shown = terminal.read_until(NEVER)
+    assert process.wait(WAIT_S) == ENDS[number][0]
+    assert shown.rfind(SHOW_CURSOR) > shown.rfind(HIDE_CURSOR)
+
+
+CTRL_C, CTRL_D, NEVER = "\x03", "\x04", "\0"
+
+
+def test_ctrl_c_at_the_prompt_of_a_chat_leaves_only_when_it_is_repeated(
+    start_in_terminal: StartInTerminal, chat_model: str
+) -> None:
+    process, terminal = start_in_terminal("chat", chat_model)
+    for _ in range(2):  # a question between them makes both of them first ones
+        terminal.wait_for_prompt()
+        terminal.type(f"half a quest{CTRL_C}")
+        assert "to leave, type /quit, or press Ctrl-D or Ctrl-C again" in terminal.read_until("again")
+        terminal.wait_for_prompt()
+        terminal.type("/why\n")
+        assert "nothing to explain yet" in terminal.read_until("yet"), "what was typed before Ctrl-C is dropped"
+    for _ in range(2):
+        terminal.wait_for_prompt()
+        terminal.type(CTRL_C)
+    assert terminal.read_until(NEVER).endswith("interrupted\r\n")
+    assert process.wait(WAIT_S) == 130
+
+
+@pytest.mark.parametrize("first", [[], [CTRL_C]])
+def test_ctrl_d_at_the_prompt_of_a_chat_leaves_at_once(
+    first: list[str], start_in_terminal: StartInTerminal, chat_model: str
+) -> None:
+    process, terminal = start_in_terminal("chat", chat_model)
+    for keys in [*first, CTRL_D]:
+        terminal.wait_for_prompt()
+        terminal.type(keys)
+    assert process.wait(WAIT_S) == 0
+
+
+def test_sigterm_at_the_prompt_of_a_chat_needs_no_repetition(
+    start_in_terminal: StartInTerminal, chat_model: str
+) -> None:
+    process, terminal = start_in_terminal("chat", chat_model)
+    terminal.wait_for_prompt()
+    process.send_signal(signal.SIGTERM)
+    assert terminal.read_until(NEVER).endswith("terminated\r\n")
+    assert process.wait(WAIT_S) == 143
 
 
 def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation(start: Start, chat_model: str) -> None:
@@ -122,13 +299,13 @@ def test_ctrl_c_while_its_processes_start_prints_nothing_of_theirs(command: str,
     assert (process.returncode, err) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_its_processes_end_with_it_however_it_ends(number: signal.Signals, start: Start) -> None:
     process = start(*IN_PROCESSES["simulate"])
     wait_for_processes(process)
     workers = psutil.Process(process.pid).children()
     process.send_signal(number)
-    assert process.wait(WAIT_S) == -number
+    assert process.wait(WAIT_S) == (143 if number == signal.SIGTERM else -number)
     _, alive = psutil.wait_procs(workers, WAIT_S)
     for worker in alive:
         worker.kill()

@@ -27,11 +27,21 @@ def test_a_report_names_every_group_and_what_its_layers_keep() -> None:
     layout = KVCacheLayout(groups, num_blocks=9, block_bytes=1024, hash_block_tokens=32, world_size=2)
     assert start_report(layout, None, equal_parts(layout)) == [
         "device pool: 8 blocks of 1.0 KiB on each of 2 workers, 16 KiB in all",
-        "group 0: 1 layers, full attention, 32 tokens per block, 64 B per token",
+        "group 0: 1 layer, full attention, 32 tokens per block, 64 B per token",
         "group 1: 2 layers, sliding window of 64 tokens, 32 tokens per block, 64 B per token",
-        "group 2: 1 layers, chunked local attention in parts of 128 tokens, 32 tokens per block, 64 B per token",
-        "group 3: 1 layers, recurrent state, 32 tokens per block, 64 B per token",
+        "group 2: 1 layer, chunked local attention in parts of 128 tokens, 32 tokens per block, 64 B per token",
+        "group 3: 1 layer, recurrent state, 32 tokens per block, 64 B per token",
         "no connector: KV that leaves the device pool is computed again",
+    ]
+
+
+def test_of_one_thing_a_report_speaks_as_of_one() -> None:
+    group = KVCacheGroup(0, AttentionKind.FULL, 1, ("layer",))
+    layout = KVCacheLayout((group,), num_blocks=2, block_bytes=1024, hash_block_tokens=1)
+    assert start_report(layout, OffloadConfig(host_bytes="1KiB"), equal_parts(layout)) == [
+        "device pool: 1 block of 1.0 KiB, 1.0 KiB in all",
+        "group 0: 1 layer, full attention, 1 token per block, 1.0 KiB per token",
+        "eager: 1.0 KiB of host memory for 1 chunk of 1 block, 1.0 KiB each; prompts and answers, evicted by reuse-index",
     ]
 
 
@@ -47,7 +57,7 @@ def test_a_report_says_what_is_below_host_memory() -> None:
     )
     assert start_report(layout, offload, equal_parts(layout))[-4:] == [
         (
-            "lazy: 1.0 MiB of host memory for 1024 chunks of 1 block(s), 1.0 KiB each; "
+            "lazy: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each; "
             "filled with what the device is about to evict"
         ),
         "below it: /var/kv, 200 GiB at most, evicted by lru",
@@ -63,7 +73,7 @@ def test_a_report_has_every_one_of_several_connectors() -> None:
     nested: Any = [[offload[0]], offload[1]]
     assert start_report(layout, nested, equal_parts(layout)) == report
     assert report[-2:] == [
-        "eager: 1.0 MiB of host memory for 1024 chunks of 1 block(s), 1.0 KiB each; prompts, evicted by lru",
+        "eager: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each; prompts, evicted by lru",
         f"{type(NULL_CONNECTOR).__name__}: a connector of its own",
     ]
 
@@ -78,6 +88,6 @@ def test_an_engine_logs_it_before_it_loads_its_model(
     with caplog.at_level(logging.INFO, logger="cargohold"):
         llm = make_llm(tiny_model("llama"), offload=OffloadConfig(host_bytes="1MiB", tiers=[disk]))
     said = caplog.messages
-    assert said[0].startswith(f"device pool: {llm.plan.layout.num_blocks - 1} blocks of ")
+    assert said[0].startswith(f"device pool: {llm.plan.layout.num_blocks - 1:,} blocks of ")
     assert said[3] == f"below it: {tmp_path}, 64 MiB at most, evicted by lru"
     assert said[-1].startswith("disk tier in ") and said[-1].endswith("0 chunks are there")

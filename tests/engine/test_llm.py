@@ -555,7 +555,7 @@ def test_nobody_waits_for_ever_for_a_connector_that_is_never_done(llama: MakeLLM
         ({"prompts": torch.tensor(4)}, "a prompt is text or a list of token ids, not Tensor"),
         ({"prompts": np.array(4)}, "a prompt is text or a list of token ids, not ndarray"),
         ({"prompts": [1] * 80}, "the prompt has 80 tokens; with one token to generate, at most 79 fit"),
-        ({"prompts": [[1], [2]], "sampling": [SamplingParams()]}, "1 sampling parameters for 2 prompts"),
+        ({"prompts": [[1], [2]], "sampling": [SamplingParams()]}, "SamplingParams are for 1 of 2 prompts"),
         ({"prompts": [1], "sampling": {"max_tokens": 3}}, "it must be SamplingParams"),
         ({"prompts": [1], "sampling": SamplingParams(stop="x")}, "cannot stop at strings; use stop_token_ids"),
         ({"prompts": [1], "salt": 5}, "salt=5 is not possible: it must be text"),

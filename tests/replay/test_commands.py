@@ -139,7 +139,19 @@ class TestReplay:
             (["SMALL", "--disk", "4", "--disk-policy", "optimum"], "--disk-policy="),
             (["SMALL", "--disk", "5GiB"], "--disk='5GiB'"),
             (["SMALL", "--disk", "1B", "--bytes-per-token", "8"], "--disk='1B'"),
-            (["SMALL", "--disk-policy", "fifo"], "--disk-policy='fifo' is not possible: there is no disk"),
+            (
+                ["SMALL", "--disk-policy", "fifo"],
+                "--disk-policy='fifo' is not possible: there is no disk; give its size, too: --disk\n",
+            ),
+            (["SMALL", "--session", "7", "--session", "8"], "--session='7, 8' is not possible: there is nothing"),
+            (["SMALL", "-s", "64G"], "bytes such as 64GiB; the units are B, KB, MB, GB, TB"),
+            (["SMALL", "-s", "1", "--blocks-per-chunk", "2"], "at least one chunk, which is 2 blocks"),
+            (["SMALL", "-s", "100B", "--bytes-per-token", "65"], "at least one chunk, which is 1,040 bytes"),
+            (
+                ["SMALL", "--host-bandwidth", "0"],
+                "--host-bandwidth='0' is not possible: it must be a number of bytes per",
+            ),
+            (["SMALL", "--disk-bandwidth", "3G"], "such as 20GB; the units are B, KB, MB, GB, TB"),
             (["SMALL", "--kv-dtype-bytes", "1"], "--kv-dtype-bytes=1 is not possible"),
             (["SMALL", "--jobs", "two"], "'two'"),
             (["SMALL", "--session", "nobody"], "--session='nobody' is not possible: there is nothing to replay"),
@@ -168,6 +180,21 @@ class TestReplay:
         assert "Traceback" not in result.err
         assert len([line for line in result.err.splitlines() if line.strip()]) == 1
 
+    def test_a_trace_without_sessions_says_so(self, cargohold: Command) -> None:
+        result = cargohold("replay", TRACE_FILE, "--session", "7")
+        told = "the trace has no sessions: none of its requests has a session_id"
+        assert (result.status, result.err) == (2, f"cargohold: --session='7' is not possible: {told}\n")
+
+    def test_a_tokenizer_that_nothing_needs_is_told(
+        self, cargohold: Command, chat_model: str, small: str, tmp_path: Path
+    ) -> None:
+        log = tmp_path / "log"
+        log.write_text(f"{json.dumps({'token_ids': list(range(40))})}\n" * 2)
+        for trace in (small, str(log)):
+            result = cargohold("replay", trace, "-s", "2", "-p", "lru", "--tokenizer", chat_model)
+            assert result.status == 0
+            assert result.err == "note: the trace has no texts, so --tokenizer made no difference\n"
+
     def test_broken_lines_stop_or_are_skipped(self, cargohold: Command, small: str) -> None:
         lines = Path(small).read_text().splitlines()
         Path(small).write_text("\n".join([*lines[:2], '{"hash_ids": "none"}', *lines[2:]]))
@@ -176,7 +203,7 @@ class TestReplay:
         skipped = cargohold("replay", small, "--on-bad-line", "skip", "-p", "infinite", "--json")
         facts = json.loads(skipped.out)
         assert facts["trace"]["requests"] == 4
-        assert "1 broken line(s)" in facts["remarks"][0] and "line 3" in skipped.err
+        assert "1 broken line of the trace was skipped" in facts["remarks"][0] and "line 3" in skipped.err
 
     def test_lines_that_are_skipped_are_not_kept(self, small: str) -> None:
         with Path(small).open("a") as file:
@@ -187,13 +214,17 @@ class TestReplay:
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert trace.workload.num_requests == 4 and "1000 broken line(s)" in trace.remarks[0]
+        assert trace.workload.num_requests == 4 and "1,000 broken lines of the trace were skipped" in trace.remarks[0]
         assert peak < 4_000_000  # of the 10 MB that were skipped
 
     def test_lines_that_are_all_broken_are_no_empty_trace(self, cargohold: Command, tmp_path: Path) -> None:
         (tmp_path / "prose").write_text("Once upon\na time\n")
         result = cargohold("replay", str(tmp_path / "prose"), "--on-bad-line", "skip")
-        assert result.status == 1 and "all 2 line(s) are broken" in result.err and "line 1" in result.err
+        assert (
+            result.status == 1
+            and "2 lines, and none is a request; the first: " in result.err
+            and "line 1" in result.err
+        )
 
     def test_a_tier_larger_than_memory_is_only_as_large_as_what_there_is_to_keep(
         self, cargohold: Command, small: str
@@ -302,7 +333,7 @@ class TestReplay:
     def test_what_the_engine_counted_is_told(self, cargohold: Command, tmp_path: Path) -> None:
         trace = tmp_path / "trace"
         trace.write_text('{"hash_ids": [1], "reused_blocks": 0}\n{"hash_ids": [1, 2], "reused_blocks": 1}\n')
-        assert "reused 1 blocks itself: 33.33%" in cargohold("replay", str(trace), "-s", "9").err
+        assert "reused 1 block itself: 33.33%" in cargohold("replay", str(trace), "-s", "9").err
 
     def test_blocks_that_no_chunk_has_are_counted_where_the_engine_did(
         self, cargohold: Command, tmp_path: Path
@@ -403,6 +434,10 @@ class TestPlan:
                 "--policy='optimum' is not possible: it must",
             ),
             (["--trace", "SMALL", "--bytes-per-token", "8", "--disk-dir", "/no/such/dir"], "--disk-dir="),
+            (
+                ["--trace", "SMALL", "--bytes-per-token", "8", "--disk-policy", "fifo"],
+                "give its size, too: --disk-bytes\n",
+            ),
             (["--trace", "SMALL", "--bytes-per-token", "8", "--model", "smollm2"], "one of the two"),
         ],
     )

@@ -1,16 +1,16 @@
 """The cargohold command."""
 
-import sys
+from cargohold.cli.signals import interrupted, termination
 
 __all__ = ["main"]
 
 
 def main() -> int:
     """Run the command line; returns the exit status."""
-    # Modules that take time to import are imported here, where Ctrl-C is answered as at any later moment.
-    try:
-        from cargohold.cli.entry import main as run_command_line  # noqa: PLC0415
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
-    return run_command_line()
+    with termination.handled():
+        # Modules that take time to import are imported here, where Ctrl-C is answered as at any later moment.
+        try:
+            from cargohold.cli.entry import main as run_command_line  # noqa: PLC0415
+        except KeyboardInterrupt:
+            return interrupted()
+        return run_command_line()

@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from cargohold import __version__
+from cargohold.cli.console import errors
+from cargohold.cli.signals import interrupted, termination
 from cargohold.errors import CargoholdError, ConfigError, ModelError, RequestError, one_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-
 
 _OPTIONS_OF_TIERS = {"directory": "disk_dir", "max_bytes": "disk_bytes", "url": "shared_url"}
 """Names on the command line of options of tiers."""
+_CONSOLES = ("typer", "click", "rich")
+"""Packages that write nothing but answers and remarks."""
 
 
 class _Commands(TyperGroup):
@@ -37,10 +40,13 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except CargoholdError as error:
+            if termination.is_asked_for:  # of all our processes, perhaps, and this one has noticed that others are gone
+                raise typer.Exit(interrupted()) from error
             typer.echo(f"cargohold: {self._describe(ctx, error)}", err=True)
             is_usage = isinstance(error, ConfigError | ModelError | RequestError)
             raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILED) from error
         except KeyboardInterrupt as interrupt:
+            errors.show_cursor()  # a spinner that was about to start has hidden it, and does not know yet that it ends
             raise typer.Exit(interrupted()) from interrupt
         except BrokenPipeError as error:
             # The reader has seen enough. What is left in the buffer must go somewhere when the interpreter exits.
@@ -49,7 +55,7 @@ class _Commands(TyperGroup):
         except OSError as error:
             # A full disk behind standard output, for one; what is left in the buffer would fail again.
             logging.getLogger(__name__).info("where it failed:", exc_info=error)
-            typer.echo(f"cargohold: {one_line(error)}", err=True)
+            typer.echo(f"cargohold: {_describe_failure(error)}", err=True)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(EXIT_FAILED) from error
 
@@ -68,7 +74,15 @@ class _Commands(TyperGroup):
             return error.expected  # a sentence of its own
         if error.value is None:
             return f"not possible without {option}: {error.expected}"
-        return str(ConfigError(option, error.value, error.expected))
+        # On the command line, an option that is not given has the value None.
+        return str(ConfigError(option, error.value, error.expected.removesuffix(", or None")))
+
+
+def _describe_failure(error: OSError) -> str:
+    """The error's message; the system names only files, so standard output has to be named here."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_console = frame.f_globals["__name__"].partition(".")[0] in _CONSOLES
+    return f"standard output: {error.strerror}" if is_console and error.strerror else one_line(error)
 
 
 app = typer.Typer(
@@ -79,12 +93,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-def interrupted() -> int:
-    """Tell the user that the command was interrupted; returns the exit status for that."""
-    typer.echo("interrupted", err=True)
-    return EXIT_INTERRUPTED
 
 
 def _show_version(wanted: bool) -> None:

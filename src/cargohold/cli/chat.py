@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 
 import typer
 
-from cargohold.cli.app import app
+from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.common import describe_reuse, keep_what_is_not_utf8, loaded, remark
 from cargohold.cli.options import EngineOptions, ModelArgument, SamplingOptions, takes_groups
+from cargohold.cli.signals import termination
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import RequestError
 from cargohold.llm import LLM
 
 HELP = "/new starts over, /why explains the last answer's cache hits, /quit leaves"
+LEAVE = "to leave, type /quit, or press Ctrl-D or Ctrl-C again"
 ASK = "you> "
 
 
@@ -36,17 +38,29 @@ def chat(
     with loaded(model, **engine.llm_options()) as llm:
         llm.chat_prompt([{"role": "user", "content": "Hello"}])  # fails at once if the model cannot chat
         remark(HELP)
-        Conversation(llm, params).run()
+        conversation = Conversation(llm, params)
+        conversation.run()
+    if conversation.has_failed and not _is_in_terminal():
+        raise typer.Exit(EXIT_FAILED)  # nobody has read why
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation in the terminal."""
+    """A conversation in the terminal.
+
+    Attributes:
+        llm: answers.
+        sampling: how its tokens are chosen.
+        messages: what was said.
+        last: the last output of the last answer that has ended.
+        has_failed: whether a question was refused, or an answer ended with an error.
+    """
 
     llm: LLM
     sampling: SamplingParams
     messages: list[dict[str, str]] = field(default_factory=list)
     last: RequestOutput | None = None
+    has_failed: bool = False
 
     def run(self) -> None:
         """Ask and answer until the input ends."""
@@ -72,6 +86,7 @@ class Conversation:
             answer = self._stream_answer()
         except RequestError as error:
             self.messages.pop()
+            self.has_failed = True
             remark(f"{error.reason}; /new starts over", style="red")
         else:
             self.messages.append({"role": "assistant", "content": answer})
@@ -86,9 +101,12 @@ class Conversation:
                     text = output.text
                     if output.finished:
                         self.last = output
+                        self.has_failed |= output.error is not None
                         remark(output.error or describe_reuse(output.metrics))
             except KeyboardInterrupt:
                 typer.echo()
+                if termination.is_asked_for:
+                    raise
                 remark("(interrupted)")
         return text
 
@@ -103,12 +121,30 @@ def _ask() -> str | None:
     """The next line of input; ``None`` when there is no more."""
     if sys.stdin is None:  # the program that started this process has closed it
         return None
-    if sys.stdout is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not _is_in_terminal():
         return sys.stdin.readline() or None
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415  # lets input() edit lines, where there is one
     try:
-        return input(ASK)
+        return _input()
     except EOFError:
         typer.echo()
         return None
+
+
+def _input() -> str:
+    """A line from the terminal. Ctrl-C drops what is typed; a second one in a row, or SIGTERM, raises ``KeyboardInterrupt``."""
+    try:
+        return input(ASK)
+    except KeyboardInterrupt:
+        typer.echo()
+        if termination.is_asked_for:
+            raise
+    # One too many, meant for an answer that has just ended, does not lose the conversation.
+    remark(LEAVE)
+    return input(ASK)
+
+
+def _is_in_terminal() -> bool:
+    """Whether somebody types the questions and reads the answers."""
+    return sys.stdin is not None and sys.stdout is not None and sys.stdin.isatty() and sys.stdout.isatty()

@@ -51,12 +51,12 @@ def keep_what_is_not_utf8() -> None:
 def describe_reuse(metrics: RequestMetrics) -> str:
     """One line on where a prompt's tokens came from and how long the first answer token took."""
     restored = sum(metrics.restored_tokens.values())
-    parts = [f"{metrics.device_tokens} on the device"]
-    parts += [f"{count} from {tier}" for tier, count in metrics.restored_tokens.items()]
+    parts = [f"{metrics.device_tokens:,} on the device"]
+    parts += [f"{count:,} from {tier}" for tier, count in metrics.restored_tokens.items()]
     if metrics.preemptions:
         # After a preemption, restored tokens may be of the answer, and the same tokens may be restored several times.
         parts[-1] += f" in {metrics.preemptions + 1} goes"
     else:
-        parts.append(f"{max(0, metrics.prompt_tokens - metrics.device_tokens - restored)} computed")
+        parts.append(f"{max(0, metrics.prompt_tokens - metrics.device_tokens - restored):,} computed")
     ttft = "" if metrics.ttft_s is None else f"; first token after {metrics.ttft_s:.2f} s"
     return f"{format_count(metrics.prompt_tokens, 'prompt token')}: {', '.join(parts)}{ttft}"

@@ -162,7 +162,13 @@ def _check_fits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: 
     longest = max(_num_tokens(llm, talk, answer_tokens) for talk in conversations)
     config, info = llm.plan.config, llm.plan.info
     if longest > info.max_positions:
-        reason = f"the longest conversation has about {longest} tokens, and it is for at most {info.max_positions}"
+        turns = len(conversations[0].questions)
+        most = answer_tokens - -(-(longest - info.max_positions) // turns)
+        if most > 0:
+            has = f"the longest conversation would have about {longest:,} tokens"
+            expected = f"{has}, and {info.name} is for at most {info.max_positions:,}; use at most {most}"
+            raise ConfigError("answer_tokens", answer_tokens, expected)
+        reason = f"the longest conversation has about {longest:,} tokens, and it is for at most {info.max_positions:,}"
         raise UnsupportedModelError(info.name, reason)
     if longest > llm.engine.limits.max_model_len:
         needed = -(-longest // config.block_tokens) + 1

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cargohold.cli.app import app
+from cargohold.cli.app import EXIT_USAGE, app
 from cargohold.cli.common import quiet_transformers
 from cargohold.cli.console import Answers, errors
 from cargohold.cli.conversations import Conversation, load_conversations
@@ -40,7 +40,9 @@ def demo_vllm(
     """Show what offloading does inside vLLM for conversations that come back."""
     for package in ("vllm", "openai"):
         if find_spec(package) is None:
-            raise typer.BadParameter(f"the package {package} is not installed here; make demo-vllm installs it")
+            expected = "run make demo-vllm, which makes an environment that has it, or install it here"
+            typer.echo(f"cargohold demo-vllm: the package {package} is not installed here; {expected}", err=True)
+            raise typer.Exit(EXIT_USAGE)
     extra = {"host_bytes": host_bytes}
     Settings.parse(extra)  # refuses bad options before minutes are spent
     conversations = load_conversations(turns)

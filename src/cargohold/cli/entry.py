@@ -6,14 +6,19 @@ from typing import Any
 
 import typer
 
-from cargohold.cli.app import EXIT_USAGE, app, interrupted
+from cargohold.cli.app import EXIT_USAGE, app
+from cargohold.cli.signals import interrupted
 
 # Everything that is wrong with a command line is raised as this class, the parent of ``BadParameter``. Typer keeps it private.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> int:
-    """Run the command line. Returns the exit status: 0, 1 if something failed, 2 for impossible requests, 130 after Ctrl-C."""
+    """Run the command line.
+
+    Returns:
+        The exit status: 0; 1 if something failed; 2 for impossible requests; 130 after Ctrl-C, and 143 after SIGTERM.
+    """
     try:
         from cargohold.cli import cache, chat, demo, demo_vllm, plan, replay, run, simulate  # noqa: F401, PLC0415  # they join
 

@@ -104,7 +104,7 @@ def plan(
     if not what.trace:
         raise ConfigError("trace", None, "--trace FILE is required")
     budget = what.budget()
-    disk_policy = disk_options.checked_policy(has_disk=what.disk_bytes is not None)
+    disk_policy = disk_options.checked_policy("--disk-bytes", what.disk_bytes)
     machine = what.machine()
     costs = cost_options.costs(what.model)
     if costs.bytes_per_token is None:

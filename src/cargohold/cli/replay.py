@@ -81,7 +81,7 @@ def replay(
     A hit is a block found with all blocks before it. The optimum knows the future; infinite never evicts.
     """
     policies = grid.policies()
-    disk_policy = disk_options.checked_policy(has_disk=grid.disk is not None)
+    disk_policy = disk_options.checked_policy("--disk", grid.disk)
     sizes, disk = grid.sizes()
     costs = cost_options.costs(grid.model)
     if costs.bytes_per_token is None:

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -28,10 +28,21 @@ from cargohold.simulation.scenario import ANY, Scenario
 from cargohold.simulation.shrink import Shrinker
 from cargohold.simulation.timeline import RecentTimeline
 from cargohold.simulation.workloads import WORKLOADS
+from cargohold.units import format_count
 
 DEFAULT_SEEDS = 500
 OWN = "cargohold"
 VLLM = "vllm"
+_SINGULAR: Final = {
+    "requests": "request",
+    "resets": "reset",
+    "restarts": "restart",
+    "preemptions": "preemption",
+    "restored tokens": "restored token",
+    "device tokens": "device token",
+    "engines refused by the connector": "engine refused by the connector",
+}
+"""Names of things that are counted, for one of them. Faults have names that are not of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +148,9 @@ def _first_failure(reports: Iterable[SeedReport], totals: Totals, num_seeds: int
         for report in reports:
             totals.add(report)
             progress.update(
-                task, advance=1, description=f"seed {report.seed}, {totals.num_steps:,} steps without a failure"
+                task,
+                advance=1,
+                description=f"seed {report.seed}, {format_count(totals.num_steps, 'step')} without a failure",
             )
             if report.failure is not None:
                 return report
@@ -169,7 +182,9 @@ def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions) -> bool:
     result = recipe.run(scenario, timeline).play()
     if result.error is None:
         _show_run(scenario, timeline)
-        typer.echo(f"\nended well after {result.num_steps} steps, {result.seconds:.2f} simulated seconds")
+        typer.echo(
+            f"\nended well after {format_count(result.num_steps, 'step')}, {result.seconds:.2f} simulated seconds"
+        )
         typer.echo(_counts(result.tallies + Counter({fault.value: times for fault, times in result.struck.items()})))
         return True
     if show.shrink:
@@ -206,10 +221,15 @@ def _show_run(scenario: Scenario, timeline: RecentTimeline) -> None:
 
 def _show_totals(totals: Totals, seconds: float) -> None:
     rate = totals.num_steps / seconds if seconds else 0.0
-    typer.echo(f"{totals.num_seeds:,} seed(s), {totals.num_steps:,} steps in {seconds:.1f} s: {rate:,.0f} steps/s")
+    seeds, steps = format_count(totals.num_seeds, "seed"), format_count(totals.num_steps, "step")
+    typer.echo(f"{seeds}, {steps} in {seconds:.1f} s: {rate:,.0f} steps/s")
     typer.echo(f"  {_counts(totals.tallies) or 'nothing was played'}")
     typer.echo(f"  faults: {_counts(totals.struck) or 'none'}")
 
 
 def _counts(counts: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.most_common() if count)
+    return ", ".join(
+        f"{count:,} {_SINGULAR.get(name, name) if count == 1 else name}"
+        for name, count in counts.most_common()
+        if count
+    )

@@ -31,7 +31,7 @@ from cargohold.replay.results import OPTIMUM, ReplayResult
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
 from cargohold.replay.traces import TraceRequest, read_trace, stop
 from cargohold.replay.workload import Workload
-from cargohold.units import format_count, parse_bytes
+from cargohold.units import SIZE_UNITS, format_count, parse_bytes
 
 DEFAULT_LOG_BLOCK_TOKENS = 16
 
@@ -53,12 +53,20 @@ class DiskOptions:
 
     disk_policy: Annotated[str, typer.Option(help=f"Policy of the disk: {POLICY_NAMES}.")] = DEFAULT_DISK_POLICY
 
-    def checked_policy(self, *, has_disk: bool) -> str:
-        """The policy's name. Raises ``ConfigError`` if there is no such policy, or if one was chosen without a disk."""
+    def checked_policy(self, size_option: str, size: str | None) -> str:
+        """The policy's name.
+
+        Args:
+            size_option: the option that makes a disk.
+            size: its value.
+
+        Raises:
+            ConfigError: there is no such policy, or one was chosen without a disk.
+        """
         look_here_for([self.disk_policy])
         find_policy(self.disk_policy, "disk_policy")
-        if self.disk_policy != DEFAULT_DISK_POLICY and not has_disk:
-            raise ConfigError("disk_policy", self.disk_policy, "there is no disk; give its size, too")
+        if self.disk_policy != DEFAULT_DISK_POLICY and size is None:
+            raise ConfigError("disk_policy", self.disk_policy, f"there is no disk; give its size, too: {size_option}")
         return self.disk_policy
 
 
@@ -132,10 +140,18 @@ class CostOptions:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             bytes_per_s={
                 **DEFAULT_BYTES_PER_S,
-                HOST: parse_bytes("host_bandwidth", self.host_bandwidth),
-                DISK: parse_bytes("disk_bandwidth", self.disk_bandwidth),
+                HOST: _parse_bandwidth("host_bandwidth", self.host_bandwidth),
+                DISK: _parse_bandwidth("disk_bandwidth", self.disk_bandwidth),
             },
         )
+
+
+def _parse_bandwidth(key: str, text: str) -> int:
+    try:
+        return parse_bytes(key, text)
+    except ConfigError as error:
+        expected = f"it must be a number of bytes per second above 0, such as 20GB; {SIZE_UNITS}"
+        raise ConfigError(key, text, expected) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +220,8 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
     remarks = remarks_on(workload, num_misplaced, skipped.count)
     if skipped.count:
         remarks.append(f"the first of them: {skipped.first}")
+    if options.tokenizer is not None and not decode.has_texts:
+        remarks.append("the trace has no texts, so --tokenizer made no difference")
     for text in remarks:
         remark(f"note: {text}", style="yellow")
     return LoadedTrace(workload, num_misplaced == 0, tuple(remarks))
@@ -248,7 +266,11 @@ def _counted(requests: Iterator[TraceRequest], files: Sequence[str], skipped: _S
     """Pass requests on. Raises ``TraceError`` if there are none."""
     request = next(requests, None)
     if request is None and skipped.count:
-        raise TraceError(" ".join(files), None, f"all {skipped.count} line(s) are broken; the first: {skipped.first}")
+        raise TraceError(
+            " ".join(files),
+            None,
+            f"{format_count(skipped.count, 'line')}, and none is a request; the first: {skipped.first}",
+        )
     if request is None:
         raise TraceError(" ".join(files), None, "the trace is empty")
     yield request

@@ -74,6 +74,25 @@ def check_apart(offload: Offload | Sequence[Offload] | None) -> None:
             raise ConfigError("directory", str(directory), reason)
 
 
+def check_chunks(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout, max_model_len: int) -> None:
+    """Check that requests can be as long as the chunks that ``offload`` asks for.
+
+    Args:
+        offload: the connectors' options; those of third parties are not looked at.
+        layout: the paged KV.
+        max_model_len: tokens of the longest sequence.
+
+    Raises:
+        ConfigError: no request can ever fill a chunk, so nothing would be kept.
+    """
+    match offload:
+        case OffloadConfig():
+            offload.check_chunks_can_be_filled(layout, max_model_len)
+        case Sequence():
+            for child in offload:
+                check_chunks(child, layout, max_model_len)
+
+
 def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
     """Return the factory of the connector for ``offload``: one configuration, several in order of preference, or ``None``.
 

@@ -11,7 +11,7 @@ from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.protocol import AttentionKind, KVCacheLayout
-from cargohold.units import format_bytes
+from cargohold.units import format_bytes, format_count
 
 _KINDS: Final = {
     AttentionKind.FULL: "full attention",
@@ -57,13 +57,15 @@ def start_report(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | N
     pool_bytes = (layout.num_blocks - 1) * parts.all_block_bytes
     workers = f" on each of {layout.world_size} workers" if layout.world_size > 1 else ""
     at_most = "at most " if parts.are_unequal(layout.world_size) else ""
-    blocks = f"{layout.num_blocks - 1} blocks of {at_most}{format_bytes(layout.block_bytes)}{workers}"
+    num_blocks = format_count(layout.num_blocks - 1, "block")
+    blocks = f"{num_blocks} of {at_most}{format_bytes(layout.block_bytes)}{workers}"
     lines = [f"device pool: {blocks}, {format_bytes(pool_bytes)} in all"]
     for group, num_layers in zip(layout.groups, parts.num_layers, strict=True):
-        window = f" of {group.window_tokens} tokens" if group.window_tokens else ""
+        window = f" of {format_count(group.window_tokens, 'token')}" if group.window_tokens else ""
+        tokens = format_count(group.block_tokens, "token")
         lines.append(
-            f"group {group.index}: {num_layers} layers, {_KINDS[group.kind]}{window}, "
-            f"{group.block_tokens} tokens per block, {format_bytes(parts.all_block_bytes / group.block_tokens)} per token"
+            f"group {group.index}: {format_count(num_layers, 'layer')}, {_KINDS[group.kind]}{window}, "
+            f"{tokens} per block, {format_bytes(parts.all_block_bytes / group.block_tokens)} per token"
         )
     connectors = list(_connector_lines(layout, offload, parts))
     return lines + (connectors or ["no connector: KV that leaves the device pool is computed again"])
@@ -90,7 +92,8 @@ def _connector_lines(layout: KVCacheLayout, offload: Offload | Sequence[Offload]
 def _tier(layout: KVCacheLayout, config: OffloadConfig, parts: Parts) -> str:
     num_slots = OffloadingFactory(config).num_slots(layout)
     shared = ", an equal share for every worker," if parts.are_unequal(layout.world_size) else ""
+    blocks = format_count(config.blocks_per_chunk, "block")
     return (
-        f"{format_bytes(config.num_host_bytes)} of host memory{shared} for {num_slots} chunks of "
-        f"{config.blocks_per_chunk} block(s), {format_bytes(parts.all_block_bytes * config.blocks_per_chunk)} each"
+        f"{format_bytes(config.num_host_bytes)} of host memory{shared} for {format_count(num_slots, 'chunk')} of {blocks}, "
+        f"{format_bytes(parts.all_block_bytes * config.blocks_per_chunk)} each"
     )

@@ -17,7 +17,15 @@ from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
-from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_int, is_positive_int, is_positive_number, is_timeout
+from cargohold.units import (
+    MAX_TIMEOUT_S,
+    format_bytes,
+    format_count,
+    is_int,
+    is_positive_int,
+    is_positive_number,
+    is_timeout,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +33,8 @@ DEFAULT_KV_BYTES = 2 * 1024**3
 """Most that the device pool takes by default; a quarter of the machine's memory if that is less."""
 
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
+_PORT = re.compile(r"[0-9]{1,5}|\*")  # 0 means any free one, too
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +106,7 @@ class EngineConfig:
         )
         for key in ("prefix_caching", "kv_events"):
             self._require(key, isinstance(getattr(self, key), bool), "True or False")
-        endpoint = self.kv_events_endpoint
-        is_address = isinstance(endpoint, str) and "://" in endpoint
-        self._require("kv_events_endpoint", endpoint is None or is_address, "an address such as tcp://127.0.0.1:5557")
+        self._check_endpoint()
         self._check_workers()
 
     @property
@@ -107,6 +115,20 @@ class EngineConfig:
         if self.executor is None:
             return ExecutorKind.INLINE if self.tensor_parallel_size == 1 else ExecutorKind.MULTIPROCESS
         return ExecutorKind(self.executor)
+
+    def _check_endpoint(self) -> None:
+        endpoint = self.kv_events_endpoint
+        is_address = isinstance(endpoint, str) and "://" in endpoint
+        self._require("kv_events_endpoint", endpoint is None or is_address, "an address such as tcp://127.0.0.1:5557")
+        if endpoint is None or not endpoint.startswith("tcp://"):
+            return
+        # ZeroMQ takes a number modulo 65536, and of a word the digits at its start: it would listen on another port.
+        port = endpoint.rpartition(":")[2]
+        is_port = _PORT.fullmatch(port) is not None and (port == "*" or int(port) <= _MAX_PORT)
+        expected = (
+            f"an address that ends in a port from 1 to {_MAX_PORT}, or in * for any free one: tcp://127.0.0.1:5557"
+        )
+        self._require("kv_events_endpoint", is_port, expected)
 
     def _check_workers(self) -> None:
         if self.executor is not None:
@@ -253,7 +275,8 @@ def _longest_that_fits(
     longest = _last_true(fits, wanted_len)
     if longest <= config.block_tokens:
         if config.num_device_blocks is None:
-            expected = f"the device pool has room for {num_blocks} block(s) of so many tokens; make them smaller"
+            blocks = format_count(num_blocks, "block")
+            expected = f"the device pool has room for {blocks} of so many tokens; make them smaller"
             raise ConfigError("block_tokens", config.block_tokens, expected)
         raise ConfigError(
             "num_device_blocks",

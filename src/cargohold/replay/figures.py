@@ -12,7 +12,7 @@ def describe_trace(report: Report) -> str:
     """One line about what was replayed."""
     workload = report.workload
     noun = "chunk" if workload.blocks_per_chunk > 1 else "block"
-    tokens = "" if workload.chunk_tokens is None else f" of {workload.chunk_tokens} tokens"
+    tokens = "" if workload.chunk_tokens is None else f" of {format_count(workload.chunk_tokens, 'token')}"
     time = f", over {format_seconds(workload.duration_s)}" if workload.duration_s else ""
     return (
         f"{format_count(workload.num_requests, 'request')}{time}; {format_count(workload.num_lookups, 'look-up')} of "

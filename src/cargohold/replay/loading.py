@@ -94,6 +94,7 @@ class WorkloadBuilder:
         self._block_tokens: int | None = None
         self._told_block_tokens: tuple[int, int] | None = None
         self._step_tokens: int | None = None
+        self._has_sessions = False
 
     def add(self, request: TraceRequest) -> None:
         """Add a request, if it may be selected. Raises ``ConfigError`` if its time is needed and it has none."""
@@ -102,6 +103,7 @@ class WorkloadBuilder:
         if arrival_ms is not None:
             self._first_ms = min(self._first_ms, arrival_ms)
             self._last_ms = max(self._last_ms, arrival_ms)
+        self._has_sessions |= request.session_id is not None
         if not wanted.includes_session(request.session_id):
             return
         if wanted.needs_times and arrival_ms is None:
@@ -168,6 +170,9 @@ class WorkloadBuilder:
         wanted, nothing = self._selection, f"{_NOTHING}: "
         if num_requests and wanted.blocks_per_chunk > 1:
             return ConfigError("blocks_per_chunk", wanted.blocks_per_chunk, f"{nothing}no prompt has so many blocks")
+        if not self._has_sessions and wanted.sessions:
+            expected = "the trace has no sessions: none of its requests has a session_id"
+            return ConfigError("session", ", ".join(sorted(wanted.sessions)), expected)
         if not num_requests and wanted.sessions:
             when = " in that time" if wanted.needs_times else ""
             return ConfigError("session", ", ".join(sorted(wanted.sessions)), f"{nothing}no request is of it{when}")

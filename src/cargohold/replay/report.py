@@ -8,6 +8,7 @@ from typing import Any
 from cargohold.replay.costs import CostModel
 from cargohold.replay.results import BOUNDS, INFINITE, ReplayResult
 from cargohold.replay.workload import Workload
+from cargohold.units import format_count
 
 Facts = dict[str, Any]
 
@@ -129,7 +130,9 @@ def remarks_on(workload: Workload, num_misplaced: int, num_skipped: int) -> list
     """Sentences about what is odd in a trace, and about the reuse that the recording engine counted."""
     remarks = []
     if num_skipped:
-        remarks.append(f"{num_skipped} broken line(s) of the trace were skipped")
+        remarks.append(
+            f"{format_count(num_skipped, 'broken line')} of the trace {'was' if num_skipped == 1 else 'were'} skipped"
+        )
     if num_misplaced:
         remarks.append(
             f"{num_misplaced:,} of {len(workload.chunks):,} uses of a block come behind another block than its first use: "
@@ -152,5 +155,5 @@ def remarks_on(workload: Workload, num_misplaced: int, num_skipped: int) -> list
     reused = workload.num_reused_blocks
     if reused is not None:
         share = reused / workload.num_prompt_blocks
-        remarks.append(f"the engine that recorded it reused {reused:,} blocks itself: {share:.2%}")
+        remarks.append(f"the engine that recorded it reused {format_count(reused, 'block')} itself: {share:.2%}")
     return remarks

@@ -69,11 +69,13 @@ class RequestLogDecoder:
     Attributes:
         block_tokens: tokens per block.
         longest: tokens of the longest prompt that was hashed here; 0 if there was none.
+        has_texts: whether there was a line that needs the tokenizer.
     """
 
     def __init__(self, block_tokens: int, tokenizer: TextTokenizer | None = None) -> None:
         self.block_tokens = block_tokens
         self.longest = 0
+        self.has_texts = False
         self._tokenizer = tokenizer
         self._decoder = msgspec.json.Decoder(LoggedRequest)
 
@@ -129,6 +131,7 @@ class RequestLogDecoder:
             raise CargoholdError("a request has one of prompt, messages, token_ids and hash_ids")
         if logged.token_ids is not None:
             return logged.token_ids
+        self.has_texts = True
         if self._tokenizer is None:
             raise ConfigError("tokenizer", None, "the trace has texts: give the model whose tokenizer they are for")
         if logged.prompt is not None:

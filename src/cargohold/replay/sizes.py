@@ -9,10 +9,11 @@ from fractions import Fraction
 
 from cargohold.errors import ConfigError
 from cargohold.replay.workload import Workload
-from cargohold.units import NUMBER, parse_bytes
+from cargohold.units import NUMBER, SIZE_UNITS, format_count, parse_bytes
 
 _EXPECTED = (
-    "it must be a share of the different blocks such as 5%, a number of blocks such as 1000, or bytes such as 64GiB"
+    "it must be a share of the different blocks such as 5%, a number of blocks such as 1000, or bytes such as 64GiB; "
+    f"{SIZE_UNITS}"
 )
 _PERCENT = re.compile(rf"({NUMBER})\s*%")
 _BLOCKS = re.compile(r"[0-9]{1,40}")
@@ -51,12 +52,12 @@ class Size:
             return max(1, round(self.amount * workload.num_unique / 100))
         if self.unit is _Unit.BLOCKS:
             size = int(self.amount) // workload.blocks_per_chunk
-            least = f"{workload.blocks_per_chunk} blocks"
+            least = format_count(workload.blocks_per_chunk, "block")
         elif chunk_bytes is None:
             raise ConfigError(self.key, self.text, "bytes need --bytes-per-token or --model, and --block-tokens")
         else:
             size = int(self.amount) // chunk_bytes
-            least = f"{chunk_bytes} bytes"
+            least = format_count(chunk_bytes, "byte")
         if not size:
             raise ConfigError(self.key, self.text, f"it must hold at least one chunk, which is {least}")
         return size

@@ -9,6 +9,7 @@ from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
 from cargohold.offload.policy import DEFAULT_POLICY, find_policy
 from cargohold.offload.tier import TierConfig
+from cargohold.protocol import AttentionKind, KVCacheLayout
 from cargohold.units import format_bytes, is_number, is_positive_int, is_positive_number, parse_bytes
 
 RESTORE_IF_FASTER = "if_faster"
@@ -91,6 +92,26 @@ class OffloadConfig:
     def num_host_bytes(self) -> int:
         """``host_bytes`` as a number."""
         return parse_bytes("host_bytes", self.host_bytes)
+
+    def check_chunks_can_be_filled(self, layout: KVCacheLayout, max_model_len: int) -> None:
+        """Check that there can be a request long enough for one chunk.
+
+        Args:
+            layout: the paged KV.
+            max_model_len: tokens of the longest sequence.
+
+        Raises:
+            ConfigError: no request can ever fill a chunk, so nothing would be kept.
+        """
+        limits = [layout.num_blocks - 1 for group in layout.groups if group.kind is AttentionKind.FULL]
+        # The KV of the last token is not computed: there is none behind it that would look at it.
+        num_tokens = max_model_len - 1
+        groups = [group for group in layout.groups if group.kind is not AttentionKind.RECURRENT]
+        limits += [num_tokens // group.block_tokens for group in groups]
+        most = max(1, min(limits, default=self.blocks_per_chunk))
+        if self.blocks_per_chunk > most:
+            expected = f"no request can have so many full blocks, so nothing would ever be kept; use at most {most}"
+            raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, expected)
 
     def _require(self, key: str, holds: bool, expected: str) -> None:
         if not holds:

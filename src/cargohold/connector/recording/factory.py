@@ -37,6 +37,8 @@ class RecordingFactory:
         if not self.file:
             raise ConfigError("record", self.file, "it must be the path of a file to write")
         path = self._path()
+        if path.is_dir():
+            raise ConfigError("record", self.file, "it is a directory; give the path of a file to write")
         if path.exists():
             raise ConfigError("record", self.file, "there is such a file already; traces are not overwritten")
         if not path.parent.is_dir():

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final, Self
 from weakref import WeakSet
 
-from cargohold.connector.factory import connector_factory
+from cargohold.connector.factory import check_chunks, connector_factory
 from cargohold.connector.start_report import Parts, equal_parts, start_report
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import compat, probe
@@ -48,7 +48,15 @@ _NEEDS = {
     "cache_config": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),
     "kv_transfer_config": ("is_kv_consumer", "kv_connector_extra_config", "kv_load_failure_policy", "kv_role"),
     "load_config": ("load_format",),
-    "model_config": ("dtype", "hf_overrides", "model", "quantization", "revision", "served_model_name"),
+    "model_config": (
+        "dtype",
+        "hf_overrides",
+        "max_model_len",
+        "model",
+        "quantization",
+        "revision",
+        "served_model_name",
+    ),
     "parallel_config": ("distributed_executor_backend", "pipeline_parallel_size", "rank", "world_size"),
     "scheduler_config": ("max_num_batched_tokens",),
 }
@@ -388,6 +396,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             keeps_partial_loads=False,
         )
         try:
+            check_chunks(self._settings.offload, layout, int(self._vllm_config.model_config.max_model_len))
             inner = self._factory().make_scheduler_side(environment)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
