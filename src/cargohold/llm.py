@@ -273,6 +273,7 @@ class LLM:
                 while (output := inbox.take()) is not None:
                     if output.finished:
                         unfinished.remove(output.request_id)
+                        self._inboxes.pop(output.request_id)  # nobody else can have the id before
                     yield positions[output.request_id], output
                     served_in = get_ident()
         finally:

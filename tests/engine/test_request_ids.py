@@ -47,6 +47,17 @@ def test_who_asks_again_under_an_id_gets_nothing_of_the_request_that_was_given_u
     other.close()
 
 
+def test_an_id_is_free_when_the_last_output_has_been_read(llm: LLM) -> None:
+    first = llm.stream(ONE, SamplingParams(max_tokens=3), request_id="mine")
+    while not next(first).finished:
+        pass
+    second = llm.stream(TWO, SamplingParams(max_tokens=5), request_id="mine")
+    next(second)
+    first.close()
+    (*_, last) = second
+    assert (last.prompt_token_ids, len(last.token_ids), last.finish_reason) == (tuple(TWO), 5, "length")
+
+
 def test_the_engine_refuses_an_id_whose_last_output_it_has_not_returned(llm: LLM) -> None:
     engine = llm.engine
     engine.add_request(ONE, request_id="mine")

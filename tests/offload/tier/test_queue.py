@@ -717,6 +717,30 @@ def test_a_medium_that_works_and_is_busy_does_not_rest() -> None:
         passes.release()
 
 
+@pytest.mark.parametrize(("num_done", "state"), [(1, TierState.RESTING), (2, TierState.ON)])
+def test_a_medium_that_hangs_in_each_job_rests_unless_it_does_most_of_it(num_done: int, state: TierState) -> None:
+    arrived, passes = threading.Semaphore(0), threading.Semaphore(0)
+
+    def one_by_one(operation: str) -> None:
+        if operation == "load":
+            arrived.release()
+            assert passes.acquire(timeout=WAIT_S)
+
+    with queue_on(faulty(one_by_one), QueueConfig(num_threads=1)) as setup:
+        keys = [b"a", b"b", b"c", b"d"]
+        setup.run(JobKind.STORE, keys, [chunk(at) for at in range(4)])
+        for _ in range(3):
+            setup.submit(JobKind.LOAD, keys, [bytearray(CHUNK) for _ in keys], timeout_s=1.0)
+            for _ in range(num_done):
+                assert arrived.acquire(timeout=WAIT_S)
+                passes.release()
+            assert arrived.acquire(timeout=WAIT_S), "the next chunk has been begun, so those before it are done"
+            setup.clock.advance(2.0)
+            assert [result.status for result in setup.queue.poll()] == [JobStatus.EXPIRED]
+            passes.release()  # too late: that says nothing
+        assert setup.state() is state
+
+
 def test_an_unforeseen_error_is_a_failed_job_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     def fault(operation: str) -> str | None:
         if operation == "load":

@@ -60,8 +60,8 @@ class TierQueue:
         self._ledger = JobLedger(clock)
         self._breakers = TierBreakers(clock, self.config.breaker)
         self._totals = Totals()
-        # When the medium last carried out anything, per access.
-        self._worked_at = dict.fromkeys(Access, float("-inf"))
+        # When the medium last carried out anything in time, per access, and for which job.
+        self._worked: dict[Access, tuple[float, LiveJob | None]] = dict.fromkeys(Access, (float("-inf"), None))
         self._failed_trials = SparingLog(logger)
         self._is_off = False
         self._threads: list[IoThread] = []
@@ -231,8 +231,8 @@ class TierQueue:
     # --- under the lock -----------------------------------------------------------------------------------------------
 
     def _note_answers(self, piece: Piece, answers: list[Answer]) -> None:
-        if self._told_by(answers) - {StoreOutcome.FAILED}:
-            self._worked_at[ACCESS_OF[piece.kind]] = self._clock()
+        if not piece.live.end and self._told_by(answers) - {StoreOutcome.FAILED}:
+            self._worked[ACCESS_OF[piece.kind]] = self._clock(), piece.live
         if self._ledger.answer(piece, answers):
             self._note_end(piece.kind, piece.live.answers)
             self._changed.notify_all()
@@ -273,11 +273,21 @@ class TierQueue:
         if not self._ledger.end(live, status, reason):
             return
         self._totals.note_failure(reason)
-        if status is JobStatus.EXPIRED and self._worked_at[ACCESS_OF[live.job.kind]] > live.queued_at:
+        if status is JobStatus.EXPIRED and self._was_one_too_many(live):
             self._breakers.note_cancelled(live.job.kind)
         else:
             self._note_failure(live.job.kind, reason)
         self._changed.notify_all()
+
+    def _was_one_too_many(self, live: LiveJob) -> bool:
+        """Whether a job is late though the medium works: it has worked for others meanwhile, or done most of this one.
+
+        A little of a job says nothing: a medium may begin each one, and then hang.
+        """
+        worked_at, worked_for = self._worked[ACCESS_OF[live.job.kind]]
+        if worked_for is live:
+            return 2 * live.num_answered >= len(live.job.keys)
+        return worked_at > live.queued_at
 
     def _note_failure(self, kind: JobKind, reason: str) -> None:
         was_trial = self._breakers.of(kind).state is BreakerState.HALF_OPEN

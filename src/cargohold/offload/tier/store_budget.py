@@ -28,6 +28,9 @@ from cargohold.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _LOOKS_PER_BUDGET: Final = 16
+_SHARES_PER_BUDGET: Final = 4
+"""The shares of several workers are this part of the limit together. With smaller ones, listings take so much of the time that
+half of the chunks are refused meanwhile, and a chunk counts only if all workers have stored it."""
 _KEPT: Final = 0.9
 """Fraction of the budget that is used after making room, so that room need not be made for every chunk."""
 
@@ -36,9 +39,9 @@ class StoreBudget:
     """Keeps the total size of our objects in a store below a limit, by deleting the chunks written longest ago. Thread-safe.
 
     The store is listed before the first chunk, whenever the limit seems to be reached, and before more than a share is written.
-    The shares of all workers together are a sixteenth of the limit. So one engine alone never exceeds the limit; each further
-    engine may exceed it by a sixteenth. With many objects a listing may take minutes: one thread makes it, and no other thread
-    waits for it.
+    The shares of several workers are a quarter of the limit together; a worker alone looks after each sixteenth. So one engine
+    alone never exceeds the limit; each further engine may exceed it by what its workers write between two listings. With many
+    objects a listing may take minutes: one thread makes it, and no other thread waits for it.
 
     Chunks that may not be deleted, such as another user's, are passed over. If nothing else is left to delete, chunks are
     refused, and the store is listed again only when a share has been refused.
@@ -51,11 +54,11 @@ class StoreBudget:
     """
 
     def __init__(self, store: ObjectStore, max_bytes: int, num_workers: int = 1, value_bytes: int = 0) -> None:
-        share = max_bytes // (_LOOKS_PER_BUDGET * num_workers)
         if num_workers == 1:
-            self._share, self._due = max_bytes, share  # nobody else needs room, so it may write on while it looks
+            self._share = max_bytes  # nobody else needs room, so it may write on while it looks
+            self._due = max_bytes // _LOOKS_PER_BUDGET
         else:
-            self._share = max(share, value_bytes)
+            self._share = max(max_bytes // (_SHARES_PER_BUDGET * num_workers), value_bytes)
             self._due = self._share // 2  # the other half can be written while it looks
         self._store = store
         self._max_bytes = max_bytes - (num_workers - 1) * self._share

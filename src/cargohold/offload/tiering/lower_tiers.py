@@ -390,8 +390,12 @@ class LowerTiers:
             tier.blame(task, "failed" if outcome is TransferOutcome.FAILED else "was not carried out")
 
     def _was_one_too_many(self, task: TierTask) -> bool:
-        """Whether a job came too late for no other reason than that there was so much to do: the tier works, and is busy."""
-        return self.tiers[task.tier].has_worked_since(task) or any(task.succeeded(self.config.num_workers))
+        """Whether a job is late though the tier works: it has carried out others meanwhile, or done most of this one.
+
+        A little of a job says nothing: a tier may begin each one, and then hang.
+        """
+        num_done = sum(task.succeeded(self.config.num_workers))
+        return self.tiers[task.tier].has_worked_since(task) or 2 * num_done >= len(task.keys)
 
     def _give_up_late(self) -> None:
         for task in self._tasks.newly_late():
