@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, READY, KVCacheBlock, extend_hashes, root_hash
+from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.connector.offloading.leftovers import Leftovers
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.engine.core.config import LoadFailurePolicy
 from cargohold.engine.core.context import EngineContext
 from cargohold.engine.core.request import FinishReason
+from cargohold.engine.core.step import SchedulerStep
 from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
+from cargohold.engine.executor.runner import LayerHooks
 from cargohold.errors import RequestError
 from cargohold.offload.keys import offload_key
 from cargohold.offload.transfer import Direction
@@ -103,6 +106,38 @@ def test_what_a_failed_step_has_spoiled_is_stored_again_when_the_copy_has_ended(
     engine.add("second", [*prompt(0, 12), 7], 1)
     finish(engine, offloading)
     assert dict(engine.outputs["second"].cache_report.restored_tokens) == {"host": 12}
+
+
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_numbers_of_one_request_that_are_not_finite_spoil_no_copies_of_others(
+    is_composed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a review: copies in flight of requests that had ended were given up, and never made again."""
+    offloading = SimulatedOffloading(200)
+    factory = MultiConnectorFactory((offloading,)) if is_composed else offloading
+    engine = SimulatedEngine(simulated_layout(100), factory)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    execute = engine.runner.execute
+
+    def overflow(step: SchedulerStep, hooks: LayerHooks | None) -> dict[str, int | None]:
+        not_finite = [share.request_id for share in step.scheduled if share.request_id == "bad"]
+        return {**execute(step, hooks), **dict.fromkeys(not_finite)}
+
+    monkeypatch.setattr(engine.runner, "execute", overflow)
+    engine.add("good", prompt(0, 20), 1)
+    engine.step()
+    engine.add("bad", prompt(1, 20), 1)
+    engine.step()
+    assert engine.outputs["good"].request.error is None and engine.outputs["bad"].request.error
+    transfers.auto = True
+    finish(engine, offloading)
+    evict_everything(engine)
+    monkeypatch.undo()
+    for name, seed, expected in (("good again", 0, {"host": 20}), ("bad again", 1, {})):
+        engine.add(name, [*prompt(seed, 20), 7], 1)
+        finish(engine, offloading)
+        assert dict(engine.outputs[name].cache_report.restored_tokens) == expected
 
 
 @pytest.mark.parametrize("hold", HOLDS)

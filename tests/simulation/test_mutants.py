@@ -53,6 +53,6 @@ def test_what_a_failed_step_computed_is_not_found_again() -> None:
 
 
 def test_a_connector_that_keeps_what_a_failed_step_computed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OffloadingScheduler, "_spoil_stores", lambda self: None)
+    monkeypatch.setattr(OffloadingScheduler, "_spoil_stores", lambda self, spoiled_requests: None)
     with pytest.raises(WrongTokenError):
         serve_after_a_failed_step()

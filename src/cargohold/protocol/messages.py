@@ -106,6 +106,8 @@ class FinishedTransfers:
         step_failed: this step's forward pass may have read KV that had not been loaded: the requests that computed in it
             start over, and nothing that was stored from it may ever be found. The engine says so as well of a step whose
             numbers are not finite for a request; then the other requests go on.
+        spoiled_requests: if a step failed for these requests alone: their ids. Empty if it may have failed for all. Only the
+            engine says that.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -114,6 +116,7 @@ class FinishedTransfers:
     jobs: Mapping[int, TransferOutcome] = field(default_factory=dict)
     expected_finished_count: int = 0
     step_failed: bool = False
+    spoiled_requests: frozenset[str] = frozenset()
 
 
 NOTHING_ENDED = FinishedTransfers()

@@ -236,6 +236,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             failed_recving=frozenset(i for i in finished.failed_recving if self._loading.get(i) == at),
             jobs=jobs,
             step_failed=finished.step_failed,
+            spoiled_requests=finished.spoiled_requests,
         )
         # Blocks that one child could not load spoil stores of other children from the same step: all children learn of them.
         worker_meta = None if meta is None else meta.children[at].worker_meta

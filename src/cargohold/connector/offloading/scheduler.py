@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
@@ -216,7 +217,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
         self._loads.note_invalid(output.invalid_block_ids)
         if output.finished.step_failed or output.invalid_block_ids:
-            self._spoil_stores()
+            self._spoil_stores(output.finished.spoiled_requests)
         if self._lower is not None:
             self._lower.note_answers(output)
         for job_id, outcome in output.finished.jobs.items():
@@ -269,13 +270,15 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _spoil_stores(self) -> None:
-        """Give up all stores in flight: a step computed with KV that was not there, and its chunks must never be found.
+    def _spoil_stores(self, spoiled_requests: AbstractSet[str]) -> None:
+        """Give up stores in flight: a step computed with KV that was not there, and its chunks must never be found.
 
-        Which stores copy from that step cannot be told here, so all are given up: failures are rare, and chunks that are given
-        up are offered again.
+        Which stores copy from that step cannot be told here, so all are given up, or all of ``spoiled_requests`` if it has
+        failed for these alone: failures are rare, and chunks that are given up are offered again.
         """
         for store in self._shared.jobs.stores():
+            if spoiled_requests and spoiled_requests.isdisjoint(store.request_ids):
+                continue
             store.is_spoiled = True
             for request_id in store.request_ids & self._requests.keys():
                 self._requests[request_id].offer_again_from(0)

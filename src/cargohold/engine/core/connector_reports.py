@@ -84,9 +84,11 @@ class ConnectorReports:
         if report.finished.step_failed:
             self._start_over(request for request, _ in plan)
         if None in output.sampled.values():
-            self._end_not_finite(output, plan)
             # Connectors may have stored what this step wrote. The other requests of the step are unharmed, and go on.
-            report = replace(report, finished=replace(report.finished, step_failed=True))
+            not_finite = self._end_not_finite(output, plan)
+            is_for_all = report.finished.step_failed or report.invalid_block_ids
+            spoiled = frozenset[str]() if is_for_all else not_finite
+            report = replace(report, finished=replace(report.finished, step_failed=True, spoiled_requests=spoiled))
         if output.connector_error is not None:
             self._connector.break_off(output.connector_error)
         if not report.is_empty():
@@ -139,16 +141,20 @@ class ConnectorReports:
         readers = [request for user in users if (request := self._roster.get(user)) is not None]
         self._start_over(request for request in readers if not self._roster.transfers.holds(request))
 
-    def _end_not_finite(self, output: StepOutput, plan: StepPlan) -> None:
+    def _end_not_finite(self, output: StepOutput, plan: StepPlan) -> frozenset[str]:
         """End the requests for which the model computed numbers that are not finite. This step's blocks are never cached.
 
         Not those that start over anyway, because their numbers may come from garbage that was read instead of their KV.
+
+        Returns:
+            The ids of all for which it did.
         """
-        not_finite = {request_id for request_id, token_id in output.sampled.items() if token_id is None}
+        not_finite = frozenset(request_id for request_id, token_id in output.sampled.items() if token_id is None)
         for request, _ in plan:
             if request.status is RequestStatus.RUNNING and request.request_id in not_finite:
                 self.note_progress()
                 self._end_request(request, FinishReason.ERROR, NOT_FINITE)
+        return not_finite
 
     def _start_over(self, requests: Iterable[Request]) -> None:
         """Let requests recompute after a failure, or end them if that is the policy."""
