@@ -1,12 +1,12 @@
 """The cargohold command."""
 
-from cargohold.cli.signals import interrupted, termination
-
 __all__ = ["main"]
 
 
 def main() -> int:
     """Run the command line; returns the exit status."""
+    from cargohold.cli.signals import interrupted, termination  # noqa: PLC0415  # not a name of this package
+
     with termination.handled():
         # Modules that take time to import are imported here, where Ctrl-C is answered as at any later moment.
         try:
