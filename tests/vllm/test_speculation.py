@@ -12,6 +12,7 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.integrations.vllm import compat
 from tests.vllm.common import CAN_DRAFT, EAGER, LAZY, RESTARTED, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Engine
 from tests.vllm.models import save_eagle3, save_guesser, save_mtp
@@ -121,6 +122,8 @@ def test_several_drafting_layers_want_more_than_a_window_back(
     vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Found by a review: vLLM keeps some tokens behind the window for them, which were not asked for and not there to load."""
+    if compat.TransferResults is None:
+        pytest.skip("this version of vLLM cannot be told that a load of a window failed; 0.30 and later can")
     model = save_mtp(vllm_model("ernie"), 3, sliding_window=64)
     speculation = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     prompts = make_prompts(3, 330)
