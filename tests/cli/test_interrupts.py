@@ -56,6 +56,16 @@ def read_some(stream: IO[str] | None) -> str:
 LONG = ("--max-tokens", "6000")
 
 
+def chat_in_an_answer(start: Start, chat_model: str) -> subprocess.Popen[str]:
+    """A chat that has begun with its first answer."""
+    process = start("chat", chat_model, *LONG)
+    assert process.stdin is not None
+    process.stdin.write("Hello\n")
+    process.stdin.flush()
+    assert read_some(process.stdout)
+    return process
+
+
 def test_ctrl_c_while_it_generates_ends_cleanly(start: Start, chat_model: str) -> None:
     process = start("run", chat_model, "-p", "Hello", *LONG)
     assert read_some(process.stdout)
@@ -95,11 +105,7 @@ def test_sigterm_while_it_loads_ends_cleanly(start: Start, chat_model: str) -> N
 
 
 def test_sigterm_in_a_chat_ends_more_than_the_answer(start: Start, chat_model: str) -> None:
-    process = start("chat", chat_model, *LONG)
-    assert process.stdin is not None
-    process.stdin.write("Hello\n")
-    process.stdin.flush()
-    assert read_some(process.stdout)
+    process = chat_in_an_answer(start, chat_model)
     process.send_signal(signal.SIGTERM)
     assert process.wait(WAIT_S) == 143, "while its input is still open"
     assert process.stderr is not None
@@ -258,11 +264,7 @@ def test_sigterm_at_the_prompt_of_a_chat_needs_no_repetition(
 
 
 def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation(start: Start, chat_model: str) -> None:
-    process = start("chat", chat_model, *LONG)
-    assert process.stdin is not None
-    process.stdin.write("Hello\n")
-    process.stdin.flush()
-    assert read_some(process.stdout)
+    process = chat_in_an_answer(start, chat_model)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate("/new\n/quit\n")
     assert process.returncode == 0

@@ -38,12 +38,28 @@ def filled(tier: Tier, count: int) -> Tier:
     return tier
 
 
+def filled_directory(place: Path, count: int) -> tuple[str, Tier]:
+    """The URL of a shared directory with some chunks, and a tier over it."""
+    pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
+    url = f"file://{place}"
+    return url, filled(open_tier(SharedTierConfig(url=url), NAMESPACE, CHUNK), count)
+
+
+def spoil_opening(bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one file of a shared directory fail to open, as over a bad place on the medium."""
+
+    def open_file(path: Path, flags: int) -> Descriptor:
+        if path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return Descriptor(path, flags)
+
+    monkeypatch.setattr(object_listing, "Descriptor", open_file)
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_chunks_that_engines_delete_during_a_look_do_not_end_it(tmp_path: Path, is_damaged: bool) -> None:
     """Found by reading: where a budget is kept, or a damaged chunk loaded, verifying ended with "not found"."""
-    pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
-    url = f"file://{tmp_path}"
-    tier = filled(open_tier(SharedTierConfig(url=url), NAMESPACE, CHUNK), 6)
+    url, tier = filled_directory(tmp_path, 6)
     paths = sorted(tmp_path.glob("*/00/*"))
     if is_damaged:
         for path in paths:
@@ -123,17 +139,9 @@ def test_a_bad_place_under_a_shared_directory_is_a_damaged_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by review: a look ended at the first one, and did not delete it."""
-    pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
-    url = f"file://{tmp_path}"
-    filled(open_tier(SharedTierConfig(url=url), NAMESPACE, CHUNK), 6)
+    url, _ = filled_directory(tmp_path, 6)
     (bad,) = tmp_path.glob(f"*/*/{key(2).hex()}")
-
-    def open_file(path: Path, flags: int) -> Descriptor:
-        if path == bad:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return Descriptor(path, flags)
-
-    monkeypatch.setattr(object_listing, "Descriptor", open_file)
+    spoil_opening(bad, monkeypatch)
     findings = list(open_inventory(url).verify(NAMESPACE.id, delete=True))
     assert (findings.count(Finding.GOOD), findings.count(Finding.DAMAGED)) == (5, 1)
     assert not bad.exists()
@@ -143,9 +151,7 @@ def test_a_bad_place_under_a_shared_directory_is_a_damaged_chunk(
 def test_a_chunk_in_a_shared_directory_that_is_for_its_owner_only_is_told_after_the_others(
     tmp_path: Path, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
-    url = f"file://{tmp_path}"
-    filled(open_tier(SharedTierConfig(url=url), NAMESPACE, CHUNK), 6)
+    url, _ = filled_directory(tmp_path, 6)
     (bad,) = tmp_path.glob(f"*/*/{key(2).hex()}")
     bad.write_bytes(bytes(HEADER_BYTES))
     really_do = getattr(os, operation)
@@ -165,17 +171,9 @@ def test_a_chunk_in_a_shared_directory_that_is_for_its_owner_only_is_told_after_
 def test_a_description_in_a_shared_directory_that_cannot_be_read_hides_no_namespace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
-    url = f"file://{tmp_path}"
-    filled(open_tier(SharedTierConfig(url=url), NAMESPACE, CHUNK), 2)
+    url, _ = filled_directory(tmp_path, 2)
     description = tmp_path / NAMESPACE.id / "namespace.json"
-
-    def open_file(path: Path, flags: int) -> Descriptor:
-        if path == description:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return Descriptor(path, flags)
-
-    monkeypatch.setattr(object_listing, "Descriptor", open_file)
+    spoil_opening(description, monkeypatch)
     (holding,) = open_inventory(url).holdings()
     assert (holding.num_chunks, holding.facts) == (2, {})
     assert holding.remark == f"{description}: Input/output error"

@@ -59,6 +59,25 @@ class Gate:
         assert self.arrived.acquire(timeout=WAIT_S)
 
 
+class Turnstile:
+    """A fault that lets one call of some kind pass at a time, and says when one has arrived."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self._arrived, self._passes = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, operation: str) -> None:
+        if operation == self.operation:
+            self._arrived.release()
+            assert self._passes.acquire(timeout=WAIT_S)
+
+    def wait_for_arrival(self) -> None:
+        assert self._arrived.acquire(timeout=WAIT_S)
+
+    def let_pass(self) -> None:
+        self._passes.release()
+
+
 class Setup:
     def __init__(self, tier: Tier, config: QueueConfig) -> None:
         self.clock = VirtualClock()
@@ -694,50 +713,38 @@ def test_hanging_threads_open_the_breaker() -> None:
 
 def test_a_medium_that_works_and_is_busy_does_not_rest() -> None:
     """Found by a review: one long load kept a disk busy, and the jobs behind it, which came too late, counted as failures."""
-    arrived, passes = threading.Semaphore(0), threading.Semaphore(0)
-
-    def one_by_one(operation: str) -> None:
-        if operation == "load":
-            arrived.release()
-            assert passes.acquire(timeout=WAIT_S)
-
-    with queue_on(faulty(one_by_one), QueueConfig(num_threads=1)) as setup:
+    loads = Turnstile("load")
+    with queue_on(faulty(loads), QueueConfig(num_threads=1)) as setup:
         setup.run(JobKind.STORE, [b"a", b"b"], [chunk(1), chunk(2)])
         setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
-        assert arrived.acquire(timeout=WAIT_S)
+        loads.wait_for_arrival()
         for _ in range(3):
             setup.submit(JobKind.LOAD, [b"b"], [bytearray(CHUNK)], timeout_s=1.0)
         setup.clock.advance(0.5)
-        passes.release()
-        assert arrived.acquire(timeout=WAIT_S), "the first load has ended, and the next one has begun"
+        loads.let_pass()
+        loads.wait_for_arrival()  # the first load has ended, and the next one has begun
         setup.clock.advance(1.0)
         statuses = [result.status for result in setup.queue.poll()]
         assert statuses == [JobStatus.DONE, *[JobStatus.EXPIRED] * 3]
         assert setup.state() is TierState.ON
-        passes.release()
+        loads.let_pass()
 
 
 @pytest.mark.parametrize(("num_done", "state"), [(1, TierState.RESTING), (2, TierState.ON)])
 def test_a_medium_that_hangs_in_each_job_rests_unless_it_does_most_of_it(num_done: int, state: TierState) -> None:
-    arrived, passes = threading.Semaphore(0), threading.Semaphore(0)
-
-    def one_by_one(operation: str) -> None:
-        if operation == "load":
-            arrived.release()
-            assert passes.acquire(timeout=WAIT_S)
-
-    with queue_on(faulty(one_by_one), QueueConfig(num_threads=1)) as setup:
+    loads = Turnstile("load")
+    with queue_on(faulty(loads), QueueConfig(num_threads=1)) as setup:
         keys = [b"a", b"b", b"c", b"d"]
         setup.run(JobKind.STORE, keys, [chunk(at) for at in range(4)])
         for _ in range(3):
             setup.submit(JobKind.LOAD, keys, [bytearray(CHUNK) for _ in keys], timeout_s=1.0)
             for _ in range(num_done):
-                assert arrived.acquire(timeout=WAIT_S)
-                passes.release()
-            assert arrived.acquire(timeout=WAIT_S), "the next chunk has been begun, so those before it are done"
+                loads.wait_for_arrival()
+                loads.let_pass()
+            loads.wait_for_arrival()  # the next chunk has been begun, so those before it are done
             setup.clock.advance(2.0)
             assert [result.status for result in setup.queue.poll()] == [JobStatus.EXPIRED]
-            passes.release()  # too late: that says nothing
+            loads.let_pass()  # too late: that says nothing
         assert setup.state() is state
 
 

@@ -23,11 +23,11 @@ from obstore import exceptions as store_errors
 from obstore.store import ObjectStore
 
 from cargohold.offload.tier.disk.files import Descriptor
-from cargohold.offload.tier.namespace import DESCRIPTION
+from cargohold.offload.tier.namespace import DESCRIPTION, ID_PATTERN
 from cargohold.offload.tier.shared_directory import directory_of, files_in
 
 _OURS: Final = re.compile(
-    rf"(?P<namespace>[0-9a-f]{{32}})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})(?P<unfinished>#[0-9]+)?"
+    rf"(?P<namespace>{ID_PATTERN})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})(?P<unfinished>#[0-9]+)?"
 )
 _NO_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL})
 """Errors that say that there is no regular file: those of the system, and ``EINVAL``, which ``Descriptor`` raises."""

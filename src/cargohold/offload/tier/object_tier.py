@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -129,14 +129,15 @@ class ObjectTier(SharedTier):
 
     def _put(self, key: OffloadKey, value: bytearray) -> bool:
         with self._errors():
+            if self._budget is None:
+                return self._write(self._path(key), value)
             self._require_place()  # where a mount has gone, room must neither be counted nor made
-            room = nullcontext(True) if self._budget is None else self._budget.room_for(len(value))
-            with room as has_room:
+            with self._budget.room_for(len(value)) as has_room:
                 return has_room and self._write(self._path(key), value)
 
     def _write(self, path: str, value: bytearray) -> bool:
         """Write an object; return whether there was room."""
-        self._require_place()  # again, because making room takes time
+        self._require_place()  # also after room was made, because that takes time
         try:
             # In one part: if an upload in several parts is broken off, its parts stay, cost money, and no listing shows them.
             obstore.put(self._store, path, value, use_multipart=False)

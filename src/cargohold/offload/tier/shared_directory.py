@@ -24,6 +24,8 @@ from typing import Final
 
 from obstore.store import LocalStore, ObjectStore
 
+from cargohold.offload.tier.namespace import ID_PATTERN
+
 logger = logging.getLogger(__name__)
 
 LEFT_AFTER_S: Final = 3600.0
@@ -32,9 +34,9 @@ LEFT_AFTER_S: Final = 3600.0
 If one does, its rename fails, and only that one store with it.
 """
 
-_NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+_NAMESPACE: Final = re.compile(ID_PATTERN)
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
-_UNFINISHED: Final = re.compile(r"[0-9a-f]{32}/([0-9a-f]{2}/([0-9a-f]{2})+|[a-z.]+)#[0-9]+")
+_UNFINISHED: Final = re.compile(rf"{ID_PATTERN}/([0-9a-f]{{2}}/([0-9a-f]{{2}})+|[a-z.]+)#[0-9]+")
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PRIVATE: Final = 0o700

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -220,15 +221,18 @@ def segment_files(path: Path) -> tuple[Path, Path]:
 def may_hold_chunks(headers: Path) -> bool:
     """Whether a segment's file of headers has one that is not empty, or cannot be read."""
     try:
-        file = Descriptor(headers, os.O_RDONLY)
-        at = 0
-        while data := os.pread(file.number, _PIECE_BYTES, at):
-            if data != bytes(len(data)):
-                return True
-            at += len(data)
+        return any(piece != bytes(len(piece)) for piece in read_pieces(headers))
     except OSError:
         return True
-    return False
+
+
+def read_pieces(path: Path) -> Iterator[bytes]:
+    """Yield the contents of a file in pieces, the last of which may be shorter. Raises ``OSError``."""
+    file = Descriptor(path, os.O_RDONLY)
+    at = 0
+    while piece := os.pread(file.number, _PIECE_BYTES, at):
+        yield piece
+        at += len(piece)
 
 
 def uses_file(path: Path) -> Path:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier.disk.files import Descriptor, Geometry, Segment, may_hold_chunks, segment_files
+from cargohold.offload.tier.disk.files import Geometry, Segment, may_hold_chunks, read_pieces, segment_files
 from cargohold.offload.tier.disk.folders import DESCRIPTION_FILE, Owner, delete_shard, owner_of, strange_folders
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock, is_in_use
 from cargohold.offload.tier.disk.root import (
@@ -170,15 +169,11 @@ def _count_chunks(shard: Path, remarks: list[str]) -> int | None:
 
 
 def _count_headers(path: Path) -> int:
-    try:
-        file = Descriptor(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return 0  # deleted meanwhile: an engine that starts deletes segments above its budget
-    count = at = 0
-    while data := os.pread(file.number, PIECE_BYTES, at):
-        at += len(data)
-        ends = range(HEADER_BYTES, len(data) + 1, HEADER_BYTES)
-        count += sum(data[end - HEADER_BYTES : end] != _EMPTY for end in ends)
+    count = 0
+    with suppress(FileNotFoundError):  # deleted meanwhile: an engine that starts deletes segments above its budget
+        for piece in read_pieces(path):
+            ends = range(HEADER_BYTES, len(piece) + 1, HEADER_BYTES)
+            count += sum(piece[end - HEADER_BYTES : end] != _EMPTY for end in ends)
     return count
 
 
@@ -217,9 +212,10 @@ def _verify(path: Path, geometry: Geometry, troubles: list[str], *, delete: bool
     _, headers = segment_files(path)
     with noted(troubles, path):
         segment = Segment(path, geometry, direct_io=True)
-        if not segment.is_whole() and may_hold_chunks(headers):
+        is_whole = segment.is_whole()
+        if not is_whole and may_hold_chunks(headers):
             troubles.append(f"{path} is not whole, so no chunk in it can be verified")
-        for slot in range(geometry.slots_per_segment if segment.is_whole() else 0):
+        for slot in range(geometry.slots_per_segment if is_whole else 0):
             finding = _check(segment, slot, path.parent.name)
             if finding is Finding.DAMAGED and delete:
                 with noted(troubles, headers):
