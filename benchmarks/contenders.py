@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from cargohold.blocks import READY
+from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.offload.manager import StoreOffer, make_manager
-from cargohold.offload.policy import DEFAULT_POLICY
 
 Keys = Sequence[bytes]
 
@@ -42,7 +42,7 @@ class Cargohold:
     """Our manager.
 
     Args:
-        policy: a name in ``cargohold.offload.policy.POLICIES``.
+        policy: a name in ``cargohold.cache.policies.POLICIES``.
         capacity: slots.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
+from cargohold.cache.policies import DEFAULT_POLICY, POLICIES
 from cargohold.replay.grid import plan_tasks, run_tasks
 from cargohold.replay.loading import load_workload
 from cargohold.replay.results import INFINITE, OPTIMUM

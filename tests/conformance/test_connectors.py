@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from cargohold.cache.policies import POLICIES
 from cargohold.conformance import ConnectorConformance
 from cargohold.connector.lazy import LazyOffloadConfig, LazyOffloadingFactory
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
-from cargohold.offload.policy import POLICIES
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
 from tests.conformance import shelf
 

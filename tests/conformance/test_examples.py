@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from cargohold.cache.chunk_table import ChunkTable
+from cargohold.cache.policies import ReplacementPolicy
 from cargohold.conformance import PolicyConformance, TierConformance
 from cargohold.conformance.chunks import Tree, key
-from cargohold.offload.policy.base import ReplacementPolicy
 from cargohold.offload.tier import Namespace, Tier
 from cargohold.offload.tier.codec import ChunkCodec
 from tests.conformance.folder import Folder
@@ -25,8 +26,8 @@ DOCUMENT = (DOCS / "conformance.md").read_text(encoding="utf-8")
 
 
 class TestOldestEnds(PolicyConformance):
-    def policy(self, capacity: int) -> ReplacementPolicy:
-        return OldestEnds(capacity)
+    def policy(self, table: ChunkTable) -> ReplacementPolicy:
+        return OldestEnds(table)
 
 
 NAMESPACE = Namespace(label="any", weights="w", config="c", dtype="bfloat16", layout="l", split="rank 0 of 1")

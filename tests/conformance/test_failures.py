@@ -8,14 +8,14 @@ from pathlib import Path
 
 BROKEN = """
 from cargohold.conformance import PolicyConformance
-from cargohold.offload.policy.lru import LRUPolicy
+from cargohold.cache.policies.recency import LRUPolicy
 
 class Nameless(LRUPolicy):
     name = ""
 
 class TestNameless(PolicyConformance):
-    def policy(self, capacity):
-        return Nameless(capacity)
+    def policy(self, table):
+        return Nameless(table)
 """
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from cargohold import LLM
-from cargohold.offload.policy import Offer, Room
-from cargohold.offload.policy.base import BusyCounts
 from tests.conformance.oldest_ends import OldestEnds
 from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
 
@@ -20,7 +18,7 @@ FAILING = f"{__name__}:Failing"
 class Failing(OldestEnds):
     """Ends with an error when it is to choose."""
 
-    def make_room(self, offers: Sequence[Offer], num_slots: Sequence[int], busy: BusyCounts) -> list[Room]:
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         raise ZeroDivisionError("no idea")
 
 

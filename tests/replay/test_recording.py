@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
+from cargohold.cache.policies import POLICIES
 from cargohold.connector.recording import RecordingFactory
-from cargohold.offload.policy import POLICIES
 from cargohold.offload.transfer.base import CopyResult
 from cargohold.offload.transfer.cpu import CpuTransferWorker
 from cargohold.protocol import (
@@ -86,7 +86,7 @@ def no_shared_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reuse-index policy knows absent chunks by digests of their keys, which are others in a replay: two chunks may be
     taken for one there, or here. With room for more digests they are not.
     """
-    monkeypatch.setattr("cargohold.offload.policy.absent_chunks._MIN_ENTRIES", 1 << 20)
+    monkeypatch.setattr("cargohold.cache.policies.reuse_index._MIN_ENTRIES", 1 << 20)
 
 
 @pytest.mark.usefixtures("prompt_stores", "no_shared_tags")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from cargohold.cache.policies import POLICIES
 from cargohold.errors import CargoholdError, ConfigError
-from cargohold.offload.policy import POLICIES
 from cargohold.replay import grid
 from cargohold.replay.grid import plan_tasks, run_tasks
 from cargohold.replay.loading import Selection, load_workload

@@ -19,6 +19,9 @@ import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.offload.tiering.task as task_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
+from cargohold.cache.chunk_table import READY, ChunkTable
+from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
+from cargohold.cache.policies.runs import Runs
 from cargohold.connector.lazy.stores import LazyStores
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
@@ -37,13 +40,7 @@ from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.roster import Roster
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.core.transfers import TransferTable
-from cargohold.offload.manager.chain_index import ChainIndex, Keys
-from cargohold.offload.manager.slot_table import SlotTable
 from cargohold.offload.manager.tier_manager import TierManager
-from cargohold.offload.policy.base import Slots
-from cargohold.offload.policy.fifo import FIFOPolicy
-from cargohold.offload.policy.lru import LRUPolicy
-from cargohold.offload.policy.oldest_first import OldestFirst
 from cargohold.offload.tier.breaker import CircuitBreaker, TierBreakers
 from cargohold.offload.tier.jobs import Access
 from cargohold.offload.tiering import Promotion
@@ -313,12 +310,15 @@ def remembers_only_one_of_the_requests_whose_blocks_a_job_reads(patch: Patch) ->
 
 @mutant()
 def mixes_up_the_slots_of_several_prefixes(patch: Patch) -> None:
-    insert = ChainIndex.insert
+    prepare = TierManager.prepare_stores
 
-    def mixed_up(self: ChainIndex, chains: Sequence[Keys], slots: Slots, parents: Sequence[Any]) -> Any:
-        return insert(self, chains, slots[::-1].copy() if len(chains) > 1 else slots, parents)
+    def mixed_up(self: TierManager, offers: Any) -> Any:
+        handle: Any = prepare(self, offers)
+        if len(offers) > 1:
+            handle.slots = handle.slots[::-1]
+        return handle
 
-    patch.setattr(ChainIndex, "insert", mixed_up)
+    patch.setattr(TierManager, "prepare_stores", mixed_up)
 
 
 @mutant(workload="ranks")
@@ -354,7 +354,7 @@ def forgets_a_pin(patch: Patch) -> None:
 
     def unpinned(self: TierManager, keys: Any) -> Any:
         handle: Any = prepare(self, keys)
-        self._table.let_go(handle.slot_array)
+        self._table.unpin(handle.slots)
         return handle
 
     patch.setattr(TierManager, "prepare_load", unpinned)
@@ -366,8 +366,8 @@ def finds_chunks_that_are_being_written(patch: Patch) -> None:
 
     def visible_at_once(self: TierManager, offers: Any) -> Any:
         handle: Any = prepare(self, offers)
-        for strand in self._writing[handle]:
-            self._index.publish(strand)
+        for slot in handle.slots:
+            self._table.states[slot] = READY
         return handle
 
     patch.setattr(TierManager, "prepare_stores", visible_at_once)
@@ -375,13 +375,22 @@ def finds_chunks_that_are_being_written(patch: Patch) -> None:
 
 @mutant(workload="tiny-pool")
 def evicts_what_is_in_use(patch: Patch) -> None:
-    take = OldestFirst.take
-    patch.setattr(OldestFirst, "take", lambda self, num, busy=None, before=None: take(self, num, None, before))
+    evict = Runs.evict
+
+    def heedless(self: Runs, *options: Any) -> Any:
+        pins = self._table.pins
+        self._table.pins = [0] * len(pins)
+        victims = evict(self, *options)
+        self._table.pins = pins
+        return victims
+
+    patch.setattr(Runs, "evict", heedless)
 
 
 @mutant(faults="failed")
 def leaks_the_slots_of_failed_stores(patch: Patch) -> None:
-    patch.setattr(SlotTable, "forfeit", lambda self, slots: None)
+    end = TierManager._end_store
+    patch.setattr(TierManager, "_end_store", lambda self, handle, is_stored: is_stored and end(self, handle, is_stored))
 
 
 @mutant(workload="stops")
@@ -392,19 +401,19 @@ def keeps_chunks_after_a_reset(patch: Patch) -> None:
 @mutant()
 def a_policy_forgets_what_it_added(patch: Patch) -> None:
     for policy in (LRUPolicy, FIFOPolicy):
-        patch.setattr(policy, "add", lambda self, offer, slots: None)
+        patch.setattr(policy, "add", lambda self, keys, parent, slots: None)
 
 
 @mutant(workload="tiny-pool")
 def gives_a_slot_to_two_chunks(patch: Patch) -> None:
-    reserve = SlotTable.reserve
+    take = ChunkTable.take
 
-    def twice(self: SlotTable, num_slots: int) -> Slots:
-        slots = reserve(self, num_slots)
-        slots[-1] = slots[0]
+    def twice(self: ChunkTable, num_slots: int) -> list[int]:
+        slots = take(self, num_slots)
+        slots[-1:] = slots[:1]
         return slots
 
-    patch.setattr(SlotTable, "reserve", twice)
+    patch.setattr(ChunkTable, "take", twice)
 
 
 # --- tiers below host memory ------------------------------------------------------------------------------------------
@@ -439,7 +448,7 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
 
             def without_hold(manager: TierManager, keys: Any) -> Any:
                 handle: Any = prepare(manager, keys)
-                manager._table.let_go(handle.slot_array)
+                manager._table.unpin(handle.slots)
                 return handle
 
             inner.setattr(TierManager, "prepare_load", without_hold)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from cargohold.cache.policies import DEFAULT_POLICY, POLICY_NAMES, find_policy
 from cargohold.cli.app import app
 from cargohold.cli.common import remark
 from cargohold.cli.console import Answers
@@ -30,7 +31,6 @@ from cargohold.cli.traces import (
 )
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
-from cargohold.offload.policy import DEFAULT_POLICY, POLICY_NAMES, find_policy
 from cargohold.replay.advice import Machine, advise, fits
 from cargohold.replay.html import write_page
 from cargohold.replay.planning import Budget, Plan, Planner

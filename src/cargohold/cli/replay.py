@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from cargohold.cache.policies import DEFAULT_POLICY, POLICY_NAMES
 from cargohold.cli.app import app
 from cargohold.cli.common import remark
 from cargohold.cli.console import Answers
@@ -25,7 +26,6 @@ from cargohold.cli.traces import (
     replay_all,
 )
 from cargohold.errors import ConfigError
-from cargohold.offload.policy import DEFAULT_POLICY, POLICY_NAMES
 from cargohold.replay.costs import CostModel
 from cargohold.replay.figures import describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.replay.html import write_page

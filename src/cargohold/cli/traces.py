@@ -12,13 +12,13 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from cargohold.cache.policies import POLICY_NAMES, find_policy
 from cargohold.cli.common import quiet_transformers, remark
 from cargohold.cli.console import errors
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
 from cargohold.named import search_current_directory
-from cargohold.offload.policy import POLICY_NAMES, find_policy
 from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel
 from cargohold.replay.grid import plan_tasks, run_tasks
 from cargohold.replay.kv_size import describe_kv

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from cargohold.cache.policies import find_policy
+from cargohold.cache.policies.offline import OfflineTrace
 from cargohold.errors import ConfigError
-from cargohold.offload.policy import find_policy
-from cargohold.offload.policy.offline import OfflineTrace
 from cargohold.replay.results import BOUNDS, INFINITE, OPTIMUM, ReplayResult
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierTraffic, run_tiers
 from cargohold.replay.workload import Ints, Workload
@@ -25,7 +25,7 @@ def replay(
 
     Args:
         workload: the requests.
-        policy: one of ``BOUNDS``, or see ``cargohold.offload.policy.find_policy``.
+        policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``.
         capacities: the sizes. For an infinite cache there is only one result.
         disk_policy: policy of a second tier.
 

@@ -110,7 +110,7 @@ def run_tiers(
 
     Args:
         workload: the requests.
-        policy: policy of host memory; see ``cargohold.offload.policy.find_policy``.
+        policy: policy of host memory; see ``cargohold.cache.policies.find_policy``.
         capacities: slots of host memory, and of the disk if there is one.
         disk_policy: policy of the disk.
 

@@ -8,11 +8,11 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Final, cast
 
+from cargohold.cache.policies import POLICIES
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
 from cargohold.errors import ConfigError, one_line
 from cargohold.named import import_named, search_current_directory
-from cargohold.offload.policy import POLICIES
 from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
 from cargohold.simulation.lower import MediumPlan

@@ -14,7 +14,6 @@ from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.offload.manager import OffloadManager, make_manager
-from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.transfer import TransferWorker
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 from cargohold.simulation.transfers import ByteRows, HeldTransfers, as_array
@@ -55,14 +54,9 @@ class SimulatedOffloading:
         self.num_slots = num_slots
         self.lookahead = lookahead
         self._make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
-        manager: OffloadManager
-        if lookahead is None:
-            manager = make_manager(self.config.policy, num_slots, record_events=record_events)
-            self._make_stores = EagerStores
-        else:
-            manager = BlockPoolManager(num_slots, record_events=record_events)
-            self._make_stores = partial(LazyStores, lookahead=lookahead)
-        self.manager = wrap_manager(manager)
+        self._make_stores = EagerStores if lookahead is None else partial(LazyStores, lookahead=lookahead)
+        policy = self.config.policy if lookahead is None else "lru"
+        self.manager = wrap_manager(make_manager(policy, num_slots, record_events=record_events))
         self.transfers: list[Any] = []
         self._make_transfers = make_transfers or held_transfers
         self._rows: dict[int, ByteRows] = {}

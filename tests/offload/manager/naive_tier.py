@@ -17,13 +17,10 @@ class NaiveTier:
 
     Args:
         manager: the manager under test.
-        knows_prefixes: whether the manager spares all chunks in front of an offer, and places no chunk behind one of the same
-            call that finds no slot. If not, it spares only the chunk right before the offer.
     """
 
-    def __init__(self, manager: OffloadManager, *, knows_prefixes: bool = True) -> None:
+    def __init__(self, manager: OffloadManager) -> None:
         self.manager = manager
-        self.knows_prefixes = knows_prefixes
         self.ready: dict[bytes, int] = {}  # slot by key
         self.stores: list[StoreHandle] = []
         self.loads: list[LoadHandle] = []
@@ -65,7 +62,7 @@ class NaiveTier:
         num_waiting = len(writing) + len(pinned)
         stays = set[bytes | None](offered)
         for _, parent in offers:
-            stays |= self._in_front(parent) if self.knows_prefixes else {parent}
+            stays |= self._in_front(parent)
         store = self.manager.prepare_stores(offers)
         evicted = self._note_evictions()
         self._forget(evicted)
@@ -84,7 +81,7 @@ class NaiveTier:
             placed = [key in store.keys for key in keys if key in absent and num_offers[key] == 1]
             assert placed == sorted(placed, reverse=True), "slots go to the leading chunks"
         behind_holes = [key for key in store.keys if offered[key] in absent and offered[key] not in store.keys]
-        assert not behind_holes or not self.knows_prefixes, "a chunk is placed behind one of the same call that is not"
+        assert not behind_holes, "a chunk is placed behind one of the same call that is not"
         taken = {*self.ready.values(), *writing.values(), *self.leaving}
         assert not taken & set(store.slots), "a slot was given twice"
         for key in store.keys:

@@ -19,22 +19,17 @@ from hypothesis.stateful import (
 )
 
 from cargohold.blocks import READY
+from cargohold.cache.chunk_table import ChunkTable
+from cargohold.cache.policies import POLICIES
+from cargohold.cache.policies.runs import Runs
 from cargohold.errors import LifecycleError, MissingChunkError
 from cargohold.offload.manager import ChunksStored, OffloadManager, StoreOffer, make_manager
-from cargohold.offload.manager.block_pool import BlockPoolManager
-from cargohold.offload.manager.chain_index import ChainIndex
-from cargohold.offload.policy import POLICIES
-from cargohold.offload.policy.base import Slots
-from cargohold.offload.policy.oldest_first import OldestFirst
 from tests.offload.common import DEPTH, EVERY_KEY, chain, numbered
 from tests.offload.manager.naive_tier import NaiveTier
 
 MakeManager = Callable[[int], OffloadManager]
 
-MANAGERS: dict[str, MakeManager] = {
-    **{name: partial(make_manager, name, record_events=True) for name in POLICIES},
-    "block pool": partial(BlockPoolManager, record_events=True),
-}
+MANAGERS: dict[str, MakeManager] = {name: partial(make_manager, name, record_events=True) for name in POLICIES}
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=DEPTH).map(tuple)
 
 
@@ -46,7 +41,7 @@ class TierMachine(RuleBasedStateMachine):
     @initialize(capacity=st.integers(1, 12))
     def start(self, capacity: int) -> None:
         self.manager = type(self).make(capacity)
-        self.tier = NaiveTier(self.manager, knows_prefixes=not isinstance(self.manager, BlockPoolManager))
+        self.tier = NaiveTier(self.manager)
         self.announced: set[bytes] = set()
         self.answers = (self.manager.generation, self.manager.lookup(EVERY_KEY))
 
@@ -191,7 +186,7 @@ def test_what_several_offer_is_stored_or_deferred_once(name: str) -> None:
     tier.release(busy)
 
 
-@pytest.mark.parametrize("name", [name for name in MANAGERS if name != "block pool"])
+@pytest.mark.parametrize("name", MANAGERS)
 def test_what_is_placed_later_in_a_call_takes_nothing_from_in_front_of_what_was_placed_first(name: str) -> None:
     """Found by random operations: the last offer is placed after the one that it continues, when the first is done with."""
     tier = NaiveTier(MANAGERS[name](5))
@@ -226,7 +221,7 @@ def test_prompts_that_share_what_nobody_has_are_stored_as_one(capacity: int) -> 
     assert manager.lookup(kept) == bytes([READY]) * len(kept)
 
 
-@pytest.mark.parametrize("name", [name for name in MANAGERS if name not in ("arc", "fifo", "block pool")])
+@pytest.mark.parametrize("name", MANAGERS)
 def test_what_continues_another_offer_of_the_same_call_goes_before_it(name: str) -> None:
     tier = NaiveTier(MANAGERS[name](3))
     first, second, third = chain((0, 0, 0))
@@ -241,7 +236,7 @@ def commit(tier: NaiveTier, keys: list[bytes]) -> None:
     tier.commit(tier.store(keys, None))
 
 
-@pytest.mark.parametrize("name", [name for name in MANAGERS if name != "block pool"])
+@pytest.mark.parametrize("name", MANAGERS)
 def test_nothing_is_placed_behind_what_finds_no_slot_in_the_same_call(name: str) -> None:
     tier = NaiveTier(MANAGERS[name](3))
     first, second, third = chain((0, 0, 0))
@@ -271,23 +266,23 @@ def full_of_prefixes(name: str, num_prefixes: int, length: int) -> tuple[Offload
     return manager, prefixes
 
 
-@pytest.mark.parametrize("name", ["lru", "arc", "fifo"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_tier_in_which_all_is_in_use_is_not_searched_again_for_each_offer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by a review: with 64,000 slots and 256 requests that fill them, each step took seconds."""
     manager, prefixes = full_of_prefixes(name, 50, 100)
     searches = []
+    evict = Runs.evict
 
-    def take(self: OldestFirst, *options: Any) -> Slots:
+    def searched(self: Runs, *options: Any) -> Any:
         searches.append(self)
-        return take_queued(self, *options)
+        return evict(self, *options)
 
-    take_queued = OldestFirst._take_queued
-    monkeypatch.setattr(OldestFirst, "_take_queued", take)
+    monkeypatch.setattr(Runs, "evict", searched)
     store = manager.prepare_stores([StoreOffer(prefix[-1:], prefix[-2]) for prefix in prefixes])
     assert not store.keys and not store.deferred
-    assert 0 < len(searches) < 40, "pieces that double"
+    assert 0 < len(searches) < 40
     store.commit()
 
 
@@ -296,10 +291,10 @@ def test_the_default_policy_is_not_told_of_all_that_is_before_what_is_stored(mon
     manager, prefixes = full_of_prefixes("reuse-index", 20, 30)
     offers = [StoreOffer(prefix[-1:], prefix[-2]) for prefix in prefixes[10:]]
 
-    def ancestors(_index: ChainIndex, _slot: int) -> Slots:
+    def ancestors(_table: ChunkTable, _slot: int) -> list[int]:
         raise AssertionError("looked at")
 
-    monkeypatch.setattr(ChainIndex, "ancestors", ancestors)
+    monkeypatch.setattr(ChunkTable, "ancestors", ancestors)
     store = manager.prepare_stores([*offers, offers[0], StoreOffer(prefixes[0][-2:], prefixes[0][-3])])
     assert len(store.keys) == 11
     store.commit()

@@ -1,91 +1,81 @@
-"""LRU and FIFO in plain dicts, to compare the real policies with."""
+"""LRU and FIFO in plain lists, to compare the real policies with."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
-
-from cargohold.offload.policy.base import NO_SLOT, BusyCounts, Offer, OneByOnePolicy, Room, Slots
+from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
+from cargohold.cache.policies import ReplacementPolicy
 
 PATIENCE = 8
 """A growing prefix counts as used again once one part in so many of the tier was used since its last use."""
 
 
-class NaiveOrder(OneByOnePolicy):
-    """Evicts the chunk with the smallest ``(when, -place in its request, slot)``."""
+class NaiveFIFO(ReplacementPolicy):
+    """Evicts the last chunk of the oldest list whose last chunk can go."""
 
     name: ClassVar[str] = "naive"
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, table: ChunkTable) -> None:
+        super().__init__(table)
         self.num_uses = 0
-        self.order: dict[int, tuple[int, int, int]] = {}
+        # When each list of chunks was used, and the list; the oldest first.
+        self.lists: list[tuple[int, list[int]]] = []
 
-    def use(self, slots: Slots, when: int, place: int) -> None:
-        for at, slot in enumerate(slots.tolist()):
-            self.order[slot] = (when, -place - at, slot)
-
-    def use_now(self, slots: Slots) -> None:
+    def use_now(self, slots: Sequence[int]) -> None:
+        self.drop(slots)
         self.num_uses += len(slots)
-        self.use(slots, self.num_uses, 0)
+        if slots:
+            self.lists.append((self.num_uses, list(slots)))
 
-    @abstractmethod
-    def may_go(self, offer: Offer) -> set[int]:
-        """The slots that may be evicted for an offer unless they are busy."""
-
-    def make_room_for(self, offer: Offer, num_slots: int, busy: BusyCounts) -> Room:
-        may_go = self.may_go(offer)
-        idle = [slot for slot in sorted(self.order, key=self.order.__getitem__) if not busy[slot]]
-        victims = [slot for slot in idle if slot in may_go][:num_slots]
-        self.drop(np.array(victims, dtype=np.intp))
-        refused = len(victims) < num_slots and len(idle) > len(victims)
-        return Room(np.array(victims, dtype=np.intp), refused)
-
-    def drop(self, slots: Slots) -> None:
-        for slot in slots.tolist():
-            del self.order[slot]
-
-    def clear(self) -> None:
-        self.order.clear()
-
-    def check(self, slots: Slots) -> None:
-        assert sorted(self.order) == sorted(slots.tolist())
-
-
-class NaiveLRU(NaiveOrder):
-    """LRU. A chunk that is stored behind another one counts as used with it, just before it."""
-
-    def touch(self, slots: Slots, *, is_whole: bool) -> None:
-        self.use_now(slots)
-
-    def may_go(self, offer: Offer) -> set[int]:
-        self.use_parent(offer)
-        limit = self.order.get(offer.parent, (self.num_uses + 1, 0, 0))[:2]
-        return {slot for slot, (when, place, _) in self.order.items() if (when, place) < limit}
-
-    def add_one(self, offer: Offer, slots: Slots) -> None:
-        if offer.parent == NO_SLOT:
-            self.use_now(slots)
-        else:
-            self.use_parent(offer)
-            when, place, _ = self.order[offer.parent]
-            self.use(slots, when, 1 - place)
-
-    def use_parent(self, offer: Offer) -> None:
-        if offer.parent != NO_SLOT and self.num_uses - self.order[offer.parent][0] > self.capacity // PATIENCE:
-            self.use_now(offer.ancestors())
-
-
-class NaiveFIFO(NaiveOrder):
-    """FIFO: evicts by the time of the store."""
-
-    def touch(self, slots: Slots, *, is_whole: bool) -> None:
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
         pass
 
-    def may_go(self, offer: Offer) -> set[int]:
-        return self.order.keys() - set(offer.ancestors().tolist())
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
+        for _ in range(num_slots):
+            ends = [slots[-1] for _, slots in self.lists]
+            victims = [slot for slot in ends if not self.table.children[slot] and not self.table.pins[slot]]
+            if victims:
+                self.drop(victims[:1])
+                self.table.evict(victims[0])
+        return False
 
-    def add_one(self, offer: Offer, slots: Slots) -> None:
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
         self.use_now(slots)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        left = [(when, [slot for slot in some if slot not in slots]) for when, some in self.lists]
+        self.lists = [(when, some) for when, some in left if some]
+
+    def clear(self) -> None:
+        self.lists.clear()
+
+    def check(self) -> None:
+        used = [slot for slot, key in enumerate(self.table.keys) if key is not None]
+        assert sorted(slot for _, slots in self.lists for slot in slots) == used
+
+
+class NaiveLRU(NaiveFIFO):
+    """LRU. A chunk that is stored behind another one counts as used with it, just before it."""
+
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
+        self.use_now(slots)
+
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
+        self.use_parent(parent)
+        return super().make_room(keys, parent, num_slots)
+
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
+        if parent == NO_SLOT:
+            self.use_now(slots)
+        else:
+            self.use_parent(parent)
+            self.list_of(parent)[1].extend(slots)
+
+    def use_parent(self, parent: int) -> None:
+        if parent != NO_SLOT and self.num_uses - self.list_of(parent)[0] > self.table.capacity // PATIENCE:
+            self.use_now(self.table.ancestors(parent))
+
+    def list_of(self, slot: int) -> tuple[int, list[int]]:
+        return next(found for found in self.lists if slot in found[1])

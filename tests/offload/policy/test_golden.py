@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.offload.policy import POLICIES
-from cargohold.offload.policy.offline import OfflineTrace
+from cargohold.cache.policies import POLICIES
+from cargohold.cache.policies.offline import OfflineTrace
 from cargohold.replay.traces import read_trace
 from tests.data.make_trace import TRACE, make_trace
 from tests.offload.common import hits_of, numbered
@@ -13,10 +13,10 @@ from tests.offload.common import hits_of, numbered
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 NUM_LOOKUPS = 25_928
 HITS = {
-    "fifo": (2983, 5493, 8562, 11365, 14295, 17805, 19021, 19750),
+    "fifo": (3110, 6195, 10679, 15052, 18007, 19582, 19887, 19904),
     "lru": (3110, 6213, 10777, 15245, 18023, 19582, 19887, 19904),
-    "arc": (3252, 6845, 12169, 15799, 17757, 19327, 19561, 19626),
-    "reuse-index": (5395, 10011, 14648, 16581, 18108, 19650, 19891, 19904),
+    "arc": (3259, 6872, 12193, 15945, 17619, 19188, 19561, 19626),
+    "reuse-index": (5420, 10081, 14613, 16538, 18083, 19644, 19889, 19896),
     "optimum": (6854, 11780, 16228, 18570, 19836, 19904, 19904, 19904),
 }
 TOLERANCES = {"reuse-index": NUM_LOOKUPS // 500}

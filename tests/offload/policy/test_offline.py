@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cargohold.offload.policy import POLICIES
-from cargohold.offload.policy.offline import OfflineTrace
+from cargohold.cache.policies import POLICIES
+from cargohold.cache.policies.offline import OfflineTrace
 from tests.offload.common import chain, hits_of
 
 Requests = Sequence[Sequence[bytes]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,15 +16,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cargohold.cache.chunk_table import ChunkTable
+from cargohold.cache.policies import ReplacementPolicy
+from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.offload.manager import ChunksRemoved, LoadHandle, StoreHandle, TierManager, make_manager
-from cargohold.offload.policy.base import ReplacementPolicy
-from cargohold.offload.policy.fifo import FIFOPolicy
-from cargohold.offload.policy.lru import LRUPolicy
-from cargohold.offload.policy.oldest_first import NO_STAMP, OldestFirst
 from tests.offload.common import DEPTH, chain
 from tests.offload.policy.naive_policies import NaiveFIFO, NaiveLRU
 
-MakePolicy = Callable[[int], ReplacementPolicy]
+MakePolicy = Callable[[ChunkTable], ReplacementPolicy]
 
 TWINS: dict[str, tuple[MakePolicy, MakePolicy]] = {"lru": (LRUPolicy, NaiveLRU), "fifo": (FIFOPolicy, NaiveFIFO)}
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=DEPTH).map(tuple)
@@ -35,7 +33,7 @@ class Twins:
     """Two managers that must never differ, one with the real policy and one with the model."""
 
     def __init__(self, capacity: int, policies: tuple[MakePolicy, MakePolicy]) -> None:
-        self.managers = [TierManager(capacity, make(capacity), record_events=True) for make in policies]
+        self.managers = [TierManager(capacity, make, record_events=True) for make in policies]
         self.stores: list[list[StoreHandle]] = []
         self.loads: list[list[LoadHandle]] = []
 
@@ -171,19 +169,3 @@ def store(manager: TierManager, path: tuple[int, ...]) -> None:
 
 def evicted(manager: TierManager) -> list[bytes]:
     return [key for event in manager.take_events() if isinstance(event, ChunksRemoved) for key in event.keys]
-
-
-@pytest.mark.parametrize("is_busy", [True, False], ids=["put aside", "in the queue"])
-def test_a_slot_that_gets_the_stamp_it_had_is_taken_once(is_busy: bool) -> None:
-    """Before, ARC evicted such a slot twice in one call, and the manager raised (seed 905096)."""
-    stamps = np.array([5, 6, 7, 8], dtype=np.int64)
-    oldest = OldestFirst(stamps, 0, 100)
-    oldest.note(np.array([3, 2, 1, 0]), np.array([8, 7, 6, 5]))
-    first = oldest.take(1, np.array([is_busy, 0, 0, 0], dtype=np.int32)).tolist()
-    assert first == ([1] if is_busy else [0])
-    again = 0 if is_busy else 2
-    stamp = int(stamps[again])
-    stamps[[*first, again]] = NO_STAMP
-    stamps[again] = stamp
-    oldest.note(np.array([again]), np.array([stamp]))
-    assert oldest.take(3).tolist() == [slot for slot in range(4) if slot not in first]

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate
-from unittest.mock import patch
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cargohold.blocks import READY
+from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
+from cargohold.cache.chunk_table import READY as READY_SLOT
+from cargohold.cache.policies import DEFAULT_POLICY
+from cargohold.cache.policies.reuse_index import AbsentChunks, ReuseIndexPolicy
+from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_bucket
 from cargohold.offload.manager import StoreOffer, TierManager, make_manager
-from cargohold.offload.policy import DEFAULT_POLICY, leaf_queue
-from cargohold.offload.policy.absent_chunks import AbsentChunks
-from cargohold.offload.policy.base import NO_SLOT, NO_SLOTS, Offer
-from cargohold.offload.policy.key_hash import KeyHash
-from cargohold.offload.policy.leaf_queue import NEVER, LeafQueue
-from cargohold.offload.policy.prefix_tree import PrefixTree
-from cargohold.offload.policy.reuse_index import ReuseIndexPolicy
-from cargohold.offload.policy.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_buckets
 from tests.offload.common import DEPTH, EVERY_PATH, chain, key, numbered
 from tests.offload.manager.naive_tier import NaiveTier
 
@@ -129,8 +123,9 @@ def test_above_other_tiers_everything_gets_in_and_what_is_worth_most_still_stays
 @pytest.mark.parametrize("admits_all", [False, True])
 def test_chunks_of_several_prefixes_count_as_if_they_had_come_one_by_one(admits_all: bool) -> None:
     """Requests that generate side by side, some of whose answers come back: either way the same chunks are known alike."""
-    together, apart = (ReuseIndexPolicy(40) for _ in range(2))
-    managers = TierManager(40, together), TierManager(40, apart)
+    managers = TierManager(40, ReuseIndexPolicy), TierManager(40, ReuseIndexPolicy)
+    together, apart = (manager.policy for manager in managers)
+    assert isinstance(together, ReuseIndexPolicy) and isinstance(apart, ReuseIndexPolicy)
     if admits_all:
         for manager in managers:
             manager.admit_all()
@@ -147,8 +142,8 @@ def test_chunks_of_several_prefixes_count_as_if_they_had_come_one_by_one(admits_
             manager.check()
             for keys in prefixes:
                 manager.touch(keys[: len(manager.lookup_run(keys))])
-    for left, right in ((together._uses, apart._uses), (together._classes, apart._classes)):
-        assert np.bincount(left).tolist() == np.bincount(right).tolist()
+    left, right = (Counter(run.kind for run in policy._runs.run_of if run is not None) for policy in (together, apart))
+    assert left == right
     assert together._now == apart._now
 
 
@@ -211,8 +206,8 @@ def test_what_comes_back_soon_is_worth_more_than_what_comes_back_late_or_never()
     model = ReuseModel(num_classes=4, family_size=1, capacity=100)
     now = 0
     for turn in range(2_000):
-        tags = np.array([turn % 4, 1_000 + turn % 100, 2_000 + turn], dtype=np.uint32)
-        model.observe(tags, np.arange(3, dtype=np.uint8), now)
+        for chunk_class, tag in enumerate([turn % 4, 1_000 + turn % 100, 2_000 + turn]):
+            model.observe(tag, chunk_class, now)
         now += 3
     assert model.fit(now)
     soon, late, never, unknown = model.index[:, 0]
@@ -226,9 +221,9 @@ def test_a_sample_that_is_full_gets_thinner_and_then_forgets_the_oldest() -> Non
     generator = np.random.default_rng(0)
     ends = [model.sample_end]
     for now in range(0, 1 << 20, 8):
-        tags = generator.integers(0, 1 << 32, 8, dtype=np.uint32)
-        sampled = tags[tags < model.sample_end]
-        model.observe(sampled, np.zeros(len(sampled), dtype=np.uint8), now)
+        for tag in generator.integers(0, 1 << 32, 8).tolist():
+            if tag < model.sample_end:
+                model.observe(tag, 0, now)
         ends.append(model.sample_end)
     assert ends[0] > ends[-1] and ends == sorted(ends, reverse=True)
     assert model._num_records <= 16_384
@@ -237,186 +232,59 @@ def test_a_sample_that_is_full_gets_thinner_and_then_forgets_the_oldest() -> Non
 
 @pytest.mark.parametrize(("age", "bucket"), [(1, 0), (2, 1), (3, 1), (4, 2), (1 << 39, 39), ((1 << 39) + 1, 39)])
 def test_ages_are_told_apart_by_powers_of_two(age: int, bucket: int) -> None:
-    assert age_buckets(np.array([age]))[0] == bucket
+    assert age_bucket(age) == bucket
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_a_tree_counts_children(data: st.DataObject) -> None:
-    tree = PrefixTree(12)
-    parent_of: dict[int, int] = {}
-    for _ in range(data.draw(st.integers(0, 20))):
-        free = [slot for slot in range(12) if slot not in parent_of]
-        grows = data.draw(st.booleans())
-        if free and grows:
-            slots = data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True))
-            parent = data.draw(st.sampled_from([NO_SLOT, *parent_of]))
-            tree.link(np.array(slots), parent)
-            parent_of.update(zip(slots, [parent, *slots], strict=False))
-        elif parent_of:
-            gone = data.draw(st.lists(st.sampled_from(list(parent_of)), unique=True))
-            leaves = parent_of.keys() - parent_of.values()
-            if len(gone) == 1 and gone[0] in leaves:
-                parent = parent_of[gone[0]]
-                siblings = [slot for slot, above in parent_of.items() if above == parent]
-                assert tree.cut_leaf(gone[0]) == (parent if len(siblings) == 1 else NO_SLOT)
-            else:
-                tree.cut(np.array(gone, dtype=np.intp))
-            parent_of = {
-                slot: NO_SLOT if parent in gone else parent for slot, parent in parent_of.items() if slot not in gone
-            }
-        counts = Counter(parent_of.values())
-        assert tree.num_children.tolist() == [counts[slot] for slot in range(12)]
-        tree.check(np.array(list(parent_of), dtype=np.intp))
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.data())
-def test_leaves_go_in_the_order_of_their_worth(data: st.DataObject) -> None:
-    """The leaf that is worth least is taken, again and again, until a newcomer is worth less."""
+def test_the_leaf_that_is_worth_least_goes_until_a_newcomer_is_worth_less(data: st.DataObject) -> None:
+    """Prefixes that branch, of classes of any worth, some of whose chunks are in use."""
     capacity = data.draw(st.integers(1, 24))
-    worth_of = data.draw(st.lists(st.sampled_from([0.1, 0.2, 0.4, 0.8]), min_size=4, max_size=4))
-    classes, last_uses, tree, busy = drawn_leaves(data, capacity)
-    parents, alive = tree._parents.copy(), set(range(capacity))
-    queue = LeafQueue(last_uses, classes, tree, np.tile(np.array([worth_of]).T, (1, NUM_AGES)))
-    newcomers = data.draw(st.lists(st.sampled_from([0.1, 0.3, 1.0]), min_size=1, max_size=capacity))
-    (room,), _, used = queue.take(np.array(newcomers), [slice(None)], now=capacity, busy=busy)
+    table = ChunkTable(capacity)
+    policy = ReuseIndexPolicy(table)
+    worth_of = data.draw(st.lists(st.sampled_from([0.1, 0.2, 0.4, 0.8]), min_size=80, max_size=80))
+    policy._model.index = np.tile(np.array([worth_of]).T, (1, NUM_AGES))
+    policy._model._next_fit = 1 << 40
+    policy._use_index()
+    for number in range(capacity):
+        slots, parent = table.take(1), data.draw(st.sampled_from([NO_SLOT, *range(number)]))
+        table.place(numbered(number), slots, parent)
+        policy.add(numbered(number), parent, slots)
+        table.publish(slots)
+        if data.draw(st.booleans()):
+            policy.touch(table.ancestors(slots[0]), is_whole=data.draw(st.booleans()))
+    table.pin(data.draw(st.lists(st.integers(0, capacity - 1), max_size=4)))
+    worth = data.draw(st.sampled_from([0.1, 0.3, 1.0]))
 
-    def lowest() -> float | None:
-        idle = [slot for slot in alive if not busy[slot] and not any(parents[other] == slot for other in alive)]
-        return min((worth_of[classes[slot]] for slot in idle), default=None)
+    def leaves() -> dict[int, float]:
+        idle = [slot for slot in table.slots_in(READY_SLOT) if not table.children[slot] and not table.pins[slot]]
+        return {slot: worth_of[run.kind & 255] for slot in idle if (run := policy._runs.run_of[slot]) is not None}
 
-    for newcomer, slot in zip(newcomers, room.victims.tolist(), strict=False):
-        assert slot in alive and not busy[slot] and not any(parents[other] == slot for other in alive)
-        assert lowest() == worth_of[classes[slot]] <= newcomer
-        alive.remove(slot)
-    assert used.tolist() == room.victims.tolist(), "slots were used in their order"
-    assert (last_uses[room.victims] == NEVER).all()
-    if len(room.victims) < len(newcomers):
-        left = lowest()
-        assert room.refused == (left is not None)
-        assert left is None or left > newcomers[len(room.victims)]
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_whole_lines_go_as_one_chunk_after_the_other_does(data: st.DataObject) -> None:
-    """Prefixes in neighbouring slots, which branch, and some of whose chunks were used apart or are busy."""
-    capacity = 40
-    links, free = [], list(range(capacity))
-    while free:
-        length = data.draw(st.integers(1, len(free)))
-        links.append((free[:length], data.draw(st.sampled_from([NO_SLOT, *range(free[0])]))))
-        free = free[length:]
-    oddities = st.lists(st.integers(0, capacity - 1), max_size=4)
-    used_later, of_other_class, busy_slots = data.draw(oddities), data.draw(oddities), data.draw(oddities)
-    worth = np.array(data.draw(st.lists(st.sampled_from([0.1, 0.5, 1.0]), min_size=1, max_size=capacity)))
-
-    def victims(shortest_line: int) -> tuple[list[int], list[int], bool]:
-        last_uses, classes = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.uint8)
-        busy = np.zeros(capacity, dtype=np.int32)
-        last_uses[used_later], classes[of_other_class], busy[busy_slots] = 1, 1, 1
-        tree = PrefixTree(capacity)
-        for slots, parent in links:
-            tree.link(np.array(slots), parent)
-        queue = LeafQueue(last_uses, classes, tree, np.tile([[0.2], [0.6]], (1, NUM_AGES)))
-        with patch.object(leaf_queue, "_MIN_LINE", shortest_line):
-            (room,), _, used = queue.take(worth, [slice(None)], now=2, busy=busy)
-        tree.check((last_uses != NEVER).nonzero()[0])
-        return room.victims.tolist(), used.tolist(), room.refused
-
-    assert victims(1) == victims(capacity + 1)
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.data())
-def test_of_several_newcomers_each_is_weighed_against_the_leaf_that_is_worth_least(data: st.DataObject) -> None:
-    capacity = data.draw(st.integers(1, 16))
-    worth_of = [0.1, 0.2, 0.4, 0.8]
-    classes, last_uses, tree, busy = drawn_leaves(data, capacity)
-    parents, alive = tree._parents.copy(), set(range(capacity))
-    queue = LeafQueue(last_uses, classes, tree, np.tile(np.array([worth_of]).T, (1, NUM_AGES)))
-    chains = data.draw(st.lists(st.lists(st.sampled_from([0.1, 0.3, 1.0]), max_size=3), min_size=1, max_size=capacity))
-    newcomers = np.array([worth for newcomers in chains for worth in newcomers])
-    ends = accumulate(map(len, chains))
-    parts = [slice(end - len(newcomers), end) for end, newcomers in zip(ends, chains, strict=True)]
-    rooms, gone, victims_used = queue.take(newcomers, parts, now=capacity, busy=busy)
-    for wanted, room in zip(chains, rooms, strict=True):
-        victims = room.victims.tolist()
-        assert len(victims) <= len(wanted)
-        for at, newcomer in enumerate(wanted[: len(victims) + 1]):
-            idle = [slot for slot in alive if not busy[slot] and not any(parents[other] == slot for other in alive)]
-            least = min((worth_of[classes[slot]] for slot in idle), default=None)
-            if at == len(victims):
-                assert room.refused == (least is not None) and (least is None or newcomer < least)
-            else:
-                assert victims[at] in idle and worth_of[classes[victims[at]]] == least is not None and newcomer >= least
-                alive.remove(victims[at])
-    assert gone.tolist() == [slot for room in rooms for slot in room.victims.tolist()]
-    assert victims_used.tolist() == gone.tolist(), "slots were used in their order"
-    tree.check(np.array(sorted(alive), dtype=np.intp))
-    everything = np.full(capacity, np.inf)
-    (rest,), *_ = queue.take(everything, [slice(None)], now=capacity, busy=np.zeros(capacity, dtype=np.int32))
-    assert sorted(rest.victims.tolist()) == sorted(alive), "who was passed over is still queued"
-
-
-def test_a_queued_leaf_that_was_continued_is_a_leaf_no_more() -> None:
-    last_uses, busy = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int32)
-    tree = PrefixTree(2)
-    tree.link(np.array([0, 1]), NO_SLOT)
-    queue = LeafQueue(last_uses, np.zeros(2, dtype=np.uint8), tree, np.ones((1, NUM_AGES)))
-    assert queue.take(np.ones(1), [slice(None)], now=1, busy=busy).rooms[0].victims.tolist() == [1], (
-        "and slot 0 is queued"
-    )
-    last_uses[1] = 1
-    tree.link(np.array([1]), 0)
-    assert queue.take(np.ones(1), [slice(None)], now=2, busy=busy).rooms[0].victims.tolist() == [1]
+    for _ in range(capacity):
+        before = leaves()
+        num_evicted, is_refused = policy._evict(1, worth)
+        if num_evicted:
+            (gone,) = (slot for slot in before if table.keys[slot] is None)
+            assert before[gone] == min(before.values()) <= worth
+        else:
+            assert all(left > worth for left in before.values()) and (is_refused or not before)
+        table.evicted.clear()
+        table.check()
+        policy.check()
 
 
 def test_what_is_known_of_absent_chunks_is_found_by_their_tags() -> None:
-    absent = AbsentChunks(16)
-    tags = KeyHash(seed=0)(numbered(1, 2, 3))
-    absent.remember(tags[:2], np.array([3, 5], dtype=np.uint8), np.array([100, 200]))
-    places, uses, ages = absent.recall(tags, now=1_000)
-    assert (places.tolist(), uses.tolist(), ages.tolist()) == ([0, 1], [3, 5], [900, 800])
-    assert absent.recall_one(int(tags[2]), 1_000)[0] == 0
-    absent.remember(tags[2:], np.array([255], dtype=np.uint8), np.array([1 << 32]))
-    places, uses, ages = absent.recall(tags, now=(1 << 32) + 7)
-    assert (places.tolist(), uses.tolist(), ages[2]) == ([0, 1, 2], [3, 5, 255], 7)
-    absent.remember(tags[:0], np.array([], dtype=np.uint8), np.array([]))
-    one_by_one = [absent.recall_one(tag, (1 << 32) + 7) for tag in tags.tolist()]
-    assert one_by_one == list(zip(uses.tolist(), ages.tolist(), strict=True))
-    every_place = np.arange(1 << 16, dtype=np.uint32)
-    assert not len(AbsentChunks(16).recall(every_place, now=0)[0]), "something is known before anything was remembered"
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_a_few_chunks_are_met_as_many_are(data: st.DataObject) -> None:
-    policy = ReuseIndexPolicy(8)
-    manager = TierManager(8, policy)
-    names = numbered(*range(12))
-    for _ in range(data.draw(st.integers(0, 12))):
-        first = data.draw(st.integers(0, len(names) - 1))
-        request(manager, names[first : first + data.draw(st.integers(1, 3))])
-    offers = [Offer([name], parent, lambda: NO_SLOTS) for name in names for parent in (NO_SLOT, *range(8))]
-    together = policy._meet_many(offers)
-    ones = [policy._meet_few(offers[first : first + 3]) for first in range(0, len(offers), 3)]
-    assert together.tags.tolist() == [tag for one in ones for tag in one.tags.tolist()]
-    assert together.uses.tolist() == [uses for one in ones for uses in one.uses.tolist()]
-    assert together.classes.tolist() == [chunk_class for one in ones for chunk_class in one.classes.tolist()]
-
-
-def drawn_leaves(
-    data: st.DataObject, capacity: int
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], PrefixTree, npt.NDArray[np.int32]]:
-    """Chunks of four classes in any tree, used in the order of their slots, some of them busy."""
-    classes = np.array(data.draw(st.lists(st.integers(0, 3), min_size=capacity, max_size=capacity)), dtype=np.uint8)
-    tree = PrefixTree(capacity)
-    for slot in range(capacity):
-        tree.link(np.array([slot]), data.draw(st.sampled_from([NO_SLOT, *range(slot)])))
-    busy = np.array(data.draw(st.lists(st.integers(0, 1), min_size=capacity, max_size=capacity)), dtype=np.int32)
-    return classes, np.arange(capacity, dtype=np.int64), tree, busy
+    absent, new = AbsentChunks(16), 7
+    first, second, third = tags = [0x12345678, 0x23456789, 0x3456789A]
+    absent.remember(first, 3, 100)
+    absent.remember(second, 5, 200)
+    assert absent.recall_each(tags, 1_000, new) == [(4 << 8) + 40 + 5, (6 << 8) + 40 + 5, new]
+    absent.remember(third, 255, 1 << 32)
+    assert absent.recall_each([third], (1 << 32) + 7, new) == [(255 << 8) + 60 + 2]
+    every_place = list(range(1 << 16))
+    assert set(AbsentChunks(16).recall_each(every_place, 0, new)) == {new}, (
+        "something is known before anything was told"
+    )
 
 
 def use(tier: NaiveTier, keys: list[bytes]) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from cargohold.cache.policies import POLICIES
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.policy import POLICIES
 from cargohold.offload.tier import LoadOutcome, StoreOutcome
 from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk import DiskTier

@@ -10,7 +10,7 @@ from random import Random
 import psutil
 import pytest
 
-from cargohold.offload.policy import make_policy
+from cargohold.cache.policies import find_policy
 from cargohold.offload.tier import LoadOutcome, StoreOutcome
 from cargohold.offload.tier.disk import DiskTier
 from cargohold.offload.tier.disk.root import bytes_in
@@ -67,7 +67,7 @@ def test_like_a_dictionary_that_forgets(tmp_path: Path, policy: str) -> None:
 
 
 def index_of(num_slots: int) -> SlotIndex:
-    index = SlotIndex(num_slots, make_policy("lru", num_slots))
+    index = SlotIndex(num_slots, find_policy("lru"))
     index.add_slots(num_slots)
     return index
 
@@ -119,7 +119,7 @@ def test_what_is_ready_counts_and_what_is_discarded_leaves_room_at_once() -> Non
 @pytest.mark.parametrize("policy", ["lru", "fifo", "arc", "reuse-index"])
 @pytest.mark.parametrize("is_restored", [False, True])
 def test_no_chunk_before_it_is_evicted_for_the_end_of_a_prefix(policy: str, *, is_restored: bool) -> None:
-    index = SlotIndex(4, make_policy(policy, 4))
+    index = SlotIndex(4, find_policy(policy))
     index.add_slots(4)
     if is_restored:
         index.forget_free(range(4))
@@ -135,7 +135,7 @@ def test_no_chunk_before_it_is_evicted_for_the_end_of_a_prefix(policy: str, *, i
 
 
 def test_low_slots_come_first_and_more_can_be_added() -> None:
-    index = SlotIndex(4, make_policy("lru", 4))
+    index = SlotIndex(4, find_policy("lru"))
     assert index.reserve(key(0), None) is None
     index.add_slots(2)
     assert [index.reserve(key(number), None) for number in range(2)] == [0, 1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cargohold.offload.policy import make_policy
+from cargohold.cache.policies import find_policy
 from cargohold.offload.tier.disk import recovery
 from cargohold.offload.tier.disk.recovery import restore_index
 from cargohold.offload.tier.disk.slot_index import SlotIndex
@@ -21,7 +21,7 @@ class Watched(SlotIndex):
     """Notes what it is told."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, make_policy("lru", capacity))
+        super().__init__(capacity, find_policy("lru"))
         self.add_slots(capacity)
         self.told: list[tuple[str, list[bytes]]] = []
 

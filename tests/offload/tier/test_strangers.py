@@ -21,8 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.policy import make_policy
 from cargohold.offload.tier import LoadOutcome, StoreOutcome, Tier
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.disk.recovery import restore_index
@@ -165,7 +165,7 @@ SPOILED = st.tuples(FORGED, st.integers(0, HEADER_BYTES - 1), st.integers(0, 255
 )
 def test_whatever_headers_say_an_engine_starts_and_goes_on(policy: str, found: list[bytes], uses: list[int]) -> None:
     """Found by forging: with the policy ``reuse-index``, a key of another length ended the start."""
-    index = SlotIndex(12, make_policy(policy, 12))
+    index = SlotIndex(12, find_policy(policy))
     index.add_slots(12)
     bad = restore_index(index, [b"".join(found)], np.array(uses, dtype=np.int64), codec())
     assert len(bad) + index.num_ready <= len(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.offload.policy import POLICIES
+from cargohold.cache.policies import POLICIES
 from cargohold.offload.tier import StoreOutcome
 from cargohold.offload.tier.disk import DiskTier, recovery
 from tests.offload.tier.common import codec, disk_tier, key, load, payload, ticking

@@ -18,7 +18,6 @@ from cargohold.offload.manager import (
     StoreOffer,
     make_manager,
 )
-from cargohold.offload.manager.block_pool import BlockPoolManager
 from cargohold.offload.tier import BreakerState, JobKind
 from cargohold.offload.tiering import (
     UNKNOWN,
@@ -725,10 +724,9 @@ def test_after_a_reset_chunks_have_other_names() -> None:
     )
 
 
-@pytest.mark.parametrize("manager", ["lru", "pool"])
 @pytest.mark.parametrize("outcome", [TransferOutcome.DONE, TransferOutcome.ABANDONED])
-def test_a_reset_does_not_wait_for_a_slow_medium_that_still_writes(outcome: TransferOutcome, manager: str) -> None:
-    world = World(host=make_manager("lru", 8) if manager == "lru" else BlockPoolManager(8))
+def test_a_reset_does_not_wait_for_a_slow_medium_that_still_writes(outcome: TransferOutcome) -> None:
+    world = World(host=make_manager("lru", 8))
     world.keep(KEYS[:3])
     (store,) = world.step()
     assert world.manager.reset()

@@ -13,7 +13,7 @@ from cargohold.connector.offloading.make_tiers import tier_options
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError
-from cargohold.offload.manager.block_pool import BlockPoolManager
+from cargohold.offload.manager import make_manager
 from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
 
 _NAME: Final = "lazy"
@@ -41,7 +41,7 @@ class LazyOffloadingFactory:
             )
         common = self.config.common()
         num_slots = OffloadingFactory(common).num_slots(environment.layout)
-        host = BlockPoolManager(num_slots, record_events=environment.emits_events)
+        host = make_manager("lru", num_slots, record_events=environment.emits_events)
         scheduler = scheduler_side(
             common,
             environment,

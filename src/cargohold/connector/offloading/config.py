@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cargohold.cache.policies import DEFAULT_POLICY, find_policy
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
-from cargohold.offload.policy import DEFAULT_POLICY, find_policy
 from cargohold.offload.tier import TierConfig
 from cargohold.protocol import AttentionKind, KVCacheLayout
 from cargohold.units import format_bytes, is_number, is_positive_int, is_positive_number, parse_bytes
@@ -24,7 +24,7 @@ class OffloadConfig:
 
     Attributes:
         host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
-        policy: name of the eviction policy for host memory; see ``cargohold.offload.policy.find_policy``.
+        policy: name of the eviction policy for host memory; see ``cargohold.cache.policies.find_policy``.
         blocks_per_chunk: number of blocks offloaded as one unit. Larger chunks cost less bookkeeping and hit less often.
         store_generated: whether KV of generated tokens is kept too; otherwise only that of prompts.
         max_inflight_fraction: fraction of the device pool that stores in flight may hold; above it, new chunks wait.

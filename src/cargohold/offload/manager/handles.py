@@ -6,22 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cargohold.errors import LifecycleError
 from cargohold.offload.manager.base import OffloadKey
-from cargohold.offload.policy.base import Slots
 
 
 class _Handle:
     """Chunks in slots, and the moves of the handle so far, for errors."""
 
-    def __init__(self, keys: Sequence[OffloadKey], slots: Slots, history: tuple[str, ...]) -> None:
+    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], history: tuple[str, ...]) -> None:
         self.keys = keys
-        self.slot_array = slots
+        self.slots = slots
         self._history = history
-
-    @property
-    def slots(self) -> Sequence[int]:
-        """The slot of each chunk, parallel to ``keys``."""
-        slots: list[int] = self.slot_array.tolist()
-        return slots
 
     def _move(self, move: str) -> None:
         """Note a move that ends this handle's life. Raises ``LifecycleError`` if it has ended already."""
@@ -44,7 +37,7 @@ class SlotReservation(_Handle):
     def __init__(
         self,
         keys: Sequence[OffloadKey],
-        slots: Slots,
+        slots: Sequence[int],
         deferred: Sequence[OffloadKey],
         end: Callable[[SlotReservation, bool], None],
     ) -> None:
@@ -69,21 +62,21 @@ class ChunkPins(_Handle):
     Args:
         keys: the chunks.
         slots: their slots, parallel to ``keys``.
-        end: called once, when the handle is given back, with the handle and the slots of corrupt chunks.
+        end: called once, when the handle is given back, with the handle and the corrupt chunks.
     """
 
     def __init__(
-        self, keys: Sequence[OffloadKey], slots: Slots, end: Callable[[ChunkPins, Sequence[int]], None]
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], end: Callable[[ChunkPins, Sequence[OffloadKey]], None]
     ) -> None:
         super().__init__(keys, slots, ("prepare_load",))
         self._end = end
 
     def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
         """See ``LoadHandle.release``."""
-        bad = dict.fromkeys(bad_keys)
-        slot_of = dict(zip(self.keys, self.slots, strict=True)) if bad else {}
+        bad = list(dict.fromkeys(bad_keys))
+        known = set(self.keys) if bad else ()
         for key in bad:
-            if key not in slot_of:
+            if key not in known:
                 raise LifecycleError(f"chunk {key.hex()}", "not pinned by this handle", "report as bad", self._history)
         self._move("release")
-        self._end(self, [slot_of[key] for key in bad])
+        self._end(self, bad)

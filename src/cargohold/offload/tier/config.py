@@ -12,8 +12,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
+from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError
-from cargohold.offload.policy import find_policy
 from cargohold.offload.tier import store_url
 from cargohold.offload.tier.base import Tier
 from cargohold.offload.tier.codec import ChunkCodec
@@ -161,7 +161,7 @@ class DiskTierConfig(TierConfig):
         max_bytes: maximum size of everything in the directory, over all workers: a number, or a size such as ``200GiB``. A
             hard limit. Chunks that other models left are deleted before chunks of the running one.
         reserve_bytes: free space of the file system that is never taken.
-        policy: name of the eviction policy; see ``cargohold.offload.policy.find_policy``.
+        policy: name of the eviction policy; see ``cargohold.cache.policies.find_policy``.
         max_daily_bytes: maximum size of what is written per day, over all workers; ``None`` for no limit.
         direct_io: whether to bypass the page cache if the file system allows it. The cache would cost memory that host memory
             could use.

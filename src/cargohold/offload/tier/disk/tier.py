@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
 from cargohold.offload.manager.base import OffloadKey
-from cargohold.offload.policy import make_policy
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
 from cargohold.offload.tier.codec import ChunkCodec
 from cargohold.offload.tier.config import DiskTierConfig
@@ -151,7 +151,7 @@ class DiskTier(Tier):
 
     def _open(self) -> _State:
         shard = Shard(self._config, self._codec.namespace, self.chunk_bytes, self._budget)
-        index = SlotIndex(shard.capacity, make_policy(self._config.policy, shard.capacity))
+        index = SlotIndex(shard.capacity, find_policy(self._config.policy))
         index.add_slots(shard.num_slots)
         uses = LastUses(shard)
         for slot in restore_index(index, shard.header_tables(), uses.snapshot(), self._codec):

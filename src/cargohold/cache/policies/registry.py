@@ -7,13 +7,12 @@ from inspect import isabstract
 from types import MappingProxyType
 from typing import Final
 
+from cargohold.cache.policies.arc import ARCPolicy
+from cargohold.cache.policies.base import ReplacementPolicy
+from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
+from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
 from cargohold.errors import ConfigError
 from cargohold.named import import_named
-from cargohold.offload.policy.arc import ARCPolicy
-from cargohold.offload.policy.base import ReplacementPolicy
-from cargohold.offload.policy.fifo import FIFOPolicy
-from cargohold.offload.policy.lru import LRUPolicy
-from cargohold.offload.policy.reuse_index import ReuseIndexPolicy
 
 POLICIES: Final[Mapping[str, type[ReplacementPolicy]]] = MappingProxyType(
     {policy.name: policy for policy in (ARCPolicy, FIFOPolicy, LRUPolicy, ReuseIndexPolicy)}
@@ -43,19 +42,7 @@ def find_policy(name: object, key: str = "policy", *, besides: Sequence[str] = (
         return POLICIES[name]
     policy = import_named(key, name)
     if not isinstance(policy, type) or not issubclass(policy, ReplacementPolicy):
-        raise ConfigError(key, name, "it must be a class derived from cargohold.offload.policy.ReplacementPolicy")
+        raise ConfigError(key, name, "it must be a class derived from cargohold.cache.policies.ReplacementPolicy")
     if isabstract(policy):
         raise ConfigError(key, name, f"the class lacks {', '.join(sorted(policy.__abstractmethods__))}")
     return policy
-
-
-def make_policy(name: str, capacity: int) -> ReplacementPolicy:
-    """Make the policy of that name (see ``find_policy``) for a tier of ``capacity`` slots.
-
-    Raises:
-        ConfigError: there is no such policy, or no slot.
-    """
-    policy = find_policy(name)
-    if capacity < 1:
-        raise ConfigError("capacity", capacity, "at least one slot")
-    return policy(capacity)

@@ -46,11 +46,9 @@ _EDGES = np.concatenate(([0.0], 2.0 ** np.arange(1, NUM_AGES + 1)))
 _WIDTHS = np.diff(_EDGES)
 
 
-def age_buckets(ages: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
-    """Return the age bucket of each age, which is a column of the index."""
-    # frexp gives the number of bits of an integer.
-    buckets: npt.NDArray[np.intp] = np.clip(np.frexp(ages)[1] - 1, 0, NUM_AGES - 1).astype(np.intp)
-    return buckets
+def age_bucket(age: int) -> int:
+    """Return the bucket of an age, which is a column of the index."""
+    return min(max(age.bit_length() - 1, 0), NUM_AGES - 1)
 
 
 class ReuseModel:
@@ -81,17 +79,22 @@ class ReuseModel:
         self._classes = np.zeros(_NUM_RECORDS, dtype=np.uint8)
         self._starts = np.zeros(_NUM_RECORDS, dtype=np.int64)
         self._ends = np.zeros(_NUM_RECORDS, dtype=np.int64)
+        # The same memory: single elements are written three times faster this way.
+        self._views = self._tags.data, self._classes.data, self._starts.data, self._ends.data
         # By tag: the record of the chunk's last use.
         self._open: dict[int, int] = {}
 
-    def observe(self, tags: npt.NDArray[np.uint32], classes: npt.NDArray[np.uint8], now: int) -> None:
-        """Record that sampled chunks are used now. Mutates the records."""
-        at = 0
-        while at < len(tags):
-            if self._num_records == _NUM_RECORDS:
-                self._thin_out(now)
-            part = slice(at, at + _NUM_RECORDS - self._num_records)
-            at += self._record(tags[part], classes[part], now)
+    def observe(self, tag: int, chunk_class: int, now: int) -> None:
+        """Record that a sampled chunk is used now, which ends the record of its use before. Mutates the records."""
+        if self._num_records == _NUM_RECORDS:
+            self._thin_out(now)
+        tags, classes, starts, ends = self._views
+        before = self._open.get(tag)
+        if before is not None:
+            ends[before] = now
+        at = self._open[tag] = self._num_records
+        tags[at], classes[at], starts[at], ends[at] = tag, chunk_class, now, _OPEN
+        self._num_records += 1
 
     def fit(self, now: int) -> bool:
         """Replace the index by one learned from the records, if it is time to; return whether it was."""
@@ -106,7 +109,9 @@ class ReuseModel:
         num_classes = len(self.index)
         used = slice(self._num_records)
         is_open = self._ends[used] == _OPEN
-        ages = age_buckets(np.where(is_open, now, self._ends[used]) - self._starts[used])
+        intervals = np.where(is_open, now, self._ends[used]) - self._starts[used]
+        # ``age_bucket`` of each: frexp gives the number of bits of an integer.
+        ages = np.clip(np.frexp(intervals)[1] - 1, 0, NUM_AGES - 1).astype(np.intp)
         cells = self._classes[used] * np.intp(NUM_AGES) + ages
         size = num_classes * NUM_AGES
         ended = np.bincount(cells, minlength=size).reshape(num_classes, NUM_AGES)
@@ -120,19 +125,6 @@ class ReuseModel:
             reused.reshape(families).sum(axis=1), at_risk.reshape(families).sum(axis=1), in_general, _FAMILY_WEIGHT
         )
         return _blend(reused, at_risk, family.repeat(self._family_size, axis=0), _CLASS_WEIGHT)
-
-    def _record(self, tags: npt.NDArray[np.uint32], classes: npt.NDArray[np.uint8], now: int) -> int:
-        """Begin a record per chunk, for which there must be room, and end the records of their uses before; return how many."""
-        records = range(self._num_records, self._num_records + len(tags))
-        tag_list: list[int] = tags.tolist()
-        ended = [before for before in map(self._open.get, tag_list) if before is not None]
-        if ended:
-            self._ends[ended] = now
-        self._open.update(zip(tag_list, records, strict=True))
-        new = slice(records.start, records.stop)
-        self._tags[new], self._classes[new], self._starts[new], self._ends[new] = tags, classes, now, _OPEN
-        self._num_records = records.stop
-        return len(records)
 
     def _thin_out(self, now: int) -> None:
         """Drop about half of the records: those of chunks that leave the sample, or the oldest. Mutates everything."""

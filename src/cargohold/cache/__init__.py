@@ -1,0 +1,1 @@
+"""Which chunks a tier holds: the table of its chunks, and policies that decide which of them stay."""

@@ -1,0 +1,80 @@
+"""The policy port: decides which chunks of one tier stay, and which are evicted to make room for others.
+
+A policy knows slots, keys and order; nothing of engines, tensors, groups, handles or bytes. It asks no clock: its time is the
+sequence of calls, so the same calls always lead to the same choice.
+
+A chunk is worth nothing when the chunk before it is gone, because a prefix is only usable up to its first hole. So only ends of
+prefixes are evicted: chunks that no other chunk in the tier follows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from cargohold.cache.chunk_table import ChunkTable
+
+
+class ReplacementPolicy(ABC):
+    """Decides which chunks of a table stay.
+
+    Attributes:
+        name: the policy's name in options.
+        table: the chunks. A policy reads its columns and evicts with ``evict``; all else is its owner's.
+
+    Args:
+        table: the chunks, of which there are none yet.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, table: ChunkTable) -> None:
+        self.table = table
+
+    def admit_all(self) -> None:  # noqa: B027  # most policies do so anyway
+        """Refuse no chunk for its worth from now on. See ``OffloadManager.admit_all``."""
+
+    @abstractmethod
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
+        """Learn that a request uses chunks.
+
+        Args:
+            slots: slots of the request's chunks that are in the tier, in prefix order.
+            is_whole: whether the last of them is the request's last chunk.
+        """
+
+    @abstractmethod
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
+        """Evict at most ``num_slots`` chunks, with ``table.evict``, for absent chunks of one prefix.
+
+        Only chunks with no ``children`` and no ``pins`` may be evicted. ``parent`` is pinned.
+
+        Args:
+            keys: the chunks that want slots, in prefix order.
+            parent: slot of the chunk before the first, or ``NO_SLOT`` if that is not in the tier.
+            num_slots: how many of them have no slot yet: the last ones, because free slots go to the first ones.
+
+        Returns:
+            If fewer were evicted: whether that is because the others are worth more than ``keys``. If not, they are all in use,
+            and asking again later may give more.
+        """
+
+    @abstractmethod
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
+        """Learn that the leading chunks of ``keys`` were placed in ``slots``; the others will not be stored."""
+
+    @abstractmethod
+    def drop(self, slots: Sequence[int]) -> None:
+        """Learn that chunks leave the table for other reasons than eviction: a failed store, a corrupt chunk.
+
+        They are still in the table during the call.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every chunk. What was learned about the traffic may be kept."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify every invariant, against the table. Raises ``AssertionError``. For tests and idle moments."""

@@ -1,0 +1,88 @@
+"""LRU and FIFO: runs in one order, with and without regard to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
+from cargohold.cache.policies.base import ReplacementPolicy
+from cargohold.cache.policies.runs import Order, Runs
+
+REFRESHED_AFTER_PART: Final = 8
+"""A growing prefix counts as used again if more chunks than this part (an eighth) of the tier were used since its last use."""
+
+
+class FIFOPolicy(ReplacementPolicy):
+    """Evicts the chunks stored longest ago; of chunks stored together, the last one first.
+
+    The baseline against which the value of knowing uses is measured.
+    """
+
+    name: ClassVar[str] = "fifo"
+
+    def __init__(self, table: ChunkTable) -> None:
+        super().__init__(table)
+        self._now = 0
+        self._order = Order[int]()
+        self._runs = Runs(table)
+
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
+        """Do nothing: uses do not count here."""
+
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
+        self._runs.evict(self._order, num_slots)
+        return False
+
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
+        if slots:
+            self._now += len(slots)
+            self._runs.add(slots, self._order, self._now)
+
+    def drop(self, slots: Sequence[int]) -> None:  # noqa: D102
+        self._runs.drop(slots)
+
+    def clear(self) -> None:  # noqa: D102
+        self._order = Order[int]()
+        self._runs.clear()
+
+    def check(self) -> None:  # noqa: D102
+        self._runs.check()
+
+
+class LRUPolicy(FIFOPolicy):
+    """Evicts the chunks used longest ago; of chunks used together, the last one first.
+
+    Stored chunks count as used together with the chunk before them, just before it: they join its run. A prefix that grows is
+    in use: if more chunks than an eighth of the tier holds were used since it was touched, it counts as used again.
+    """
+
+    name: ClassVar[str] = "lru"
+
+    def __init__(self, table: ChunkTable) -> None:
+        super().__init__(table)
+        self._patience = table.capacity // REFRESHED_AFTER_PART
+
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:  # noqa: D102
+        if slots:
+            self._now += len(slots)
+            self._runs.move(slots, self._order, self._now)
+
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
+        self._refresh(parent)
+        return super().make_room(keys, parent, num_slots)
+
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
+        if parent == NO_SLOT:
+            super().add(keys, parent, slots)
+        elif slots:
+            self._refresh(parent)
+            run = self._runs.run_of[parent]
+            assert run is not None
+            self._runs.extend(run, slots)
+
+    def _refresh(self, parent: int) -> None:
+        """Count the prefix that ends in ``parent`` as used again, if it is time to: see the class."""
+        run = None if parent == NO_SLOT else self._runs.run_of[parent]
+        if run is not None and self._now - run.time > self._patience:
+            self.touch(self.table.ancestors(parent), is_whole=False)

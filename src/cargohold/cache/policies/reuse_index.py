@@ -1,0 +1,337 @@
+"""The policy made for prefixes: evicts the leaf that is worth least, and admits only chunks that are worth no less."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import groupby
+from operator import attrgetter
+from typing import ClassVar, Final
+from zlib import crc32
+
+from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
+from cargohold.cache.policies.base import ReplacementPolicy
+from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, age_bucket
+from cargohold.cache.policies.runs import Order, Run, Runs
+
+_MAX_USES: Final = 255
+
+# A class combines a level (1, 2-3, 4-7, 8 or more uses), whether the chunk was the last of its request, and a detail: for a new
+# chunk, how often the prefix that it continues was used; for others, the time between the last two uses, by powers of four.
+# A kind is a class and, in the bits above, the number of uses.
+_NUM_LEVELS: Final = 4
+_DETAILS: Final = 10
+_LAST: Final = _DETAILS
+_PER_LEVEL: Final = 2 * _DETAILS
+_NUM_CLASSES: Final = _NUM_LEVELS * _PER_LEVEL
+_CONTINUES_OFTEN: Final = 3
+_CLASS_BITS: Final = 8
+_CLASS: Final = (1 << _CLASS_BITS) - 1
+_NEW: Final = 1 << _CLASS_BITS
+
+_MIN_ENTRIES: Final = 1 << 14
+_ENTRIES_PER_SLOT: Final = 2
+_USES_MASK: Final = 0xFF
+_TIME_BITS: Final = 32
+_TIME_MASK: Final = (1 << _TIME_BITS) - 1
+
+_AGED_AFTER_PART: Final = 32
+_AGED_AFTER: Final = range(16, 1024)
+_JOINED_WITHIN_PART: Final = 64
+"""A generated chunk joins the run of the chunks before it if these were used within this part of the tier's chunks."""
+
+
+class ReuseIndexPolicy(ReplacementPolicy):
+    """Keeps the chunks that bring most reuse for the time that they take a slot.
+
+    Each chunk's worth is its reuse index, learned from the traffic (see ``ReuseModel``). It depends on how often the chunk was
+    used, whether it was the last of its request, how its use continues others, and its age. Only leaves are evicted, so a
+    prefix is worth at least as much as its best continuation. A chunk that is worth less than the victim that it needs is not
+    stored, nor are those that follow it: one-shot prompts do not flush the tier, and are not written. The uses of evicted and
+    refused chunks are remembered for a while. After ``admit_all`` the policy refuses no chunk, and only chooses victims.
+
+    Until it has learned something, it behaves like LRU.
+
+    Chunks of one class and about one age are worth the same: they are in one *cell*, the longest unused first. A heap has the
+    cells in the order of their worth. As runs get older, they move on to the next cell.
+
+    Args:
+        table: the chunks.
+    """
+
+    name: ClassVar[str] = "reuse-index"
+
+    def __init__(self, table: ChunkTable) -> None:
+        super().__init__(table)
+        capacity = table.capacity
+        self._now = 0
+        self._admits_all = False
+        self._runs = Runs(table)
+        self._tags = array("I", bytes(4 * capacity))
+        self._model = ReuseModel(_NUM_CLASSES, _DETAILS, capacity)
+        self._absent = AbsentChunks(capacity)
+        self._cells: dict[int, Cell] = {}
+        self._queue: list[tuple[float, int]] = []
+        self._use_index()
+        self._aged_at, self._aged_after = 0, min(max(_AGED_AFTER.start, capacity // _AGED_AFTER_PART), _AGED_AFTER.stop)
+        self._joined_within = capacity // _JOINED_WITHIN_PART
+        # The chunks for which room was made last, and what is known of them: they come in next.
+        self._met: tuple[Sequence[bytes], list[int], list[int]] = (), [], []
+
+    def admit_all(self) -> None:  # noqa: D102
+        self._admits_all = True
+
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:  # noqa: D102
+        if not slots:
+            return
+        parts: list[tuple[int, list[int]]] = []
+        at = 0
+        for run, same in groupby(map(self._runs.run_of.__getitem__, slots)):
+            assert run is not None
+            kind = _kind_of_known(run.kind >> _CLASS_BITS, self._now - run.time)
+            num_chunks = sum(1 for _ in same)
+            if not parts or parts[-1][0] != kind:
+                parts.append((kind, []))
+            parts[-1][1].extend(slots[at : at + num_chunks])
+            at += num_chunks
+        if is_whole:
+            kind, last = parts[-1][0], parts[-1][1].pop()
+            parts.append((kind + _LAST, [last]))
+        for kind, part in parts:
+            if part:
+                self._runs.move(part, self._cell(kind, 0), self._now, kind)
+        tags, end, run_of = self._tags, self._model.sample_end, self._runs.run_of
+        for slot in [slot for slot in slots if tags[slot] < end]:
+            used = run_of[slot]
+            assert used is not None
+            self._model.observe(tags[slot], used.kind & _CLASS, self._now)
+        self._now += len(slots)
+
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
+        if self._model.fit(self._now):
+            self._use_index()
+        if self._now - self._aged_at >= self._aged_after:
+            self._age()
+        self._met = keys, *self._meet(keys, parent)
+        kinds = self._met[2]
+        for kind, same in groupby(kinds[len(kinds) - num_slots :]):
+            num_chunks = sum(1 for _ in same)
+            worth = float("inf") if self._admits_all else self._index[kind & _CLASS][0]
+            num_evicted, is_refused = self._evict(num_chunks, worth)
+            if num_evicted < num_chunks:
+                return is_refused
+        return False
+
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
+        met, tags, kinds = self._met
+        if met is not keys:
+            tags, kinds = self._meet(keys, parent)
+        self._met = (), [], []
+        self._go_on(parent)
+        at, now = 0, self._now
+        for kind, same in groupby(kinds[: len(slots)]):
+            part = slots[at : at + sum(1 for _ in same)]
+            self._runs.add(part, self._cell(kind, 0), now, kind)
+            at += len(part)
+        known = self._tags
+        for slot, tag in zip(slots, tags, strict=False):
+            known[slot] = tag
+        for tag, kind in zip(tags[len(slots) :], kinds[len(slots) :], strict=True):
+            self._absent.remember(tag, kind >> _CLASS_BITS, now)
+        model = self._model
+        for tag, kind in zip(tags, kinds, strict=True):
+            if tag < model.sample_end:
+                model.observe(tag, kind & _CLASS, now)
+        self._now += len(tags)
+
+    def drop(self, slots: Sequence[int]) -> None:  # noqa: D102
+        self._runs.drop(slots)
+
+    def clear(self) -> None:  # noqa: D102
+        self._cells.clear()
+        self._queue.clear()
+        self._runs.clear()
+
+    def check(self) -> None:  # noqa: D102
+        self._runs.check()
+        cells = {number for number, cell in self._cells.items() if cell.oldest is not None}
+        queued = [number for _, number in self._queue]
+        assert len(set(queued)) == len(queued) and cells <= set(queued), "a cell with chunks is not in the queue once"
+
+    # --- newcomers ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, keys: Sequence[bytes], parent: int) -> tuple[list[int], list[int]]:
+        """Return tags and kinds of chunks on offer, if they get in. Changes nothing."""
+        tags = list(map(crc32, keys))
+        new = _NEW + self._detail_behind(parent)
+        kinds = [new] * len(tags) if self._absent.is_empty else self._absent.recall_each(tags, self._now, new)
+        kinds[-1] += _LAST
+        return tags, kinds
+
+    def _detail_behind(self, parent: int) -> int:
+        """Return the detail of the class of new chunks behind the chunk in slot ``parent``."""
+        run = None if parent == NO_SLOT else self._runs.run_of[parent]
+        if run is None:
+            return 0
+        uses = run.kind >> _CLASS_BITS
+        if uses == 1:  # the same request goes on, whose chunks come in parts
+            return (run.kind & _CLASS) % _DETAILS
+        return min((uses.bit_length() + 1) // 2, _CONTINUES_OFTEN)
+
+    def _go_on(self, parent: int) -> None:
+        """Change the class of the chunk in ``parent``: it is not its request's last any more, because the request goes on.
+
+        It joins the run of the chunks before it if that was used about when it was: else an answer would take a run per chunk.
+        """
+        runs = self._runs
+        run = None if parent == NO_SLOT else runs.run_of[parent]
+        if run is None or (run.kind & _CLASS) % _PER_LEVEL < _LAST:
+            return
+        kind, before = run.kind - _LAST, self.table.parents[parent]
+        stem = None if before == NO_SLOT else runs.run_of[before]
+        if (
+            stem is not None
+            and stem.kind == kind
+            and stem.entries[-1] == before
+            and run.time - stem.time <= self._joined_within
+        ):
+            runs.join(run, stem)
+        else:
+            runs.change(run, kind, self._cell(kind, age_bucket(self._now - run.time)))
+
+    # --- victims ------------------------------------------------------------------------------------------------------
+
+    def _evict(self, num_chunks: int, worth: float) -> tuple[int, bool]:
+        """Evict the leaves that are worth least, if that is no more than ``worth``. Mutates everything.
+
+        Returns how many were evicted, and whether there are others that are worth more.
+        """
+        queue, tags, remember = self._queue, self._tags, self._absent.remember
+        passed: list[tuple[float, int]] = []
+        num_evicted, is_refused = 0, False
+        while num_evicted < num_chunks and queue:
+            entry = queue[0]
+            cell = self._cells[entry[1]]
+            if cell.oldest is None:
+                heappop(queue)
+                cell.is_queued = False
+                continue
+            if entry[0] > worth:
+                is_refused = True
+                break
+            for run, slots in self._runs.evict(cell, num_chunks - num_evicted):
+                num_evicted += len(slots)
+                for slot in slots:
+                    remember(tags[slot], run.kind >> _CLASS_BITS, run.time)
+            # If something lower was exposed, it is next; if not, what is left in the cell is in use.
+            if num_evicted < num_chunks and queue[0] is entry and cell.oldest is not None:
+                passed.append(heappop(queue))
+        for entry in passed:
+            heappush(queue, entry)
+        return num_evicted, is_refused
+
+    def _cell(self, kind: int, bucket: int) -> Cell:
+        """Return the cell of chunks of a kind in an age bucket, to put a run there."""
+        number = (kind & _CLASS) * NUM_AGES + bucket
+        cell = self._cells.get(number)
+        if cell is None:
+            cell = self._cells[number] = Cell(bucket, self._cell_of)
+        if not cell.is_queued:
+            cell.is_queued = True
+            heappush(self._queue, (self._index[kind & _CLASS][bucket], number))
+        return cell
+
+    def _cell_of(self, run: Run[int]) -> Cell:
+        return self._cell(run.kind, age_bucket(self._now - run.time))
+
+    def _age(self) -> None:
+        """Move runs on to the cells of their ages. Mutates the cells."""
+        now = self._aged_at = self._now
+        # The older ones first, so that each cell stays in order.
+        for cell in sorted(self._cells.values(), key=attrgetter("bucket"), reverse=True):
+            limit = 2 << cell.bucket
+            while (run := cell.oldest) is not None and now - run.time >= limit:
+                cell.take_out(run)
+                self._cell_of(run).append(run)
+
+    def _use_index(self) -> None:
+        """Use a new table of worth. Mutates the cells and their queue."""
+        self._index: list[list[float]] = self._model.index.tolist()
+        self._cells = {number: cell for number, cell in self._cells.items() if cell.oldest is not None}
+        self._queue = [(self._index[number // NUM_AGES][number % NUM_AGES], number) for number in self._cells]
+        heapify(self._queue)
+        for cell in self._cells.values():
+            cell.is_queued = True
+
+
+class Cell(Order[int]):
+    """Runs of one class in one age bucket.
+
+    Args:
+        bucket: the age bucket.
+        cell_of: finds the cell that a run belongs to by now.
+
+    Attributes:
+        is_queued: whether the cell is in the policy's queue.
+    """
+
+    __slots__ = ("_cell_of", "bucket", "is_queued")
+
+    def __init__(self, bucket: int, cell_of: Callable[[Run[int]], Cell]) -> None:
+        super().__init__()
+        self.bucket = bucket
+        self.is_queued = False
+        self._cell_of = cell_of
+
+    def put_back(self, run: Run[int]) -> None:
+        """Add a run that was parked, and may have grown older meanwhile, where it belongs."""
+        Order.put_back(self._cell_of(run), run)
+
+
+class AbsentChunks:
+    """How often chunks that are not in the tier were used, and when last, by tag.
+
+    A tag is a short digest of a key, the same in every run. Keys may share one: good for statistics, not for identity. There is
+    one place for several tags, so a new entry overwrites an old one: the table forgets at random, costs eight bytes per entry,
+    and needs no upkeep. A wrong tag means a wrong guess about one chunk, nothing more.
+
+    Args:
+        capacity: number of slots of the tier.
+
+    Attributes:
+        is_empty: whether nothing was remembered yet, as until the tier is full for the first time.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.is_empty = True
+        num_entries = 1 << min((max(_MIN_ENTRIES, capacity * _ENTRIES_PER_SLOT) - 1).bit_length(), _TIME_BITS)
+        self._mask = num_entries - 1
+        # The tag with the number of uses in place of its lowest byte, which the place implies; and the time.
+        self._known = array("I", bytes(4 * num_entries))
+        self._times = array("I", bytes(4 * num_entries))
+
+    def recall_each(self, tags: Sequence[int], now: int, new: int) -> list[int]:
+        """Return the kinds of chunks that are used now; ``new`` for those of which nothing is known."""
+        known, mask, kinds = self._known, self._mask, []
+        for tag in tags:
+            entry = known[tag & mask]
+            uses = entry & _USES_MASK if entry ^ tag <= _USES_MASK else 0
+            # Times are modulo 2**32: nobody needs to know longer ages.
+            kinds.append(_kind_of_known(uses, (now - self._times[tag & mask]) & _TIME_MASK) if uses else new)
+        return kinds
+
+    def remember(self, tag: int, uses: int, time: int) -> None:
+        """Remember the uses of a chunk that leaves the tier, or was not stored; ``time`` is that of the last one."""
+        self.is_empty = False
+        place = tag & self._mask
+        self._known[place] = tag & ~_USES_MASK | uses
+        self._times[place] = time & _TIME_MASK
+
+
+def _kind_of_known(uses_before: int, age: int) -> int:
+    """Return the kind of a chunk used now and ``age`` ago, that is not the last of its request."""
+    uses = min(uses_before + 1, _MAX_USES)
+    level = min(uses.bit_length(), _NUM_LEVELS) - 1
+    detail = min((max(age, 1).bit_length() + 1) // 2, _DETAILS - 1)
+    return (uses << _CLASS_BITS) + level * _PER_LEVEL + detail

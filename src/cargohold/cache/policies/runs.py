@@ -1,0 +1,263 @@
+"""Orders of eviction: chunks that were used together are one *run*, and runs are evicted from the oldest, each from its end.
+
+::
+
+    oldest                                                  newest
+    [a b c d] <-> [k l] <-> [s t u v w] <-> ... <-> [x y]          runs, linked; each in prefix order
+           ^ next victim
+
+A use costs one link and one entry per chunk, however large the tier. A chunk that is used again is an entry of a newer run; its
+old entry is void, and skipped when its turn comes. A run whose entries are mostly void is copied without them.
+
+A run whose last chunk has children in other runs cannot give one up: it is *parked*, out of the order, until the last child is
+gone. So eviction never walks over chunks again and again that it may not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Final, Generic, TypeVar
+
+from cargohold.cache.chunk_table import NO_SLOT, READY, WRITING, ChunkTable
+
+Entry = TypeVar("Entry", int, bytes)
+
+_MAX_STEPS: Final = 16
+"""How far a run that was parked is moved towards its place by age; it nearly always belongs to the oldest."""
+
+
+class Run(Generic[Entry]):
+    """Chunks used together, in prefix order: none is before another one that is in front of it.
+
+    Attributes:
+        entries: their slots (ghosts: their keys); void if the chunk is in another run by now.
+        num_live: number of entries that are not void.
+        time: when they were used.
+        kind: what its chunks have in common, for policies that tell kinds apart.
+        order: the order that it is in, or will return to.
+        older: the next older run of the order; ``None`` while parked, and at the end of its life.
+        newer: the next newer one.
+    """
+
+    __slots__ = ("entries", "kind", "newer", "num_live", "older", "order", "time")
+
+    def __init__(self, entries: list[Entry], time: int, kind: int) -> None:
+        self.entries: list[Entry] = entries
+        self.num_live = len(entries)
+        self.time = time
+        self.kind = kind
+        self.order: Order[Entry] | None = None
+        self.older: Run[Entry] | None = None
+        self.newer: Run[Entry] | None = None
+
+
+class Order(Generic[Entry]):
+    """Runs in the order of their times, the oldest first."""
+
+    __slots__ = ("end",)
+
+    def __init__(self) -> None:
+        # Between the newest and the oldest.
+        end: Run[Entry] = Run([], 0, 0)
+        self.end: Run[Entry] = end
+        end.older = end.newer = end
+
+    def __iter__(self) -> Iterator[Run[Entry]]:
+        """Iterate over the runs, the oldest first."""
+        run = self.end.newer
+        while run is not None and run is not self.end:
+            yield run
+            run = run.newer
+
+    @property
+    def oldest(self) -> Run[Entry] | None:
+        """The oldest run."""
+        run = self.end.newer
+        return None if run is self.end else run
+
+    def append(self, run: Run[Entry]) -> None:
+        """Add the newest run."""
+        self._link(run, self.end)
+
+    def put_back(self, run: Run[Entry]) -> None:
+        """Add a run that is probably one of the oldest."""
+        place = self.end.newer
+        assert place is not None
+        for _ in range(_MAX_STEPS):
+            if place is self.end or place.time >= run.time or place.newer is None:
+                break
+            place = place.newer
+        self._link(run, place)
+
+    def take_out(self, run: Run[Entry]) -> None:
+        """Remove a run."""
+        older, newer = run.older, run.newer
+        assert older is not None and newer is not None
+        older.newer, newer.older = newer, older
+        run.older = run.newer = None
+
+    def _link(self, run: Run[Entry], newer: Run[Entry]) -> None:
+        older = newer.older
+        assert older is not None
+        run.order, run.older, run.newer = self, older, newer
+        older.newer = newer.older = run
+
+
+class Runs:
+    """All runs of a table's chunks, in one or several orders.
+
+    Args:
+        table: the chunks.
+
+    Attributes:
+        run_of: by slot, the run of its chunk, or ``None``.
+    """
+
+    def __init__(self, table: ChunkTable) -> None:
+        self._table = table
+        self.run_of: list[Run[int] | None] = [None] * table.capacity
+        # Whether a run was put back into an order since that was asked last.
+        self._has_returned = False
+
+    def add(self, slots: Sequence[int], order: Order[int], time: int, kind: int = 0) -> None:
+        """Make chunks, which are in no run, the newest run of an order."""
+        run = Run(list(slots), time, kind)
+        run_of = self.run_of
+        for slot in slots:
+            run_of[slot] = run
+        order.append(run)
+
+    def extend(self, run: Run[int], slots: Sequence[int]) -> None:
+        """Append chunks, which are in no run, to a run in which their parent is."""
+        run.entries += slots
+        run.num_live += len(slots)
+        run_of = self.run_of
+        for slot in slots:
+            run_of[slot] = run
+        self._put_back(run)
+
+    def move(self, slots: Sequence[int], order: Order[int], time: int, kind: int = 0) -> None:
+        """Make chunks that are in runs the newest run of an order."""
+        lost = [(run, sum(1 for _ in same)) for run, same in groupby(map(self.run_of.__getitem__, slots))]
+        self.add(slots, order, time, kind)
+        for run, num_chunks in lost:
+            assert run is not None
+            lose(run, num_chunks, self._is_in)
+            self._put_back(run)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget chunks that leave the table by no choice of the policy. They are still in the table."""
+        for slot in reversed(slots):
+            run = self.run_of[slot]
+            assert run is not None
+            self.run_of[slot] = None
+            lose(run, 1, self._is_in)
+            parent = self._table.parents[slot]
+            for other in (run, None if parent == NO_SLOT else self.run_of[parent]):
+                if other is not None:
+                    self._put_back(other)
+
+    def clear(self) -> None:
+        """Forget all chunks. Orders must be made anew."""
+        self.run_of = [None] * len(self.run_of)
+
+    def join(self, run: Run[int], stem: Run[int]) -> None:
+        """Append the chunks of a run to another one, in which their parent is the last."""
+        slots = [slot for slot in run.entries if self.run_of[slot] is run]
+        lose(run, len(slots), self._is_in)
+        self.extend(stem, slots)
+
+    def change(self, run: Run[int], kind: int, order: Order[int]) -> None:
+        """Make a run one of another kind, in another order."""
+        run.kind = kind
+        if run.older is not None and run.order is not None:
+            run.order.take_out(run)
+            order.append(run)
+
+    def evict(self, order: Order[int], num_chunks: int) -> list[tuple[Run[int], list[int]]]:
+        """Evict at most ``num_chunks`` from the oldest runs of an order. Mutates the table.
+
+        Returns the runs, and the slots given up by each.
+        """
+        victims = []
+        before, self._has_returned = order.end, False
+        while num_chunks and (run := before.newer) is not None and run is not order.end:
+            slots = self._evict_from(run, num_chunks)
+            if slots:
+                victims.append((run, slots))
+                num_chunks -= len(slots)
+            if self._has_returned:
+                before, self._has_returned = order.end, False  # a run that was parked may be the oldest now
+            elif before.newer is run:
+                before = run  # in use, so it is passed over
+        return victims
+
+    def check(self) -> None:
+        """Verify that every chunk is in one run, and every run in its order or parked. Raises ``AssertionError``."""
+        used = self._table.slots_in(WRITING, READY)
+        assert [slot for slot, run in enumerate(self.run_of) if run is not None] == used, "not the slots in use"
+        runs = {id(run): run for run in self.run_of if run is not None}
+        orders = {id(run.order): run.order for run in runs.values() if run.order is not None}
+        linked = {id(run) for order in orders.values() for run in order}
+        for run in runs.values():
+            live = [slot for slot in dict.fromkeys(run.entries) if self._is_in(slot, run)]
+            assert len(live) == run.num_live, "a run does not count its chunks right"
+            if run.older is None:
+                last = next(slot for slot in reversed(run.entries) if self._is_in(slot, run))
+                assert self._table.children[last], "a run is parked whose last chunk could be evicted"
+            else:
+                assert id(run) in linked, "a run is not in its order"
+        assert linked <= runs.keys(), "a run without chunks is in an order"
+
+    def _evict_from(self, run: Run[int], num_chunks: int) -> list[int]:
+        """Evict at most ``num_chunks`` from the end of a run, as long as nothing needs them; return their slots.
+
+        Parks the run if its last chunk has children; takes it out of its order if it is used up. Mutates the table.
+        """
+        table, run_of, entries = self._table, self.run_of, run.entries
+        children, pins, evict = table.children, table.pins, table.evict
+        victims: list[int] = []
+        is_blocked = False
+        while entries and len(victims) < num_chunks:
+            slot = entries[-1]
+            if run_of[slot] is not run:
+                entries.pop()
+                continue
+            if children[slot]:
+                is_blocked = True
+                break
+            if pins[slot]:
+                break
+            entries.pop()
+            run_of[slot] = None
+            victims.append(slot)
+            parent = evict(slot)
+            if parent != NO_SLOT and (other := run_of[parent]) is not run and other is not None:
+                self._put_back(other)
+        run.num_live -= len(victims)
+        if (is_blocked or not run.num_live) and run.order is not None:
+            run.order.take_out(run)
+        return victims
+
+    def _is_in(self, slot: int, run: Run[int]) -> bool:
+        return self.run_of[slot] is run
+
+    def _put_back(self, run: Run[int]) -> None:
+        """Put a run back into its order if it is parked: its last chunk may be another one, or have lost its children."""
+        if run.older is None and run.num_live and run.order is not None:
+            run.order.put_back(run)
+            self._has_returned = True
+
+
+def lose(run: Run[Entry], num_chunks: int, is_in: Callable[[Entry, Run[Entry]], bool]) -> None:
+    """Note that chunks left a run: they are in another one by now, or gone. Mutates the run and its order."""
+    run.num_live -= num_chunks
+    if not run.num_live:
+        run.entries = []
+        if run.older is not None and run.order is not None:
+            run.order.take_out(run)
+    elif 2 * run.num_live < len(run.entries):
+        # Of several entries for one slot the last one counts.
+        last_first = dict.fromkeys(entry for entry in reversed(run.entries) if is_in(entry, run))
+        run.entries = list(last_first)[::-1]
