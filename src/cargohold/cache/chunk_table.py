@@ -205,27 +205,49 @@ class ChunkTable:
                     self.num_leaving -= 1
                     self._free_again(slot)
 
-    def evict(self, slot: int) -> int:
-        """Take a ready chunk without children and pins out of the tier; its slot is free.
+    def evict(self, slot: int) -> None:
+        """Take a ready chunk without children and pins out of the tier; its slot is free."""
+        victims, _ = self.evict_end([slot], 1)
+        assert victims, "an evicted chunk is absent or in use"
+
+    def evict_end(self, slots: list[int], num_chunks: int) -> tuple[list[int], list[int]]:
+        """Evict at most ``num_chunks`` ready chunks from the end of a list, up to the first with children or pins.
+
+        Mutates ``slots``: evicted ones are taken off.
 
         Returns:
-            The slot of its parent, if that has no children any more, and else ``NO_SLOT``.
+            The evicted ones, the last one first; and the slots of other chunks than the next in ``slots`` that have no
+            children any more.
         """
-        key = self.keys[slot]
-        assert key is not None and not self.children[slot] and not self.pins[slot], (
-            "an evicted chunk is absent or in use"
-        )
-        del self._dict_of[key[0]][key]
-        self.keys[slot] = None
-        self.evicted.append(key)
-        self.states[slot] = FREE
-        self._free.append(slot)
-        self.num_ready -= 1
-        parent = self.parents[slot]
-        if parent == NO_SLOT:
-            return NO_SLOT
-        self.children[parent] -= 1
-        return NO_SLOT if self.children[parent] else parent
+        children, pins, parents, column, dict_of = self.children, self.pins, self.parents, self.keys, self._dict_of
+        victims: list[int] = []
+        exposed: list[int] = []
+        parent = NO_SLOT
+        for slot in reversed(slots):
+            if children[slot] or pins[slot] or num_chunks == len(victims):
+                break
+            if parent != slot and parent != NO_SLOT and not children[parent]:
+                exposed.append(parent)
+            victims.append(slot)
+            parent = parents[slot]
+            if parent != NO_SLOT:
+                children[parent] -= 1
+        if not victims:
+            return victims, exposed
+        if parent != NO_SLOT and not children[parent]:
+            exposed.append(parent)
+        del slots[len(slots) - len(victims) :]
+        keys = self.keys_at(victims)
+        for key in keys:
+            del dict_of[key[0]][key]
+        states = self.states
+        for slot in victims:
+            column[slot] = None
+            states[slot] = FREE
+        self.evicted += keys
+        self._free += victims
+        self.num_ready -= len(victims)
+        return victims, exposed
 
     def remove(self, slots: Sequence[int]) -> None:
         """Take chunks out of the tier, children or not, ready or being written. Slots that are being read are leaving.

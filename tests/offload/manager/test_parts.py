@@ -76,14 +76,17 @@ def test_a_removed_chunk_that_is_read_keeps_its_slot_until_it_is_not() -> None:
         table.check()
 
 
-def test_an_evicted_chunk_names_the_parent_that_nothing_follows_any_more() -> None:
+def test_eviction_from_the_end_stops_at_a_chunk_with_children_and_names_those_that_have_none_any_more() -> None:
     table = ChunkTable(4)
     first, left, right = slots = table.take(3)
     keys = numbered(1, 2, 3)
     table.place(keys[:2], [first, left], NO_SLOT)
     table.place(keys[2:], [right], first)
     table.publish(slots)
-    assert (table.evict(right), table.evict(left), table.evict(first)) == (NO_SLOT, first, NO_SLOT)
+    slots = [first, right]
+    assert table.evict_end(slots, 2) == ([right], []) and slots == [first], "another chunk follows the first"
+    assert table.evict_end([left], 1) == ([left], [first])
+    table.evict(first)
     assert table.evicted == [keys[2], keys[1], keys[0]] and table.states.count(READY) == 0
     table.check()
 

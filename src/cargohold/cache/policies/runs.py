@@ -211,34 +211,29 @@ class Runs:
         assert linked <= runs.keys(), "a run without chunks is in an order"
 
     def _evict_from(self, run: Run[int], num_chunks: int) -> list[int]:
-        """Evict at most ``num_chunks`` from the end of a run, as long as nothing needs them; return their slots.
+        """Evict chunks from the end of a run, as long as nothing needs them; return their slots. Mutates the table.
 
-        Parks the run if its last chunk has children; takes it out of its order if it is used up. Mutates the table.
+        Parks the run if its last chunk has children; takes it out of its order if it is used up.
         """
-        table, run_of, entries = self._table, self.run_of, run.entries
-        children, pins, evict = table.children, table.pins, table.evict
-        victims: list[int] = []
-        is_blocked = False
-        while entries and len(victims) < num_chunks:
-            slot = entries[-1]
-            if run_of[slot] is not run:
-                entries.pop()
-                continue
-            if children[slot]:
-                is_blocked = True
-                break
-            if pins[slot]:
-                break
-            entries.pop()
+        run_of, entries = self.run_of, run.entries
+        if run.num_live < len(entries):
+            entries = run.entries = self._live(run)
+        victims, exposed = self._table.evict_end(entries, num_chunks)
+        for slot in victims:
             run_of[slot] = None
-            victims.append(slot)
-            parent = evict(slot)
-            if parent != NO_SLOT and (other := run_of[parent]) is not run and other is not None:
-                self._put_back(other)
         run.num_live -= len(victims)
-        if (is_blocked or not run.num_live) and run.order is not None:
+        if run.order is not None and (not entries or self._table.children[entries[-1]]):
             run.order.take_out(run)
+        for slot in exposed:
+            other = run_of[slot]
+            if other is not None:
+                self._put_back(other)
         return victims
+
+    def _live(self, run: Run[int]) -> list[int]:
+        """Return the entries of a run that are not void. Of several entries for one slot the last one counts."""
+        run_of = self.run_of
+        return list(dict.fromkeys(slot for slot in reversed(run.entries) if run_of[slot] is run))[::-1]
 
     def _is_in(self, slot: int, run: Run[int]) -> bool:
         return self.run_of[slot] is run
