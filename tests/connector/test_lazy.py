@@ -94,7 +94,7 @@ def test_an_idle_engine_copies_its_lookahead_and_no_more() -> None:
         engine.step()
     assert len(copied) == 4
     head = [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()][:4]
-    assert head == copied[::-1], "what was saved is evicted first, ends of prefixes before their beginnings"
+    assert head == copied, "what was saved is evicted first, ends of prefixes before their beginnings"
 
 
 def test_the_tier_gives_up_ends_of_prefixes_before_their_beginnings() -> None:

@@ -36,8 +36,8 @@ _USES_MASK: Final = 0xFF
 _TIME_BITS: Final = 32
 _TIME_MASK: Final = (1 << _TIME_BITS) - 1
 
-_AGED_AFTER_PART: Final = 32
-_AGED_AFTER: Final = range(16, 1024)
+_AGED_AFTER_PART: Final = 64
+_AGED_AFTER: Final = range(1, 1024)
 _JOINED_WITHIN_PART: Final = 64
 """A generated chunk joins the run of the chunks before it if these were used within this part of the tier's chunks."""
 

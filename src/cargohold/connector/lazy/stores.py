@@ -54,7 +54,7 @@ class LazyStores:
         """End a store: put its blocks back at the head of the free queue, where they were. Saved ones can go without loss."""
         end_store(self._shared, store, outcome)
         context = self._context()
-        blocks = [context.get_block(block_id) for block_id in reversed(store.block_ids)]  # the next victim first
+        blocks = [context.get_block(block_id) for block_id in store.block_ids]  # the next victim first
         context.free_blocks(blocks, evict_first=True)
         if outcome is TransferOutcome.DONE and not store.is_spoiled and self._scout is not None:
             for block in reversed(blocks):
@@ -71,10 +71,10 @@ class LazyStores:
     def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
         """Yield the store of ``unsafe`` blocks, which are in eviction order.
 
-        Ends of prefixes are evicted before their beginnings, on the device and in host memory. There the order of storing
-        decides, so the last block is stored first. To which prefixes the blocks belong is not known.
+        Ends of prefixes are evicted before their beginnings, on the device and in host memory: what is stored first counts as
+        the oldest there. To which prefixes the blocks belong is not known.
         """
-        by_key = {_key(block): block for block in reversed(unsafe)}
+        by_key = {_key(block): block for block in unsafe}
         handle = self._shared.manager.prepare_stores([StoreOffer((key,)) for key in by_key])
         self._shared.stats["stores_deferred"] += bool(handle.deferred)
         if not handle.keys:

@@ -124,15 +124,16 @@ class TierManager(OffloadManager):
 
     # --- use ----------------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+    def touch(self, keys: Sequence[OffloadKey]) -> int:  # noqa: D102
         keys = list(keys)
         slots = self._table.find_run(keys)
-        is_whole = len(slots) == len(keys)
+        num_ready, is_whole = len(slots), len(slots) == len(keys)
         if not is_whole:
-            rest = self._table.find_each(keys[len(slots) :])
+            rest = self._table.find_each(keys[num_ready:])
             is_whole = rest[-1] is not None
             slots += [slot for slot in rest if slot is not None]
         self.policy.touch(slots, is_whole=is_whole)
+        return num_ready
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
         keys = list(keys)
