@@ -226,7 +226,7 @@ class ChunkTable:
         for slot in reversed(slots):
             if children[slot] or pins[slot] or num_chunks == len(victims):
                 break
-            if parent != slot and parent != NO_SLOT and not children[parent]:
+            if parent not in (slot, NO_SLOT) and not children[parent]:
                 exposed.append(parent)
             victims.append(slot)
             parent = parents[slot]
@@ -237,14 +237,14 @@ class ChunkTable:
         if parent != NO_SLOT and not children[parent]:
             exposed.append(parent)
         del slots[len(slots) - len(victims) :]
-        keys = self.keys_at(victims)
-        for key in keys:
-            del dict_of[key[0]][key]
-        states = self.states
+        states, evicted = self.states, self.evicted
         for slot in victims:
+            key = column[slot]
+            assert key is not None
+            del dict_of[key[0]][key]
             column[slot] = None
             states[slot] = FREE
-        self.evicted += keys
+            evicted.append(key)
         self._free += victims
         self.num_ready -= len(victims)
         return victims, exposed

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from cargohold.blocks import ABSENT, READY
@@ -26,7 +25,6 @@ from cargohold.offload.manager.handles import ChunkPins, SlotReservation
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
 
 
-@dataclass(slots=True)
 class _Placement:
     """The plan of a store.
 
@@ -39,12 +37,15 @@ class _Placement:
         is_full: whether nothing more can be evicted, because all other chunks are in use.
     """
 
-    num_waiting: int
-    keys: list[OffloadKey] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    deferred: list[OffloadKey] = field(default_factory=list)
-    missed: dict[OffloadKey | None, bool] = field(default_factory=dict)
-    is_full: bool = False
+    __slots__ = ("deferred", "is_full", "keys", "missed", "num_waiting", "slots")
+
+    def __init__(self, num_waiting: int) -> None:
+        self.num_waiting = num_waiting
+        self.keys: list[OffloadKey] = []
+        self.slots: list[int] = []
+        self.deferred: list[OffloadKey] = []
+        self.missed: dict[OffloadKey | None, bool] = {}
+        self.is_full = False
 
 
 class TierManager(OffloadManager):
@@ -227,10 +228,9 @@ class TierManager(OffloadManager):
             if slot is not None:
                 before, at = slot, at + 1
                 continue
-            end = next(
-                (end for end in range(at, len(keys)) if found[end] is not None or keys[end] in missed), len(keys)
-            )
-            num_placed, is_refused = self._place(placement, keys[at:end], before)
+            end = _end_of_absent(keys, found, at, missed)
+            part = keys if end - at == len(keys) else keys[at:end]
+            num_placed, is_refused = self._place(placement, part, before)
             at += num_placed
             if num_placed:
                 before = placement.slots[-1]
@@ -250,20 +250,23 @@ class TierManager(OffloadManager):
 
         Evicts others if need be. Mutates everything. Returns how many were placed, and whether the policy refuses the rest.
         """
-        table, is_refused, num_placed = self._table, False, len(keys)
-        if num_placed > table.num_free:
+        table, policy, num_placed = self._table, self.policy, len(keys)
+        num_free, is_refused = table.num_free, False
+        if num_placed > num_free:
             if not placement.is_full:
-                is_refused = self.policy.make_room(keys, before, num_placed - table.num_free)
+                is_refused = policy.make_room(keys, before, num_placed - num_free)
             num_placed = min(num_placed, table.num_free)
             placement.is_full = not is_refused and num_placed < len(keys)
-        slots = table.take(num_placed)
-        if slots:
-            table.place(keys[:num_placed], slots, before)
-            placement.keys += keys[:num_placed]
+        # Of chunks that may be offered again the policy learns then.
+        told = keys if is_refused or num_placed == len(keys) else keys[:num_placed]
+        placed = keys if num_placed == len(keys) else keys[:num_placed]
+        slots = table.take(num_placed) if placed else []
+        if placed:
+            table.place(placed, slots, before)
+            placement.keys += placed
             placement.slots += slots
-        if slots or is_refused:
-            # Of chunks that may be offered again the policy learns then.
-            self.policy.add(keys if is_refused or num_placed == len(keys) else keys[:num_placed], before, slots)
+        if told:
+            policy.add(told, before, slots)
         return num_placed, is_refused
 
     def _end_store(self, handle: SlotReservation, is_stored: bool) -> None:
@@ -300,6 +303,15 @@ class TierManager(OffloadManager):
         self._num_removed += len(keys)
         if self._events is not None and keys:
             self._events.append(ChunksRemoved(tuple(keys)))
+
+
+def _end_of_absent(
+    keys: Sequence[OffloadKey], found: Sequence[int | None], at: int, missed: Mapping[OffloadKey | None, bool]
+) -> int:
+    """Return where a stretch of absent chunks that begins at ``at`` ends: before one that is there, or was missed."""
+    if not missed and found.count(None) == len(found):
+        return len(keys)  # nearly always
+    return next((end for end in range(at, len(keys)) if found[end] is not None or keys[end] in missed), len(keys))
 
 
 def _are_apart(offers: Sequence[StoreOffer]) -> bool:
