@@ -37,7 +37,7 @@ _TIME_BITS: Final = 32
 _TIME_MASK: Final = (1 << _TIME_BITS) - 1
 
 _AGED_AFTER_PART: Final = 64
-_AGED_AFTER: Final = range(1, 1024)
+_AGED_AFTER: Final = range(1, 256)
 _JOINED_WITHIN_PART: Final = 64
 """A generated chunk joins the run of the chunks before it if these were used within this part of the tier's chunks."""
 
@@ -111,8 +111,6 @@ class ReuseIndexPolicy(ReplacementPolicy):
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         if self._model.fit(self._now):
             self._use_index()
-        if self._now - self._aged_at >= self._aged_after:
-            self._age()
         self._met = keys, *self._meet(keys, parent)
         kinds = self._met[2]
         for kind, same in groupby(kinds[len(kinds) - num_slots :]):
@@ -144,6 +142,8 @@ class ReuseIndexPolicy(ReplacementPolicy):
             if tag < model.sample_end:
                 model.observe(tag, kind & _CLASS, now)
         self._now += len(tags)
+        if self._now - self._aged_at >= self._aged_after:
+            self._age()
 
     def drop(self, slots: Sequence[int]) -> None:  # noqa: D102
         self._runs.drop(slots)
