@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
-from cargohold.errors import ConfigError, one_line
-from cargohold.named import import_named, search_current_directory
+from cargohold.connector.options import named_factory
+from cargohold.named import search_current_directory
 from cargohold.offload.policy import POLICIES
 from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
@@ -158,34 +158,13 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
 
 
 def custom_factory(name: str) -> KVConnectorFactory:
-    """The factory that ``MODULE:FACTORY`` names: a ``KVConnectorFactory``, or a callable without arguments that gives one.
-
-    Modules in the current directory are found, too.
+    """The factory that ``MODULE:FACTORY`` names, see ``named_factory``. Modules in the current directory are found, too.
 
     Raises:
-        ConfigError: it cannot be imported, or is neither.
+        ConfigError: it cannot be imported, or is none.
     """
     search_current_directory()
-    found = import_named("connector", name)
-    if _is_factory(found):
-        return cast("KVConnectorFactory", found)
-    expected = "a KVConnectorFactory, or a callable without arguments that gives one"
-    if not callable(found):
-        raise ConfigError("connector", name, f"it must be {expected}")
-    try:
-        factory: KVConnectorFactory = found()
-    except TypeError as error:
-        raise ConfigError("connector", name, f"it must be {expected}: {one_line(error)}") from error
-    if not _is_factory(factory):
-        raise ConfigError("connector", name, f"it must be {expected}")
-    return factory
-
-
-def _is_factory(value: object) -> bool:
-    is_class = isinstance(value, type)
-    return not is_class and all(
-        callable(getattr(value, side, None)) for side in ("make_scheduler_side", "make_worker_side")
-    )
+    return named_factory(name)
 
 
 def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> TierPlan:
