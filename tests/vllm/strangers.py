@@ -1,4 +1,4 @@
-"""A connector of somebody else inside vLLM: the shelf of docs/conformance.md with options, and loads that go wrong on demand."""
+"""A connector of somebody else inside vLLM: the shelf of docs/conformance.md with options and with faults on demand."""
 
 from __future__ import annotations
 

@@ -98,7 +98,10 @@ def test_chunks_come_back_from_a_tier_of_ones_own(
         ({"connector": STRANGER, "fault": "some"}, r"kv_connector_extra_config\.fault='some' .* one of none, spoils"),
         ({"connector": STRANGER, "place": 3}, r"kv_connector_extra_config\.place=3 .* did you mean places"),
         ({"connector": "nowhere:X"}, r"kv_connector_extra_config\.connector='nowhere:X' .* No module named 'nowhere'"),
-        ({"cpu_bytes_to_use": 1 << 30}, r"kv_connector_extra_config\.cpu_bytes_to_use=1073741824 .* here that is host_bytes"),
+        (
+            {"cpu_bytes_to_use": 1 << 30},
+            r"kv_connector_extra_config\.cpu_bytes_to_use=1073741824 .* here that is host_bytes",
+        ),
         (
             {"host_bytes": "1GiB", "tiers": [{"type": "fs", "root_dir": "/kv"}]},
             r"kv_connector_extra_config\.tiers\[0\]\.type='fs' .* here that is kind",
