@@ -11,7 +11,7 @@ import logging
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import gcd
 from typing import Final
 
@@ -52,7 +52,7 @@ class PageLocks:
         num_rows, row_bytes = rows.shape
         # The smallest number of rows that ends where a page ends.
         unit = mmap.PAGESIZE // gcd(mmap.PAGESIZE, row_bytes)
-        self._piece_rows = unit * max(1, piece_bytes // (unit * row_bytes))
+        self._piece_rows: int = unit * max(1, piece_bytes // (unit * row_bytes))
         self._row_bytes, self._end = row_bytes, rows.nbytes
         self._address = rows.ctypes.data
         self._lock, self._unlock = lock, unlock
@@ -79,6 +79,15 @@ class PageLocks:
             stop = min(end, (piece + 1) * self._piece_rows)
             yield row, stop - row, self._is_locked(piece)
             row = stop
+
+    @property
+    def piece_rows(self) -> int:
+        """Number of rows that are locked together; the last piece may have fewer."""
+        return self._piece_rows
+
+    def all_locked(self, rows: Iterable[int]) -> bool:
+        """Return whether the pages of all of these rows are locked. Waits as ``parts`` does, and raises what it raises."""
+        return all(self._is_locked(piece) for piece in {row // self._piece_rows for row in rows})
 
     def close(self) -> None:
         """Stop the thread, and unlock all pages. No copy may be under way."""
