@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, policies, transfers, vllm_contenders
+from benchmarks import bookkeeping, gpu, policies, transfers, vllm_contenders
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -36,6 +36,26 @@ def test_transfers() -> None:
     assert all(row["gigabytes_per_s"] > 0 and row["caller_held_up_ms"] >= 0 for row in rows)
 
 
+def test_gpu_runs_on_a_cpu_too_and_measures_every_part() -> None:
+    result = gpu.run(quick=True)
+    assert result["not_run"] == {}
+    (restored,) = result["restore_8B"]["rows"]
+    assert restored["tokens_of_restored_are_those_of_a_device_hit"]
+    assert result["restore_8B"]["zeroed_host_memory_gives_other_tokens"]
+    assert {row["direction"] for row in result["transfers"]} == {"load", "store"}
+
+
+def test_gpu_says_what_did_not_fit_into_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LIMIT_S", -1.0)
+    assert set(gpu.run(quick=True)["not_run"]) == {
+        "link",
+        "restore_1B",
+        "transfers",
+        "decode_beside_stores",
+        "restore_8B",
+    }
+
+
 @pytest.mark.parametrize("contender", vllm_contenders.contenders(2**30, 128), ids=lambda contender: str(contender.name))
 def test_contenders_inside_vllm_keep_host_memory_within_the_same_bound(contender: vllm_contenders.Contender) -> None:
     extra = contender.transfer_config.get("kv_connector_extra_config", {})
@@ -55,8 +75,7 @@ def test_without_vllm_the_comparison_is_skipped_and_its_results_stay(
 ) -> None:
     absent = vllm_contenders.Contender("no connector", python=vllm_contenders.ROOT / ".venv-absent" / "bin" / "python")
     monkeypatch.setattr("benchmarks.vllm.contenders", lambda *_: [absent])
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "vllm"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "vllm", "--results", str(tmp_path)])
     assert command.main() == 0
     assert "skipped: there is no .venv-absent; make bench-vllm makes it" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

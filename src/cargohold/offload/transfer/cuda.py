@@ -6,8 +6,8 @@
     store stream     |            waits for it --->| copies of step n's stores
     load stream      | copies of loads (into blocks that nobody reads or writes before they have arrived)
 
-The thread that enqueues copies waits neither for them nor for the model: see ``block_copies``. Requests wait for loads, and nobody
-waits for stores: so the load stream has the higher priority.
+The thread that enqueues copies waits neither for them nor for the model: see ``block_copies``. Requests wait for loads, but
+nobody waits for stores, so the load stream has the higher priority.
 """
 
 from __future__ import annotations
