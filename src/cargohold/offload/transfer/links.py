@@ -282,7 +282,7 @@ def cuda_links(rows: torch.Tensor, locks: PageLocks, device: torch.device) -> li
     """Return all ways between a CUDA device and host memory that work there; the first one always does."""
     plain = RunLink(rows, locks)
     links: list[Link] = [plain]
-    if len(rows) == 0 or not locks.all_locked([0]):
+    if not locks.lock_first():
         return links
     if (batch_copy := driver_batch_copy()) is not None:
         links.append(BatchLink(rows, locks, batch_copy, plain))

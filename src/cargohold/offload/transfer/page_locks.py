@@ -89,6 +89,13 @@ class PageLocks:
         """Return whether the pages of all of these rows are locked. Waits as ``parts`` does, and raises what it raises."""
         return all(self._is_locked(piece) for piece in {row // self._piece_rows for row in rows})
 
+    def lock_first(self) -> bool:
+        """Lock the first piece and nothing ahead of it, wait for that, and return whether it is locked.
+
+        For the time when nothing is copied yet: an engine may be capturing graphs soon, and no page may be locked meanwhile.
+        """
+        return (self._states[0] or self._wait_for(0, num_ahead=0)) == _LOCKED
+
     def close(self) -> None:
         """Stop the thread, and unlock all pages. No copy may be under way."""
         with self._changed:
@@ -106,10 +113,10 @@ class PageLocks:
             state = self._wait_for(piece)
         return state == _LOCKED
 
-    def _wait_for(self, piece: int) -> int:
+    def _wait_for(self, piece: int, num_ahead: int = _NUM_AHEAD) -> int:
         with self._changed:
             self._wanted.append(piece)
-            self._end_ahead = max(self._end_ahead, piece + 1 + _NUM_AHEAD)
+            self._end_ahead = max(self._end_ahead, piece + 1 + num_ahead)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._states[piece] != _UNKNOWN or self._is_closed, _MAX_WAIT_S)
             if self._states[piece] == _UNKNOWN:
