@@ -815,7 +815,7 @@ def test_what_found_no_place_or_was_lost_is_not_said_to_be_there_for_remote_deco
 
 
 @pytest.mark.parametrize("remote", [True, False])
-def test_a_request_for_remote_decode_streams_its_hits_too(remote: bool) -> None:
+def test_chunks_hit_on_the_device_and_gone_from_the_tier_are_stored_again(remote: bool) -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)
     engine.add("first", prompt(0, 41), 1)
@@ -824,7 +824,40 @@ def test_a_request_for_remote_decode_streams_its_hits_too(remote: bool) -> None:
     engine.add("second", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": remote})
     finish(engine, offloading)
     assert engine.requests["second"].num_first_device_tokens == 40
-    assert offloading.manager.num_ready == (10 if remote else 0), "all of it, or newly computed chunks alone"
+    assert offloading.manager.num_ready == 10
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 9)])
+def test_chunks_that_a_failed_store_lost_are_stored_when_a_request_hits_them_on_the_device(
+    hold: str, blocks_per_chunk: int, windows: tuple[int | None, ...]
+) -> None:
+    offloading = SimulatedOffloading(100, blocks_per_chunk=blocks_per_chunk)
+    engine = SimulatedEngine(
+        simulated_layout(200, windows=windows), offloading, max_num_batched_tokens=16, **HOLDS[hold]
+    )
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("first", prompt(0, 33), 1)
+    outcomes = iter([TransferOutcome.ABANDONED, TransferOutcome.FAILED])
+    while engine.scheduler.has_work():
+        engine.step()
+        for job in list(transfers.pending):
+            transfers.complete(job, next(outcomes))
+    transfers.auto = True
+    copied: list[int] = []
+    transfers.on_copy = lambda job: copied.extend(job.rows) if job.direction is Direction.STORE else None
+    for name in ("second", "third"):
+        num_copied = len(copied)
+        engine.add(name, [*prompt(0, 33), 7, 8], 1)
+        finish(engine, offloading)
+        assert engine.requests[name].num_first_device_tokens == 32
+        assert (len(copied) > num_copied) is (name == "second"), "what the tier has is not stored again"
+    evict_everything(engine)
+    engine.add("last", [*prompt(0, 33), 9], 1)
+    finish(engine, offloading)
+    assert engine.outputs["last"].cache_report.restored_tokens == {"host": 32}
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])

@@ -80,7 +80,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(path=paths)
     def touch(self, path: tuple[int, ...]) -> None:
-        self.manager.touch(chain(path))
+        keys = chain(path)
+        num_leading = next((at for at, key in enumerate(keys) if key not in self.tier.ready), len(keys))
+        assert self.manager.touch(keys) == num_leading
 
     @rule(path=paths, data=st.data())
     def load(self, path: tuple[int, ...], data: st.DataObject) -> None:

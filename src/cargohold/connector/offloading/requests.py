@@ -159,10 +159,9 @@ class RequestState:
             self.next_chunk[group] = min(self.next_chunk[group], num_tokens // keys.chunk_tokens)
         self._note_due()
 
-    def skip_offers(self, num_tokens: int) -> None:
-        """Do not offer for storing the chunks that lie wholly in the first ``num_tokens`` tokens."""
-        for group, keys in enumerate(self.keys):
-            self.next_chunk[group] = max(self.next_chunk[group], num_tokens // keys.chunk_tokens)
+    def offer_from(self, chunks: Sequence[int]) -> None:
+        """Offer for storing the chunks from these numbers on, one number per group, and none before them."""
+        self.next_chunk[:] = chunks
         self._note_due()
 
     def _note_due(self) -> None:

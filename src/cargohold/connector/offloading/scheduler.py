@@ -172,15 +172,13 @@ class OffloadingScheduler(KVConnectorScheduler):
             state.was_admitted = True
             return  # no look-up came before: the load has ended, or the engine did not ask
         # Chunks are marked as used only now that the request is admitted: a look-up may be repeated any number of times.
-        for keys in state.keys:
-            self._shared.manager.touch(keys.keys)
+        num_ready = [self._shared.manager.touch(keys.keys) for keys in state.keys]
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Counter[str] = Counter()
         if num_external_tokens:
             sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
         state.end_recall()
-        if not state.params.do_remote_decode:
-            state.skip_offers(num_hit_tokens)
+        self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = self._lookup.why_no_more(state, lookup.num_computed_tokens, num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
         state.was_admitted = True

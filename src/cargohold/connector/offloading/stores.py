@@ -16,12 +16,26 @@ from cargohold.connector.offloading.leftovers import Leftovers
 from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
+from cargohold.offload.keys import ChunkKeys
 from cargohold.offload.manager.base import OffloadKey, StoreOffer
 from cargohold.protocol import BlockIds, StepView, TransferOutcome
 
 
 class StorePlanner(Protocol):
     """Decides which chunks are copied down in a step."""
+
+    def begin_request(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> None:
+        """Learn that a request is admitted.
+
+        Args:
+            state: the request.
+            num_ready: number of its leading chunks that the tier has, per group.
+            num_computed_tokens: number of its leading tokens that are on the device.
+            num_hit_tokens: number of its leading tokens that are on the device, or are loaded now.
+        """
+        ...
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield the stores to start after this step's forward pass."""
@@ -92,6 +106,18 @@ class EagerStores:
         """Whether chunks of ended requests are still to be offered."""
         return len(self._leftovers) > 0
 
+    def begin_request(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> None:
+        """Offer from the first chunk on that the device has and the tier lacks, or else behind the hit."""
+        if state.params.do_remote_decode:
+            return
+        firsts = []
+        for keys, num_leading in zip(state.keys, num_ready, strict=True):
+            first = self._first_hole(keys, num_leading, num_computed_tokens)
+            firsts.append(num_hit_tokens // keys.chunk_tokens if first is None else first)
+        state.offer_from(firsts)
+
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
         if self._leftovers:
@@ -128,6 +154,14 @@ class EagerStores:
         context, num_tokens = self._shared.context, self._num_wanted_tokens(state)
         if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
             self._leftovers.add(state, block_ids, num_tokens, context)
+
+    def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
+        """Return the number of a group's first chunk that the device has and the tier lacks; ``None`` if there is none."""
+        first, end = num_ready, num_computed_tokens // keys.chunk_tokens
+        num_behind = keys.group.num_skipped_tokens(num_computed_tokens) // keys.chunk_tokens
+        if first < num_behind:  # what a window has left behind is not on the device
+            first = num_behind + len(self._shared.manager.lookup_run(keys.keys[num_behind:end]))
+        return first if first < end else None
 
     def _plan_leftovers(self) -> Iterator[StoreJob]:
         assert self._shared.context is not None, "without it there are none"

@@ -155,11 +155,10 @@ class OffloadManager(ABC):
         """Like ``lookup``, but ends before the first absent key."""
 
     @abstractmethod
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Mark chunks that a request uses as used now. Absent ones are ignored.
+    def touch(self, keys: Sequence[OffloadKey]) -> int:
+        """Mark chunks that a request uses as used now, and return how many leading ones are ready. Absent ones are ignored.
 
-        ``keys`` are in prefix order, and the last is the request's last chunk. Call it once when a request starts; again, when
-        it ends, if it ran for long.
+        ``keys`` are in prefix order, and the last is the request's last chunk. Call it once, when a request starts.
         """
 
     @abstractmethod

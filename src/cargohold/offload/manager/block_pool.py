@@ -64,11 +64,13 @@ class BlockPoolManager(OffloadManager):
             num_ready += 1
         return bytes([READY]) * num_ready
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey]) -> int:
         """Move chunks to the tail of the free queue, the last one first, so that ends of prefixes are evicted first."""
-        blocks = [block for key in reversed(keys) if (block := self._find(key)) is not None]
+        found = [self._find(key) for key in keys]
+        blocks = [block for block in reversed(found) if block is not None]
         self._pool.touch(blocks)
         self._pool.free_blocks(blocks)
+        return found.index(None) if len(blocks) < len(found) else len(found)
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
         """Pin ready chunks."""

@@ -38,8 +38,8 @@ class ForwardingManager(OffloadManager):
     def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
         return self.inner.lookup_run(keys)
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
-        self.inner.touch(keys)
+    def touch(self, keys: Sequence[OffloadKey]) -> int:  # noqa: D102
+        return self.inner.touch(keys)
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
         return self.inner.prepare_load(keys)

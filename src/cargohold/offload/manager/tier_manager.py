@@ -107,7 +107,7 @@ class TierManager(OffloadManager):
 
     # --- use ----------------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+    def touch(self, keys: Sequence[OffloadKey]) -> int:  # noqa: D102
         run = self._index.run(tuple(keys))
         slots, is_whole = run.slots, run.length == len(keys)
         if not is_whole:
@@ -116,6 +116,7 @@ class TierManager(OffloadManager):
                 is_whole = rest[-1] is not None
                 slots = joined([slots, np.array([slot for slot in rest if slot is not None], dtype=np.intp)])
         self.policy.touch(slots, is_whole=is_whole)
+        return run.length
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
         keys = tuple(keys)

@@ -45,10 +45,11 @@ class TieringManager(ForwardingManager):
         """Number of chunks that were in host memory and have gone."""
         return self.host.num_removed - self.lower.num_never_there
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Mark chunks as used, in host memory and in the lower tiers."""
-        self.host.touch(keys)
+    def touch(self, keys: Sequence[OffloadKey]) -> int:
+        """Mark chunks as used, in host memory and in the lower tiers. Return how many leading ones host memory has."""
+        num_ready = self.host.touch(keys)
         self.lower.note_used(keys)
+        return num_ready
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
         """Reserve slots in host memory; chunks that are committed there will be written down."""
