@@ -20,6 +20,7 @@ NAMES = (
     "lazy",
     "ranks",
     "bookkeeping",
+    "holes",
     "policies",
     "replay",
     "tiers",

@@ -24,7 +24,7 @@ COLUMNS = (*sorted(POLICIES), OPTIMUM)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    traces = {"made": MADE, **({} if quick else _real_traces())}
+    traces = {"made": MADE, **({} if quick else real_traces())}
     rows: list[dict[str, Any]] = []
     for name, file in traces.items():
         workload = load_workload(read_trace([file]))
@@ -41,7 +41,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def _real_traces() -> Mapping[str, Path]:
+def real_traces() -> Mapping[str, Path]:
     """Traces in the directory that ``TRACES_ENV`` names, by default one beside the repository; smallest first."""
     directory = Path(os.environ.get(TRACES_ENV, ROOT.parent / "shared" / "traces"))
     files = sorted(directory.glob(f"*{TRACE_SUFFIX}"), key=lambda file: file.stat().st_size)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, gpu, policies, transfers, vllm_contenders
+from benchmarks import bookkeeping, gpu, holes, policies, transfers, vllm_contenders
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -28,6 +28,12 @@ def test_policies() -> None:
     (row,) = result["rows"]
     assert row["hits"]["fifo"] < row["hits"]["lru"] <= row["hits"]["optimum"] <= row["without_eviction"]
     assert result["worst_against_lru_in_points"] > -1
+
+
+def test_holes() -> None:
+    rows = holes.run(quick=True)["rows"]
+    assert {row["trace"] for row in rows} == {"hot", "made"}
+    assert all(row["restored_again"] >= row["restored_once"] for row in rows)
 
 
 def test_transfers() -> None:

@@ -827,6 +827,18 @@ def test_chunks_hit_on_the_device_and_gone_from_the_tier_are_stored_again(remote
     assert offloading.manager.num_ready == 10
 
 
+def test_a_tier_smaller_than_what_is_hot_on_the_device_is_not_written_anew_by_each_request() -> None:
+    offloading = SimulatedOffloading(8, policy="lru")
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    written: list[int] = []
+    offloading.transfers[0].on_copy = lambda job: written.extend(job.rows)
+    for at in range(20):
+        engine.add(f"r{at}", prompt(at % 2, 33), 1)
+        finish(engine, offloading)
+    assert engine.requests["r19"].num_first_device_tokens == 32
+    assert len(written) <= 2 * 8 + 2 * 8, "the computed chunks, as many again, and once as many as the tier holds"
+
+
 @pytest.mark.parametrize("hold", HOLDS)
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 9)])

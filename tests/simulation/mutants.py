@@ -339,8 +339,8 @@ def believes_the_best_of_several_workers(patch: Patch) -> None:
     def rosy(self: OutputAggregator, rank: int, finished: FinishedTransfers) -> None:
         # Loads count as ended as soon as one worker has loaded.
         report(self, rank, finished)
-        for request_id in list(self._recving.reporters):
-            self._recving.reporters[request_id] = set(range(self._world_size))
+        for transfer in self._recving._pending.values():
+            transfer.ranks = set(range(self._world_size))
 
     patch.setattr(OutputAggregator, "_count", rosy)
 

@@ -107,6 +107,7 @@ class RequestState:
         params: the client's parameters.
         keys: offload keys per group.
         next_chunk: per group, the number of the first chunk not offered for storing yet.
+        hit_tokens: number of leading tokens that were on the device, or were loaded, when it was admitted last.
         due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups.
         lookup: the last look-up's answer.
         recall: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
@@ -120,6 +121,7 @@ class RequestState:
     keys: tuple[ChunkKeys, ...]
     next_chunk: list[int]
     due_tokens: int = field(init=False)  # read for every request in every step, and seldom changed
+    hit_tokens: int = 0
     lookup: Lookup | None = None
     recall: Recall | None = None
     was_admitted: bool = False

@@ -82,6 +82,11 @@ class _Offered:
         index = next(iter(self.chunks.values())).index if self.chunks else 0
         return StoreOffer(tuple(self.chunks), self.state.keys[self.group].keys[index - 1] if index else None)
 
+    def num_again(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of these chunks were not computed for the request, because they were on the device."""
+        num_hit = self.state.hit_tokens // self.state.keys[self.group].chunk_tokens
+        return sum(self.chunks[key].index < num_hit for key in keys) if self.first < num_hit else 0
+
     def next_chunk(self, deferred: AbstractSet[OffloadKey]) -> int:
         """Return the number of the chunk to offer next: the first in ``deferred``, or ``end`` if none of these chunks is."""
         waiting = (chunk.index for key, chunk in self.chunks.items() if key in deferred)
@@ -90,6 +95,10 @@ class _Offered:
 
 class EagerStores:
     """Stores chunks as they are computed. All chunks that a step completes go in one job, of whichever requests they are.
+
+    Chunks that were not computed, because the device had them, are stored again if the tier has lost them: as many as it holds,
+    and then no more than are computed. Otherwise a tier smaller than what is hot on the device would be written anew by every
+    request.
 
     Args:
         shared: the state that the connector's parts share.
@@ -100,6 +109,8 @@ class EagerStores:
         self._shared = shared
         self._requests = requests
         self._leftovers = Leftovers()
+        # How many chunks may be stored again.
+        self._allowance = shared.manager.capacity
 
     @property
     def has_pending_work(self) -> bool:
@@ -112,9 +123,10 @@ class EagerStores:
         """Offer from the first chunk on that the device has and the tier lacks, or else behind the hit."""
         if state.params.do_remote_decode:
             return
+        state.hit_tokens = num_hit_tokens
         firsts = []
         for keys, num_leading in zip(state.keys, num_ready, strict=True):
-            first = self._first_hole(keys, num_leading, num_computed_tokens)
+            first = self._first_hole(keys, num_leading, num_computed_tokens) if self._allowance > 0 else None
             firsts.append(num_hit_tokens // keys.chunk_tokens if first is None else first)
         state.offer_from(firsts)
 
@@ -234,6 +246,7 @@ class EagerStores:
             return
         by_key: dict[OffloadKey, ChunkBlocks] = {}
         request_ids: set[str] = set()
+        num_again = 0
         placed = frozenset(handle.keys)
         for offer in offered:
             stored = [key for key in offer.chunks if key in placed]
@@ -241,8 +254,12 @@ class EagerStores:
                 continue
             by_key.update(offer.chunks)
             request_ids.add(offer.state.request.request_id)
+            num_again += offer.num_again(stored)
             if self._shared.events is not None:
                 self._shared.events.note_store(offer.state.request, offer.state.keys[offer.group], stored, offer.first)
+        num_computed = len(handle.keys) - num_again
+        self._allowance = min(self._allowance + num_computed - num_again, self._shared.manager.capacity)
+        self._shared.stats["stored_again_chunks"] += num_again
         block_ids, rows = self._shared.places([by_key[key] for key in handle.keys], handle.slots)
         self._shared.holder.hold(block_ids)
         yield start_store(self._shared, Store(self._shared.jobs.new_id(), request_ids, handle, block_ids), rows)
