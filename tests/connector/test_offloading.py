@@ -1216,10 +1216,95 @@ def test_a_connector_that_breaks_while_a_step_runs_keeps_its_blocks_until_the_wo
     assert engine.tokens("stays") == alone(prompt(len("stays"), 20), 5)
 
 
+@pytest.mark.parametrize("hold", ["touch", "lock"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("windows", [(None,), (None, 9)])
+@pytest.mark.parametrize("outcome", TransferOutcome)
 @pytest.mark.parametrize("direction", Direction)
-def test_a_job_that_the_workers_do_not_end_turns_the_connector_off(direction: Direction) -> None:
+def test_a_stuck_copy_takes_its_blocks_and_slots_out_of_service_and_nothing_else(
+    direction: Direction, outcome: TransferOutcome, windows: tuple[int | None, ...], world_size: int, hold: str
+) -> None:
+    offloading = SimulatedOffloading(100, transfer_timeout_s=5.0, job_timeout_s=20.0)
+    layout = simulated_layout(120, windows=windows, world_size=world_size)
+    engine = SimulatedEngine(layout, offloading, max_num_batched_tokens=64, **HOLDS[hold])
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
+    assert isinstance(engine.clock, VirtualClock)
+    slow = offloading.transfers[-1]
+    slow.auto = False
+    tokens = prompt(0 if direction is Direction.LOAD else 1, 30)
+    engine.add("second", tokens, 1)
+    while not slow.pending:
+        engine.step()
+    (job,) = slow.pending
+    assert job.direction is direction
+    while engine.scheduler.has_work():
+        engine.step()
+        engine.clock.advance(1.0)
+        assert engine.clock() < 60, "the engine steps on for ever"
+    connector, side = engine.scheduler.connector, engine.connector
+    assert isinstance(side, OffloadingScheduler)
+    assert broken_rule(engine) == "" and engine.tokens("second") == alone(tokens, 1)
+    assert set(connector.held_references()) == set(job.block_ids)
+    assert side.jobs.num_stuck == 1
+    slow.auto, slow.pending = True, []  # others go on, the stuck one still does not
+    evict_everything(engine)
+    engine.add("third", [*prompt(0, 30), 7], 1)
+    engine.run()
+    assert engine.outputs["third"].cache_report.restored_tokens == {"host": 28}
+    assert set(connector.held_references()) == set(job.block_ids)
+    assert not engine.scheduler.reset_cache()
+    slow.pending = [job]
+    slow.complete(job, outcome, job.block_ids if outcome is TransferOutcome.FAILED else ())
+    engine.step()
+    finish(engine, offloading)
+    assert not connector.held_references() and not side.jobs
+    assert engine.scheduler.reset_cache()
+    assert sum(engine.connector.get_stats().get("num_stuck_copies", 0) for _ in range(2)) == 0
+
+
+def test_a_request_whose_load_is_stuck_is_told_so_and_its_id_can_be_used_again() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, load_timeout_s=10.0)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
+    offloading.transfers[0].auto = False
+    engine.add("second", prompt(0, 30), 1)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert engine.clock() < 10
+    (note,) = [note for note in engine.outputs["second"].cache_report.notes if "did not end" in note]
+    assert note == "the load from host did not end within 5 s; 28 tokens are computed instead"
+    (job,) = [job for job in offloading.transfers[0].pending if job.direction is Direction.LOAD]
+    evict_everything(engine)
+    engine.add("second", [*prompt(0, 30), 7], 1)
+    engine.step()
+    offloading.transfers[0].complete(job)
+    engine.step()
+    assert engine.scheduler.num_unfinished == 1, "the first one's report does not end the second one's load"
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+    assert engine.outputs["second"].cache_report.restored_tokens == {"host": 28}
+
+
+def test_stuck_copies_take_no_more_than_a_part_of_the_device_pool() -> None:
+    offloading = SimulatedOffloading(200, max_inflight_fraction=0.2)
+    engine = SimulatedEngine(simulated_layout(101), offloading, load_timeout_s=2.0, max_num_batched_tokens=64)
+    for at in range(10):
+        engine.add(f"first {at}", prompt(at, 41), 1)
+        finish(engine, offloading)
+    evict_everything(engine)
+    offloading.transfers[0].auto = False
+    for at in range(10):
+        engine.add(f"second {at}", prompt(at, 41), 1)
+        engine.run()
+        assert engine.tokens(f"second {at}") == engine.tokens(f"first {at}")
+    assert len(engine.scheduler.connector.held_references()) <= 20 + 10
+    assert broken_rule(engine) == ""
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_stuck_copy_whose_blocks_only_its_request_holds_turns_the_connector_off(direction: Direction) -> None:
     offloading = SimulatedOffloading(60, transfer_timeout_s=5.0, job_timeout_s=20.0)
-    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine = SimulatedEngine(simulated_layout(60), offloading, **HOLDS["request"])
     serve_and_lose(engine, offloading, prompt(0, 30), 1)
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance(100.0)  # what has ended is not lost

@@ -104,7 +104,7 @@ def waits_for_ever_for_a_load_that_has_ended(patch: Patch) -> None:
 
 @mutant(faults="lost")
 def never_notices_that_a_job_was_lost(patch: Patch) -> None:
-    patch.setattr(JobTable, "find_lost", lambda self, after_s: None)
+    patch.setattr(JobTable, "take_overdue", lambda self, after_s: [])
     patch.setattr(ConnectorReports, "check_progress", lambda self: None)
 
 

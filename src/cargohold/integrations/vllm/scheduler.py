@@ -305,7 +305,7 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will become free soon without a preemption."""
-        return self._context.would_free(self.guard.held_references())
+        return self.guard.expects_blocks and self._context.would_free(self.guard.held_references())
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 
