@@ -1090,22 +1090,22 @@ def test_a_request_is_told_why_no_more_of_it_was_found() -> None:
 def test_a_load_that_ends_is_progress_even_if_its_request_is_gone() -> None:
     offloading = SimulatedOffloading(60)
     first = SimulatedEngine(simulated_layout(60), offloading)
-    for at in range(2):
+    for at in range(3):
         first.add(str(at), prompt(at, 40), 1)
         finish(first, offloading)
-    engine = SimulatedEngine(simulated_layout(14), offloading, load_timeout_s=1.0)
+    engine = SimulatedEngine(simulated_layout(14), offloading, load_timeout_s=1.8)
     assert isinstance(engine.clock, VirtualClock)
     transfers = offloading.transfers[-1]
     transfers.auto = False
-    engine.add("gone", [*prompt(0, 40), 1], 1)
-    engine.step()
-    engine.abort("gone")
-    engine.add("loads next", [*prompt(1, 40), 1], 1)
-    engine.add("waits", prompt(2, 40), 1)
-    for _ in range(2):
+    for at, name in enumerate(("gone", "gone, too", "loads next")):
+        engine.add(name, [*prompt(at, 40), 1], 1)
+    engine.add("waits", prompt(3, 40), 1)
+    for name in ("gone", "gone, too", "loads next"):
         engine.step()
         (load,) = transfers.pending
         assert load.direction is Direction.LOAD
+        if name != "loads next":
+            engine.abort(name)
         for _ in range(8):
             engine.clock.advance(0.1)
             engine.step()
@@ -1115,7 +1115,7 @@ def test_a_load_that_ends_is_progress_even_if_its_request_is_gone() -> None:
     finish(engine, offloading)
     assert broken_rule(engine) == ""
     assert engine.outputs["loads next"].cache_report.restored_tokens == {"host": 40}
-    assert engine.tokens("waits") == alone(prompt(2, 40), 1)
+    assert engine.tokens("waits") == alone(prompt(3, 40), 1)
 
 
 def test_requests_with_the_same_full_hit_do_not_wait_for_each_other() -> None:
@@ -1279,7 +1279,7 @@ def test_a_request_whose_load_is_stuck_is_told_so_and_its_id_can_be_used_again()
     engine.step()
     offloading.transfers[0].complete(job)
     engine.step()
-    assert engine.scheduler.num_unfinished == 1, "the first one's report does not end the second one's load"
+    assert engine.scheduler.unfinished_ids == ["second"], "the first one's report does not end the second one's load"
     offloading.transfers[0].auto = True
     finish(engine, offloading)
     assert engine.outputs["second"].cache_report.restored_tokens == {"host": 28}
