@@ -25,7 +25,7 @@ from cargohold.connector.multi.worker import MultiConnectorWorker
 from cargohold.connector.offloading.chunks import BlocksToLoad, ChunkBlocks, blocks_to_load, chunks_to_store
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import TouchHolder
-from cargohold.connector.offloading.jobs import JobTable, Store
+from cargohold.connector.offloading.jobs import JobTable, Load, Store
 from cargohold.connector.offloading.messages import OffloadingMetadata
 from cargohold.connector.offloading.recall import Recalls
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
@@ -106,6 +106,23 @@ def waits_for_ever_for_a_load_that_has_ended(patch: Patch) -> None:
 def never_notices_that_a_job_was_lost(patch: Patch) -> None:
     patch.setattr(JobTable, "take_overdue", lambda self, after_s: [])
     patch.setattr(ConnectorReports, "check_progress", lambda self: None)
+
+
+@mutant(faults="lost")
+def releases_the_blocks_of_a_stuck_copy(patch: Patch) -> None:
+    note_stuck = OffloadingScheduler._note_stuck
+
+    def hasty(self: OffloadingScheduler, job: Load | Store, limit_s: float) -> None:
+        note_stuck(self, job, limit_s)
+        self._shared.jobs.end(job.job_id)
+        self._shared.holder.release(job.block_ids)
+
+    patch.setattr(OffloadingScheduler, "_note_stuck", hasty)
+
+
+@mutant(faults="lost")
+def steps_on_for_a_stuck_copy(patch: Patch) -> None:
+    patch.setattr(OffloadingScheduler, "num_stuck_references", lambda self: 0)
 
 
 @mutant(faults="failed")

@@ -24,7 +24,7 @@ class Fault(Enum):
     LATE = "late"
     """A completion is reported some time after the copy has ended."""
     LOST = "lost"
-    """A completion is never reported. The transfer port forbids that: the connector must be turned off."""
+    """A completion is never reported, as if the copy never ended: its blocks and slots must stay out of service."""
     DUPLICATED = "duplicated"
     """A completion is reported twice. The transfer port forbids that."""
     SLOW = "slow"
@@ -45,8 +45,11 @@ class Fault(Enum):
     """The process dies and comes back; the tier outlives it."""
 
 
-BREAKING = frozenset({Fault.LOST, Fault.DUPLICATED, Fault.RAISES})
+BREAKING = frozenset({Fault.DUPLICATED, Fault.RAISES})
 """Faults that end with the connector turned off, because it, or its copies, have broken a rule of the contract."""
+
+_RARE = BREAKING | {Fault.LOST}
+"""Faults after which little else can be found."""
 
 RATES: Mapping[Fault, tuple[float, float]] = {
     Fault.FAILED: (0.01, 0.3),
@@ -89,8 +92,7 @@ def parse_faults(text: str) -> frozenset[Fault]:
 def draw_rates(allowed: Collection[Fault], random: Random) -> dict[Fault, float]:
     """Draw some of the allowed faults, each with a rate. Runs with few kinds of faults find more than runs with all of them."""
     chosen = [fault for fault in Fault if fault in allowed and random.random() < 0.4]
-    # Faults that turn the connector off are drawn more rarely: nothing else can be found after that.
-    kept = [fault for fault in chosen if fault not in BREAKING or random.random() < 0.4]
+    kept = [fault for fault in chosen if fault not in _RARE or random.random() < 0.4]
     return {fault: random.uniform(*RATES[fault]) for fault in kept}
 
 
