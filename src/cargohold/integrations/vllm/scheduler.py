@@ -116,6 +116,8 @@ class SchedulerSide:
         self._loading: dict[str, _Load] = {}
         self._deferrals = Deferrals(clock)
         self._patience = Patience(clock)
+        # Since when nothing was computed although there are requests and stuck copies hold blocks.
+        self._starved_since: float | None = None
         # Requests that were given blocks for a load and have not run since.
         self._parked: dict[str, SeenRequest] = {}
         # Requests whose load failed: asking again might fail again, for ever.
@@ -245,6 +247,7 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> StepMessage:
         """This step's message to the workers."""
         self._check_deadlines()
+        self._check_room(is_idle=not output.num_scheduled_tokens)
         # While a reset is due, the connector sees no requests and no free blocks, so that it stores nothing: the reset would
         # drop it, and if every step stored something, the connector would always be in use and never be reset.
         is_reset_due = self._resets.is_due()
@@ -376,6 +379,16 @@ class SchedulerSide:
         undecided = self._deferrals.note_step(self._timeout_s)
         if undecided is not None:
             self.guard.break_off(f"did not decide on request {undecided} within {self._timeout_s:g} s")
+
+    def _check_room(self, *, is_idle: bool) -> None:
+        """Turn the connector off if no request fits beside the blocks of its stuck copies."""
+        if not (is_idle and self._requests and self.guard.num_stuck_references()):
+            self._starved_since = None
+        elif self._starved_since is None:
+            self._starved_since = self._clock()
+        elif self._clock() - self._starved_since > self._timeout_s:
+            waiting = f"kept {len(self._requests)} request(s) waiting for {self._timeout_s:g} s"
+            self.guard.break_off(f"{waiting}: copies that do not end hold the blocks that they need")
 
     def _release(self) -> None:
         """Give back all references of the connector. All workers have stopped: nothing reads or writes its blocks any more."""
