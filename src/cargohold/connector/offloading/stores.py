@@ -114,8 +114,8 @@ class EagerStores:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether chunks of ended requests are to be offered now. While stores leave no room, only these are pending."""
-        return len(self._leftovers) > 0 and self._shared.num_storable_chunks() > 0
+        """Whether chunks of ended requests are still to be offered. They may wait for ever for what stuck copies hold."""
+        return len(self._leftovers) > 0 and not self._shared.jobs.num_stuck
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
