@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cargohold.offload.policy import DEFAULT_POLICY, POLICIES
-from cargohold.replay.grid import plan_tasks, run_tasks
 from cargohold.replay.loading import load_workload
-from cargohold.replay.results import INFINITE, OPTIMUM
+from cargohold.replay.replaying import INFINITE, OPTIMUM, plan_tasks, run_tasks
 from cargohold.replay.traces import read_trace
 from cargohold.replay.workload import Workload
 

@@ -34,8 +34,8 @@ from cargohold.offload.policy import DEFAULT_POLICY, POLICY_NAMES, find_policy
 from cargohold.replay.advice import Machine, advise, fits
 from cargohold.replay.html import write_page
 from cargohold.replay.planning import Budget, Plan, Planner
+from cargohold.replay.replaying import BOUNDS, OPTIMUM, ReplayResult
 from cargohold.replay.report import Report
-from cargohold.replay.results import BOUNDS, OPTIMUM, ReplayResult
 from cargohold.units import format_bytes, parse_bytes
 
 _LEAST_WIDTH = 20

@@ -29,9 +29,8 @@ from cargohold.offload.policy import DEFAULT_POLICY, POLICY_NAMES
 from cargohold.replay.costs import CostModel
 from cargohold.replay.figures import describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.replay.html import write_page
-from cargohold.replay.replaying import Capacities, check_policies
+from cargohold.replay.replaying import BOUNDS, INFINITE, Capacities, ReplayResult, check_policies
 from cargohold.replay.report import Report
-from cargohold.replay.results import BOUNDS, INFINITE, ReplayResult
 from cargohold.replay.sizes import Size, parse_size, parse_sizes
 from cargohold.replay.workload import Workload
 

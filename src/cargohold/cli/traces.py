@@ -20,14 +20,12 @@ from cargohold.errors import ConfigError, TraceError
 from cargohold.named import search_current_directory
 from cargohold.offload.policy import POLICY_NAMES, find_policy
 from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel
-from cargohold.replay.grid import plan_tasks, run_tasks
 from cargohold.replay.kv_size import describe_kv
 from cargohold.replay.lines import STDIN
 from cargohold.replay.loading import Selection, load_workload
-from cargohold.replay.replaying import Capacities
+from cargohold.replay.replaying import OPTIMUM, Capacities, ReplayResult, plan_tasks, run_tasks
 from cargohold.replay.report import remarks_on
 from cargohold.replay.request_logs import RequestLogDecoder
-from cargohold.replay.results import OPTIMUM, ReplayResult
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
 from cargohold.replay.traces import TraceRequest, read_trace, stop
 from cargohold.replay.workload import Workload

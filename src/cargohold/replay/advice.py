@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cargohold.replay.costs import CostModel
 from cargohold.replay.figures import format_seconds
 from cargohold.replay.planning import Budget, Plan, Planner, loads_per_tier, tier_pays
-from cargohold.replay.results import ReplayResult
+from cargohold.replay.replaying import ReplayResult
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.replay.workload import Workload
 from cargohold.units import format_bytes, format_count

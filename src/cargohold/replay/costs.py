@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from cargohold.errors import ConfigError
-from cargohold.replay.results import ReplayResult
+from cargohold.replay.replaying import ReplayResult
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.units import is_positive_int, is_positive_number
 

@@ -19,8 +19,8 @@ from cargohold.replay.figures import (
     format_amount,
     format_seconds,
 )
+from cargohold.replay.replaying import INFINITE, OPTIMUM, ReplayResult
 from cargohold.replay.report import Report
-from cargohold.replay.results import INFINITE, OPTIMUM, ReplayResult
 
 _NUM_STYLES: Final = 6
 

@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from cargohold.errors import ConfigError
 from cargohold.replay.traces import MAX_TOKENS, TraceRequest
-from cargohold.replay.workload import UNKNOWN, Ints, Workload
+from cargohold.replay.workload import UNKNOWN, Floats, Ints, Workload
 from cargohold.units import format_count, is_number, is_positive_int, is_positive_number
 
-Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
@@ -33,6 +32,7 @@ class Selection:
         block_tokens: tokens per block; by default the number that the trace says, or that its lengths imply.
         sessions: only requests of these sessions; all if empty.
         from_s, until_s: only requests that arrive in this window, in seconds since the trace's first request.
+        warm: requests before ``from_s`` are replayed, too, to warm the cache up, but not counted.
     """
 
     blocks_per_chunk: int = 1
@@ -40,6 +40,7 @@ class Selection:
     sessions: Collection[str] = ()
     from_s: float | None = None
     until_s: float | None = None
+    warm: bool = False
 
     def __post_init__(self) -> None:
         if not is_positive_int(self.blocks_per_chunk):
@@ -56,6 +57,9 @@ class Selection:
                 "until", self.until_s, f"the window must end after it starts, which is at {self.from_s} s"
             )
 
+        if self.warm and self.from_s is None:
+            raise ConfigError("warm", True, "it warms up on what comes before --from: give --from, too")
+
     @property
     def needs_times(self) -> bool:
         """Whether every request must have an arrival time."""
@@ -67,12 +71,16 @@ class Selection:
 
     def includes_times(self, since_first_s: Floats) -> Bools:
         """A mask of the requests to replay, from their arrival times in seconds since the first request."""
-        chosen = np.ones(len(since_first_s), dtype=np.bool_)
-        if self.from_s is not None:
-            chosen &= since_first_s >= self.from_s
+        chosen = self.counts(since_first_s) | self.warm
         if self.until_s is not None:
             chosen &= since_first_s < self.until_s
         return chosen
+
+    def counts(self, since_first_s: Floats) -> Bools:
+        """A mask of the requests that are not too early to be counted."""
+        if self.from_s is None:
+            return np.ones(len(since_first_s), dtype=np.bool_)
+        return since_first_s >= self.from_s
 
 
 class WorkloadBuilder:
@@ -133,18 +141,19 @@ class WorkloadBuilder:
 
     def build(self) -> Workload:
         """The workload of the selected requests, ordered by time. Raises ``ConfigError`` if no prompt has a chunk."""
-        times = np.array(self._times_ms)
-        order = np.arange(len(times))
+        arrivals_s = (np.array(self._times_ms) - self._first_ms) / 1000
+        order = np.arange(len(arrivals_s))
         if self._selection.needs_times:
-            order = order[self._selection.includes_times((times - self._first_ms) / 1000)]
-        times = times[order]
+            order = order[self._selection.includes_times(arrivals_s)]
+        times = arrivals_s[order]
         is_timed = bool(np.isfinite(times).all())
         is_sorted = bool((np.diff(times[np.isfinite(times)]) >= 0).all())
         if is_timed and not is_sorted:
             order = order[times.argsort(kind="stable")]
-        num_prompt_chunks = int(np.array(self._prompt_lengths, dtype=np.int64)[order].sum())
+        counted = order[self._selection.counts(arrivals_s[order])]
+        num_prompt_chunks = int(np.array(self._prompt_lengths, dtype=np.int64)[counted].sum())
         if not num_prompt_chunks:
-            raise self._nothing_to_replay(len(order))
+            raise self._nothing_to_replay(len(counted))
         ends = np.cumsum(np.array(self._lengths, dtype=np.int64))
         starts = np.concatenate(([0], ends[:-1]))
         workload = Workload(
@@ -153,13 +162,14 @@ class WorkloadBuilder:
             ends=ends,
             prompt_tokens=np.array(self._tokens, dtype=np.int64),
             reused_blocks=np.array(self._reused, dtype=np.int64),
+            arrivals_s=arrivals_s,
             num_unique=len(self._numbers),
-            num_prompt_blocks=int(np.array(self._blocks, dtype=np.int64)[order].sum()),
+            num_prompt_blocks=int(np.array(self._blocks, dtype=np.int64)[counted].sum()),
             blocks_per_chunk=self._selection.blocks_per_chunk,
             block_tokens=self._selection.block_tokens or self._block_tokens or self._implied_block_tokens(),
             told_block_tokens=self._told_block_tokens,
             step_tokens=self._step_tokens,
-            duration_s=float(np.nanmax(times) - np.nanmin(times)) / 1000 if np.isfinite(times).any() else 0.0,
+            num_warm=len(order) - len(counted),
             is_timed=is_timed,
             is_sorted=is_sorted,
         )
@@ -227,5 +237,6 @@ def _taken(workload: Workload, order: Ints) -> Workload:
         ends=ends,
         prompt_tokens=workload.prompt_tokens[order],
         reused_blocks=workload.reused_blocks[order],
+        arrivals_s=workload.arrivals_s[order],
         num_unique=len(numbers),
     )

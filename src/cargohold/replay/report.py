@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cargohold.replay.costs import CostModel
-from cargohold.replay.results import BOUNDS, INFINITE, ReplayResult
+from cargohold.replay.replaying import BOUNDS, INFINITE, ReplayResult
 from cargohold.replay.workload import Workload
 from cargohold.units import format_count
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Chunks = npt.NDArray[np.int32]
 
 UNKNOWN: Final = -1
@@ -31,13 +32,14 @@ class Workload:
         ends: per request, index behind the last chunk that its answer completed; in most traces the same.
         prompt_tokens: per request, tokens of its prompt, or ``UNKNOWN``.
         reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
+        arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not tell.
+        num_warm: leading requests that only warm the cache up: they are replayed, but not counted.
         num_unique: number of different chunks.
-        num_prompt_blocks: blocks of all prompts, including those left over at the ends of prompts, which are in no chunk.
+        num_prompt_blocks: blocks of counted prompts, including those left over at the ends of prompts, which are in no chunk.
         blocks_per_chunk: blocks of the trace per chunk.
         block_tokens: tokens per block; ``None`` if the trace does not tell.
         told_block_tokens: least and most tokens per block that requests tell; ``None`` if none tells.
         step_tokens: tokens of a prompt that the recording engine computed in a step; ``None`` if the trace does not tell.
-        duration_s: seconds from the first request to the last; 0 if the trace does not tell.
         is_timed: whether all requests have an arrival time.
         is_sorted: whether the requests that have one were in the order of their times.
     """
@@ -47,20 +49,32 @@ class Workload:
     ends: Ints
     prompt_tokens: Ints
     reused_blocks: Ints
+    arrivals_s: Floats
     num_unique: int
     num_prompt_blocks: int
     blocks_per_chunk: int = 1
     block_tokens: int | None = None
     told_block_tokens: tuple[int, int] | None = None
     step_tokens: int | None = None
-    duration_s: float = 0.0
+    num_warm: int = 0
     is_timed: bool = True
     is_sorted: bool = True
 
     @property
     def num_requests(self) -> int:
-        """How many requests there are."""
-        return len(self.ends)
+        """How many requests there are, without those that only warm up."""
+        return len(self.ends) - self.num_warm
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first counted request to the last; 0 if the trace does not tell."""
+        return self.seconds_from(self.num_warm)
+
+    def seconds_from(self, first: int) -> float:
+        """Seconds from a request to the last; 0 if the trace does not tell."""
+        arrivals_s = self.arrivals_s[first:]
+        arrivals_s = arrivals_s[np.isfinite(arrivals_s)]
+        return float(arrivals_s.max() - arrivals_s.min()) if len(arrivals_s) else 0.0
 
     @property
     def starts(self) -> Ints:
@@ -71,8 +85,12 @@ class Workload:
 
     @property
     def num_lookups(self) -> int:
-        """Number of chunks of all prompts; a chunk counts each time."""
-        return int((self.prompt_ends - self.starts).sum())
+        """Number of chunks of all counted prompts; a chunk counts each time."""
+        return self.lookups_from(self.num_warm)
+
+    def lookups_from(self, first: int) -> int:
+        """Number of chunks of the prompts from a request on; a chunk counts each time."""
+        return int((self.prompt_ends - self.starts)[first:].sum())
 
     @property
     def chunk_tokens(self) -> int | None:
@@ -81,26 +99,45 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """Tokens of all prompts; ``None`` if the trace does not tell."""
-        return None if (self.prompt_tokens == UNKNOWN).any() else int(self.prompt_tokens.sum())
+        """Tokens of all counted prompts; ``None`` if the trace does not tell."""
+        counted = self.prompt_tokens[self.num_warm :]
+        return None if (counted == UNKNOWN).any() else int(counted.sum())
+
+    def prompt_tokens_from(self, first: int) -> int:
+        """Tokens of the prompts from a request on; where the trace does not tell, those of their chunks.
+
+        It must be known how many tokens a chunk has.
+        """
+        assert self.chunk_tokens is not None, "it is known how many tokens a chunk has"
+        in_chunks = (self.prompt_ends - self.starts) * self.chunk_tokens
+        return int(np.where(self.prompt_tokens == UNKNOWN, in_chunks, self.prompt_tokens)[first:].sum())
 
     @property
     def num_reused_blocks(self) -> int | None:
         """Blocks that the recording engine reused; ``None`` if the trace does not tell."""
-        return None if (self.reused_blocks == UNKNOWN).any() else int(self.reused_blocks.sum())
+        counted = self.reused_blocks[self.num_warm :]
+        return None if (counted == UNKNOWN).any() else int(counted.sum())
+
+    def first_use_requests(self) -> Ints:
+        """Per different chunk, in the order of their first uses, the request that used it first."""
+        _, first_uses = np.unique(self.chunks, return_index=True)
+        return np.searchsorted(self.ends, np.sort(first_uses), side="right")
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """Per request: index of its first chunk, index behind its prompt's last chunk, and index behind its last chunk."""
         return zip(self.starts.tolist(), self.prompt_ends.tolist(), self.ends.tolist(), strict=True)
 
-    def tokens_in(self, hits: Ints) -> int | None:
-        """Tokens in the leading ``hits[r]`` chunks of every request ``r``: a prompt may end inside its last chunk."""
+    def tokens_in(self, hits: Ints, first: int = 0) -> int | None:
+        """Tokens in the leading ``hits[r]`` chunks of every request ``r`` from ``first`` on.
+
+        A prompt may end inside its last chunk. ``None`` if the trace does not tell how many tokens a block has.
+        """
         if self.chunk_tokens is None:
             return None
         known = self.prompt_tokens != UNKNOWN
         tokens = hits * self.chunk_tokens
         tokens[known] = np.minimum(tokens, self.prompt_tokens)[known]
-        return int(tokens.sum())
+        return int(tokens[first:].sum())
 
     def count_misplaced(self) -> int:
         """Number of uses of a chunk behind another chunk than at its first use; 0 if ids form a trie, standing for prefixes."""
