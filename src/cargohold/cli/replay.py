@@ -28,7 +28,7 @@ from cargohold.errors import ConfigError
 from cargohold.offload.policy import DEFAULT_POLICY, POLICY_NAMES
 from cargohold.replay.costs import CostModel
 from cargohold.replay.figures import describe_amount, describe_size, describe_trace, format_seconds
-from cargohold.replay.html import write_page
+from cargohold.replay.html import page, write_text
 from cargohold.replay.replaying import BOUNDS, INFINITE, Capacities, ReplayResult, check_policies
 from cargohold.replay.report import Report
 from cargohold.replay.sizes import Size, parse_size, parse_sizes
@@ -96,7 +96,7 @@ def replay(
         remark(f"note: {why}", style="yellow")
         report = replace(report, remarks=(*report.remarks, why))
     if output.html is not None:
-        write_page(output.html, report)
+        write_text(output.html, page(report))
         remark(f"wrote {output.html}")
     if output.as_json:
         typer.echo(json.dumps(report.as_facts(), indent=1))

@@ -90,6 +90,9 @@ class TraceOptions:
     session: Annotated[list[str] | None, typer.Option(help="Only this session; may be given several times.")] = None
     from_s: Annotated[float | None, typer.Option("--from", help="Only from so many seconds on.")] = None
     until_s: Annotated[float | None, typer.Option("--until", help="Only until so many seconds.")] = None
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Warm the cache up on what comes before --from, without counting it.")
+    ] = False
     on_bad_line: Annotated[str, typer.Option(help="stop or skip.")] = "stop"
 
     def selection(self) -> Selection:
@@ -102,6 +105,7 @@ class TraceOptions:
             sessions=frozenset(self.session or ()),
             from_s=self.from_s,
             until_s=self.until_s,
+            warm=self.warm,
         )
 
 
@@ -138,13 +142,14 @@ class CostOptions:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             bytes_per_s={
                 **DEFAULT_BYTES_PER_S,
-                HOST: _parse_bandwidth("host_bandwidth", self.host_bandwidth),
-                DISK: _parse_bandwidth("disk_bandwidth", self.disk_bandwidth),
+                HOST: parse_bandwidth("host_bandwidth", self.host_bandwidth),
+                DISK: parse_bandwidth("disk_bandwidth", self.disk_bandwidth),
             },
         )
 
 
-def _parse_bandwidth(key: str, text: str) -> int:
+def parse_bandwidth(key: str, text: str) -> int:
+    """Bytes per second from text such as ``20GB``. Raises ``ConfigError``."""
     try:
         return parse_bytes(key, text)
     except ConfigError as error:
