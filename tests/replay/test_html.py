@@ -12,7 +12,7 @@ import pytest
 from cargohold.errors import ConfigError
 from cargohold.replay.chart import Axes, Series, line_chart
 from cargohold.replay.costs import CostModel
-from cargohold.replay.html import page, write_page
+from cargohold.replay.html import page, write_text
 from cargohold.replay.loading import load_workload
 from cargohold.replay.replaying import Capacities, replay
 from cargohold.replay.report import Report
@@ -102,7 +102,7 @@ def test_a_page_of_the_optimum_alone_has_only_its_ratio_to_draw() -> None:
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="html"):
-        write_page(tmp_path / "no" / "page.html", report("lru"))
+        write_text(tmp_path / "no" / "page.html", page(report("lru")))
 
 
 def test_names_at_the_ends_of_lines_do_not_cover_each_other_and_stay_inside() -> None:
