@@ -132,7 +132,7 @@ def plan_table(planner: Planner, plan: Plan) -> tuple[list[str], list[list[str]]
     demand = planner.demand()
     heads = ["host", "full after", "hits", BASELINE, OPTIMUM, "prefill saved" if demand is None else "accelerators"]
     gains = planner.gains(plan.steps)
-    unused = "0.0%" if demand is None else f"{demand:.2f}"
+    unused = "0.0%" if demand is None else f"{demand:.3g}"
     rows = [["none", "", "0.0%", "0.0%", "0.0%", unused, _amount(gains[0][2]) if gains else ""]]
     for step in plan.steps:
         left = planner.demand_left(step.result)
@@ -142,7 +142,7 @@ def plan_table(planner: Planner, plan: Plan) -> tuple[list[str], list[list[str]]
                 format_bytes(step.num_bytes),
                 format_seconds(step.full_after_s) if step.is_judged else "too short",
                 *("" if result is None else f"{result.prefix_hit_ratio:.1%}" for result in ratios),
-                f"{planner.saved_share(step.result):.1%}" if left is None else f"{left:.2f}",
+                f"{planner.saved_share(step.result):.1%}" if left is None else f"{left:.3g}",
                 "" if step.next_gib is None else _amount(step.next_gib),
             ]
         )
@@ -202,7 +202,7 @@ def _on_demand(planner: Planner, plan: Plan) -> str:
         return f"The prompts have {format_count(asked, 'token')}; without a cache, all are computed."
     rate = planner.costs.prefill_tokens_per_s
     text = (
-        f"Without a cache, prefill keeps {demand:.2g} accelerators busy: {asked / planner.workload.duration_s:,.0f} tokens are "
+        f"Without a cache, prefill keeps {_accelerators(demand)} busy: {asked / planner.workload.duration_s:,.0f} tokens are "
         f"asked for per second, and one computes {rate:,.0f}."
     )
     if plan.recommended is None:
@@ -284,9 +284,16 @@ def _what_it_does(planner: Planner, step: Step) -> str:
     left = planner.demand_left(step.result)
     text = f"{step.result.prefix_hit_ratio:.1%} prefix hits"
     text += (
-        f", {planner.saved_share(step.result):.1%} of prefill saved" if left is None else f", {left:.2g} accelerators"
+        f", {planner.saved_share(step.result):.1%} of prefill saved"
+        if left is None
+        else f", {_accelerators(left)} busy"
     )
     return text if step.is_judged else f"{text} (the trace is too short to fill it)"
+
+
+def _accelerators(number: float) -> str:
+    text = f"{number:.2g}"
+    return f"{text} accelerator{'' if text == '1' else 's'}"
 
 
 def _per(planner: Planner) -> str:
