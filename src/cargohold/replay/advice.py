@@ -252,8 +252,8 @@ def _on_length(planner: Planner, plan: Plan) -> str | None:
     if judged >= everything:
         return None
     text = (
-        f"The trace is too short for sizes above {format_bytes(judged)}: they are not full after half of it, so what they "
-        f"would find comes back after its end."
+        f"The trace is too short for sizes above {format_bytes(judged)}: they are not full after half of it, and most of what "
+        f"they would keep longer comes back after its end."
     )
     if not planner.has_rates:
         return text
