@@ -109,6 +109,19 @@ class TestRecommendation:
         assert not half.is_least and not whole.is_least
         assert half.num_bytes == pytest.approx(whole.num_bytes, rel=0.25)
 
+    @pytest.mark.parametrize("seconds", [400, 800, 3200])
+    def test_what_a_full_cache_saves_does_not_move_with_the_length_of_the_trace(self, seconds: int) -> None:
+        # Every second, a new chunk is used, and the one of 100 seconds ago a second and last time.
+        requests = [
+            TraceRequest(hash_ids=[chunk], block_tokens=BLOCK_TOKENS, timestamp_ms=1000 * second)
+            for second in range(seconds)
+            for chunk in (second + 100, second)
+        ]
+        planner, plan, _ = planned(load_workload(requests), Budget(), CostModel(bytes_per_token=64), "lru")
+        shares = {step.num_bytes >> 10: planner.saved_share(step.result) for step in plan.steps}
+        assert shares[128] == 0.0
+        assert shares[256] == pytest.approx(0.5, abs=0.01)
+
     def test_up_to_it_a_gib_earns_its_price_and_beyond_it_does_not(self) -> None:
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
         _, plan, words = planned(looping(), Budget(host_price_s=300_000.0), costs)
