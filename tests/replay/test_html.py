@@ -13,11 +13,11 @@ from cargohold.errors import ConfigError
 from cargohold.replay.chart import Axes, Series, line_chart
 from cargohold.replay.costs import CostModel
 from cargohold.replay.html import page, plan_page, write_text
-from cargohold.replay.loading import load_workload
 from cargohold.replay.planning import Budget, Planner
 from cargohold.replay.replaying import Capacities, replay
 from cargohold.replay.report import Report
 from cargohold.replay.traces import TraceRequest
+from cargohold.replay.workload import load_workload
 
 PATHS = [[1, 2, 3], [1, 2, 4], [7, 8], [1, 2, 3]]
 

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from cargohold.errors import ConfigError
 from cargohold.replay.advice import Machine, advise, as_facts, disk_problems, fits, plan_table, recommend
 from cargohold.replay.costs import CostModel
-from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.planning import GIB, Budget, Gain, Plan, Planner, Recommendation, _falling
 from cargohold.replay.replaying import INFINITE, OPTIMUM, ReplayResult, replay
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.replay.traces import TraceRequest, read_trace
-from cargohold.replay.workload import Workload
+from cargohold.replay.workload import Selection, Workload, load_workload
 
 TOKEN_BYTES = 1 << 10
 BLOCK_TOKENS = 16
@@ -255,6 +254,9 @@ class TestDisk:
         assert plan.disk is not None and disk_problems(planner, plan.disk) == []
         assert plan.disk.is_judged and plan.disk.gib_gain > 0.1
         assert "Recommended below 1.0 GiB of host memory: 8.0 GiB of disk." in words
+        left = as_facts(planner, plan)["disk"]["demand_left_accelerators"]
+        assert plan.host is not None and left < (planner.demand_left(plan.host.result) or 0.0)
+        assert f"both together leave {left:.2g} accelerators busy" in words
 
     @pytest.mark.parametrize(
         ("limits", "problem"),
@@ -297,7 +299,9 @@ class TestDisk:
         workload = load_workload(read_trace([CHAT]))
         planner = Planner(workload, CHAT_COSTS, "lru", Budget(host_bytes=1 << 40, disk_bytes=4 * 10**12))
         results = list(replay(workload, "lru", planner.curve()))
-        results += replay(workload, "lru", [(1 << 14, 4 * 10**12 // planner.chunk_bytes)])
+        # The size of the budget is enough: other sizes with the disk are for the page.
+        further = [size for size in planner.further(results) if len(size) == 1 or size[0] == 1 << 14]
+        results += replay(workload, "lru", further)
         plan = planner.plan([*results, *replay(workload, INFINITE, [(1,)])])
         assert plan.disk is not None
         keep_up, wear = disk_problems(planner, plan.disk)

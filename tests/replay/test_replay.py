@@ -11,11 +11,10 @@ import pytest
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.offload.policy import POLICIES
 from cargohold.replay import replaying
-from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import BOUNDS, ReplayResult, plan_tasks, replay, run_tasks
 from cargohold.replay.tiers import run_tiers
 from cargohold.replay.traces import TraceRequest
-from cargohold.replay.workload import Workload
+from cargohold.replay.workload import Selection, Workload, load_workload
 
 
 def conversations(seed: int, num_requests: int = 400, *, max_new: int = 12) -> list[list[int]]:

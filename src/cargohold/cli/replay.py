@@ -26,12 +26,10 @@ from cargohold.cli.traces import (
 )
 from cargohold.errors import ConfigError
 from cargohold.offload.policy import DEFAULT_POLICY, POLICY_NAMES
-from cargohold.replay.costs import CostModel
-from cargohold.replay.figures import describe_amount, describe_size, describe_trace, format_seconds
+from cargohold.replay.costs import CostModel, Size, parse_size, parse_sizes
 from cargohold.replay.html import page, write_text
 from cargohold.replay.replaying import BOUNDS, INFINITE, Capacities, ReplayResult, check_policies
-from cargohold.replay.report import Report
-from cargohold.replay.sizes import Size, parse_size, parse_sizes
+from cargohold.replay.report import Report, describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.replay.workload import Workload
 
 _DEFAULT_POLICIES = ("lru", DEFAULT_POLICY, *BOUNDS)

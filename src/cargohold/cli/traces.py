@@ -21,14 +21,11 @@ from cargohold.named import search_current_directory
 from cargohold.offload.policy import POLICY_NAMES, find_policy
 from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel
 from cargohold.replay.kv_size import describe_kv
-from cargohold.replay.lines import STDIN
-from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import OPTIMUM, Capacities, ReplayResult, plan_tasks, run_tasks
 from cargohold.replay.report import remarks_on
-from cargohold.replay.request_logs import RequestLogDecoder
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
-from cargohold.replay.traces import TraceRequest, read_trace, stop
-from cargohold.replay.workload import Workload
+from cargohold.replay.traces import STDIN, RequestLogDecoder, TraceRequest, read_trace, stop
+from cargohold.replay.workload import Selection, Workload, load_workload
 from cargohold.units import SIZE_UNITS, format_count, parse_bytes
 
 DEFAULT_LOG_BLOCK_TOKENS = 16

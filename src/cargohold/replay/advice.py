@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from cargohold.replay.figures import format_seconds
 from cargohold.replay.planning import BASELINE, DiskUse, Plan, Planner, Step
 from cargohold.replay.replaying import OPTIMUM
+from cargohold.replay.report import format_seconds
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.units import format_bytes, format_count
 
@@ -117,7 +117,8 @@ def as_facts(planner: Planner, plan: Plan) -> dict[str, Any]:
         "disk": None
         if plan.disk is None
         else {
-            **asdict(plan.disk),
+            **{field.name: getattr(plan.disk, field.name) for field in fields(plan.disk) if field.name != "result"},
+            "demand_left_accelerators": planner.demand_left(plan.disk.result),
             "price_s": budget.disk_price_s,
             "write_bandwidth": budget.disk_write_bytes_per_s,
             "endured_writes_per_day": budget.disk_writes_per_day,
@@ -226,6 +227,9 @@ def _on_disk(planner: Planner, use: DiskUse) -> str:
 def _disk_does(planner: Planner, use: DiskUse) -> str:
     least = "" if use.is_judged else "at least "
     text = f"a GiB of it brings {least}{_amount(use.gib_gain)} {unit_of_gain(planner)}"
+    left = planner.demand_left(use.result)
+    if left is not None:
+        text += f", and both together leave {_accelerators(left)} busy"
     if use.writes_per_day is None or use.busy is None:
         return text
     return (

@@ -12,7 +12,10 @@ from typing import Final
 from cargohold.errors import ConfigError, one_line
 from cargohold.replay.advice import plan_table, unit_of_gain
 from cargohold.replay.chart import Axes, Series, line_chart
-from cargohold.replay.figures import (
+from cargohold.replay.planning import BASELINE, Plan, Planner
+from cargohold.replay.replaying import BOUNDS, INFINITE, OPTIMUM, ReplayResult
+from cargohold.replay.report import (
+    Report,
     describe_amount,
     describe_costs,
     describe_size,
@@ -20,9 +23,6 @@ from cargohold.replay.figures import (
     format_amount,
     format_seconds,
 )
-from cargohold.replay.planning import BASELINE, Plan, Planner
-from cargohold.replay.replaying import BOUNDS, INFINITE, OPTIMUM, ReplayResult
-from cargohold.replay.report import Report
 from cargohold.units import format_bytes
 
 _NUM_STYLES: Final = 6

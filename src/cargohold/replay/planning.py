@@ -107,6 +107,7 @@ class DiskUse:
     """What a disk below host memory would do, per second and hour, and what is wrong with it.
 
     Attributes:
+        result: result of host memory and disk together.
         gib_gain: what a GiB of it brings per hour beyond host memory alone, in the planner's unit.
         is_judged: whether the trace is long enough to fill it. If not, it brings at least ``gib_gain``.
         written_bytes_per_s, read_bytes_per_s: what goes to the disk and comes from it on average; ``None`` without times.
@@ -114,6 +115,7 @@ class DiskUse:
         writes_per_day: how often it is written from end to end; ``None`` without times.
     """
 
+    result: ReplayResult
     gib_gain: float
     is_judged: bool
     written_bytes_per_s: float | None = None
@@ -195,8 +197,7 @@ class Planner:
 
     def further(self, results: Sequence[ReplayResult]) -> list[Capacities]:
         """What to replay with the policy once the curve is known: the recommended size, and all sizes with the disk below."""
-        recommendation = self._recommend(self._curve_of(results))
-        size = 0 if recommendation is None else recommendation.num_bytes // self.chunk_bytes
+        size = self._recommended_size(self._recommend(self._curve_of(results)))
         # What the disk adds changes slowly with host memory: every second size shows it.
         hosts = {*(size for (size,) in self.curve()[::-2]), self._host or 0} if self._disk else set()
         below = [(host, self._disk) for host in sorted(hosts)] if self._disk else []
@@ -207,7 +208,7 @@ class Planner:
         steps = self._curve_of(results)
         recommendation = self._recommend(steps)
         found = {(result.policy, result.capacities): result for result in results}
-        size = recommendation.num_bytes // self.chunk_bytes if recommendation else 0
+        size = self._recommended_size(recommendation)
         host = next((step for step in steps if self._host and step.result.capacities == (self._host,)), None)
         return Plan(
             policy=self._policy,
@@ -357,6 +358,12 @@ class Planner:
             return Recommendation(num_bytes=gains[-1][1], is_least=not is_everything)
         return Recommendation(num_bytes=_crossing(gains[paying - 1], gains[paying], price))
 
+    def _recommended_size(self, recommendation: Recommendation | None) -> int:
+        """The recommendation in chunks; 0 if there is none."""
+        if recommendation is None or not recommendation.num_bytes:
+            return 0
+        return max(1, recommendation.num_bytes // self.chunk_bytes)
+
     def _disk_use(self, alone: ReplayResult, both: ReplayResult) -> DiskUse:
         """What the disk does beside what host memory does alone, both counted from the same request on."""
         assert self._disk is not None
@@ -365,7 +372,7 @@ class Planner:
         hours = self._hours(first)
         size = self._disk * self.chunk_bytes
         added = (self._gain(both) - self._gain(alone)) / hours / (size / GIB) if hours > 0 else 0.0
-        use = DiskUse(gib_gain=added, is_judged=self._is_judged(self._disk))
+        use = DiskUse(result=both, gib_gain=added, is_judged=self._is_judged(self._disk))
         if not seconds:
             return use
         disk = both.tiers[1]
