@@ -234,7 +234,7 @@ def _disk_does(planner: Planner, use: DiskUse) -> str:
         return text
     return (
         f"{text}; {_per_s(use.written_bytes_per_s)} are written, {use.writes_per_day:.2g} times its size a day, and it is busy "
-        f"for {use.busy:.0%} of the time"
+        f"for {use.busy:.1%} of the time"
     )
 
 
@@ -306,7 +306,8 @@ def _per(planner: Planner) -> str:
 
 def _per_s(num_bytes: float | None) -> str:
     """A bandwidth for people, in units of 1000."""
-    return f"{(num_bytes or 0.0) / 1e9:.3g} GB/s"
+    rate = num_bytes or 0.0
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
 
 
 def _amount(number: float) -> str:

@@ -26,6 +26,7 @@ from cargohold.replay.report import (
 from cargohold.units import format_bytes
 
 _NUM_STYLES: Final = 6
+_LEAST_GAIN: Final = 1e-4
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --paper: #ffffff; --rule: #d9dee4; --card: #f6f8fa;
@@ -128,9 +129,11 @@ def _document(kind: str, report: Report, body: str) -> str:
 
 def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
     gains = [(math.sqrt(max(lower, upper / 2) * upper), gain) for lower, upper, gain in planner.gains(plan.steps)]
-    if not any(gain > 0 for _, gain in gains):
+    most = max((gain for _, gain in gains), default=0.0)
+    if most <= 0:
         return
-    lines = [Series("next GiB", "p0", gains)]
+    # So small a gain is none; on a logarithmic axis it would take most of the room.
+    lines = [Series("next GiB", "p0", [(x, gain) for x, gain in gains if gain > most * _LEAST_GAIN])]
     if planner.has_rates and planner.has_seconds:
         lines.append(Series("price", "price", [(x, planner.budget.host_price_s) for x, _ in (gains[0], gains[-1])]))
     yield (
