@@ -396,12 +396,13 @@ class TestPlan:
         page = tmp_path / "page.html"
         arguments = (
             "plan", "-t", TRACE_FILE, "--bytes-per-token", "1024", "--host-bytes", "8MiB", "--disk-bytes", "16MiB",
-            "--prefill-tokens-per-s", "2000", "--policy", "lru", "--host-price", "100", "--json", "--html", str(page),
+            "--prefill-tokens-per-s", "2000", "--policy", "lru", "--until", "200", "--json", "--html", str(page),
         )  # fmt: skip
         facts = json.loads(cargohold(*arguments).out)
         assert facts["disk"]["problems"] != [] and "Not recommended: 16 MiB of disk." in page.read_text()
         wears = ("--disk-writes-per-day", "1e9", "--disk-write-bandwidth", "1TB", "--disk-price", "0.001")
-        assert json.loads(cargohold(*arguments, *wears).out)["disk"]["problems"] == []
+        facts = json.loads(cargohold(*arguments, *wears, "--host-price", "100").out)
+        assert facts["disk"]["problems"] == [] and facts["host_price_s"] == 100
         assert "Host memory and disk together" in page.read_text()
 
     def test_what_comes_before_the_window_warms_up(self, cargohold: Command, small: str) -> None:
