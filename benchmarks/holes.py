@@ -34,7 +34,7 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     TransferOutcome,
 )
-from cargohold.replay.loading import load_workload
+from cargohold.replay.workload import load_workload
 from cargohold.replay.traces import read_trace
 from cargohold.simulation.run import quiet_logging
 
