@@ -15,6 +15,7 @@ import pytest
 
 import cargohold.connector.offloading.loads as loads_module
 import cargohold.connector.offloading.messages as messages_module
+import cargohold.connector.offloading.recall as recall_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.offload.tiering.task as task_module
@@ -468,6 +469,16 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
 @mutant(connector="tiered", workload="returning")
 def never_lets_go_of_what_it_has_promoted(patch: Patch) -> None:
     patch.setattr(Promotion, "release", lambda self: None)
+
+
+@mutant(connector="tiered", workload="returning", faults="stalls")
+def divides_by_an_unknown_time_when_a_deadline_passes_within_a_call(patch: Patch) -> None:
+    def divided(num_tokens: int, load_s: float, limit_s: float) -> int:
+        return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
+
+    patch.setattr(recall_module, "num_tokens_in_time", divided)
+    # Every use of the time reads the clock anew; what is set is ignored.
+    patch.setattr(Recalls, "_now", property(lambda self: self._clock(), lambda self, now: None), raising=False)
 
 
 @mutant(connector="tiered", workload="stops")

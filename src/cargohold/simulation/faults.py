@@ -43,6 +43,8 @@ class Fault(Enum):
     """For a minute, look-ups, loads or writes of a tier below host memory do not end before their deadlines."""
     RESTART = "restart"
     """The process dies and comes back; the tier outlives it."""
+    STALLS = "stalls"
+    """The process stands still between two readings of its clock, also within one call, sometimes past a deadline."""
 
 
 BREAKING = frozenset({Fault.DUPLICATED, Fault.RAISES})
@@ -66,8 +68,10 @@ RATES: Mapping[Fault, tuple[float, float]] = {
     Fault.RAISES: (0.0003, 0.003),
     Fault.HANGS: (0.1, 0.6),
     Fault.RESTART: (0.1, 0.6),
+    Fault.STALLS: (0.001, 0.02),
 }
-"""Range of each fault's rate, its probability at every occasion: per copy, per look-up, per stretch of time.
+"""Range of each fault's rate, its probability at every occasion: per copy, per look-up, per stretch of time, per reading of the
+clock.
 
 The rate is drawn anew for every seed.
 """
@@ -152,3 +156,26 @@ class Spells:
             self._stretch = stretch
             self._is_on = self._source.strikes(self._fault)
         return self._is_on
+
+
+STALLS_S = (0.001, 0.01, 0.05, 0.2, 1.0)
+"""Longest seconds of a stall, of which one is drawn for each: a thread waits its turn, or the process is stopped."""
+TICK_S = 1e-6
+"""Longest seconds between two readings of a clock that stalls now and then: no two of them are equal."""
+
+
+class Stalls:
+    """Draws the seconds that pass before a reading of the clock.
+
+    Args:
+        source: decides when the process stalls.
+    """
+
+    def __init__(self, source: FaultSource) -> None:
+        self._source = source
+
+    def __call__(self) -> float:
+        """Seconds until the next reading."""
+        random = self._source.random
+        longest_s = random.choice(STALLS_S) if self._source.strikes(Fault.STALLS) else TICK_S
+        return longest_s * random.random()

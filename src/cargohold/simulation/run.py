@@ -137,7 +137,7 @@ class Run:
             if self._engine.scheduler.has_work():
                 self._step(next_action)
             elif next_action < float("inf"):
-                self._clock.advance(next_action - self._clock.now)
+                self._clock.advance_to(next_action)
             else:
                 return
 
@@ -237,8 +237,7 @@ class Run:
             return
         nap_s = WAITING_NAP_S if any(self._engine.scheduler.waiting_requests()) else LONGEST_NAP_S
         wake_at = min(next_action, self._world.next_event(), self._clock.now + nap_s)
-        if wake_at > self._clock.now:
-            self._clock.advance(wake_at - self._clock.now)
+        self._clock.advance_to(wake_at)
 
     def _let_lower_tiers_settle(self) -> None:
         """Step on while chunks are on their way to lower tiers, or look-ups have answers of only some workers.
