@@ -20,6 +20,7 @@ import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.offload.tiering.task as task_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
+from cargohold.blocks.prefix_hit import _GroupProbe
 from cargohold.connector.lazy.stores import LazyStores
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
@@ -27,8 +28,11 @@ from cargohold.connector.offloading.chunks import BlocksToLoad, ChunkBlocks, blo
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import TouchHolder
 from cargohold.connector.offloading.jobs import JobTable, Load, Store
+from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.messages import OffloadingMetadata
+from cargohold.connector.offloading.params import TransferParams
 from cargohold.connector.offloading.recall import Recalls
+from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores
@@ -57,6 +61,7 @@ from cargohold.protocol import (
     FinishedTransfers,
     KVCacheBlockView,
     KVCacheGroup,
+    KVConnectorOutput,
     OutputAggregator,
     TransferOutcome,
 )
@@ -268,6 +273,50 @@ def releases_a_request_when_its_first_child_has_finished(patch: Patch) -> None:
         bind(self, replace(metadata, new_sends=sends))
 
     patch.setattr(MultiConnectorWorker, "bind_connector_metadata", first_keeper_only)
+
+
+@mutant()
+def stores_what_options_forbid(patch: Patch) -> None:
+    def of_all_that_is_known(self: EagerStores, state: RequestState) -> int:
+        limit = state.params.max_store_tokens
+        return state.request.num_tokens if limit is None else min(state.request.num_tokens, limit)
+
+    patch.setattr(EagerStores, "_num_wanted_tokens", of_all_that_is_known)
+
+
+@mutant(workload="limits")
+def stores_more_than_a_client_allows(patch: Patch) -> None:
+    parse = TransferParams.parse
+    patch.setattr(TransferParams, "parse", lambda *args: replace(parse(*args), max_store_tokens=None))
+
+
+@mutant(workload="limits")
+def loads_more_than_a_client_allows(patch: Patch) -> None:
+    parse = TransferParams.parse
+    patch.setattr(TransferParams, "parse", lambda *args: replace(parse(*args), max_load_tokens=None))
+
+
+@mutant(faults="failed")
+def finds_a_chunk_again_that_is_known_to_be_bad(patch: Patch) -> None:
+    end = Loads.end
+
+    def forgetful(self: Loads, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            release = type(load.handle).release
+            inner.setattr(type(load.handle), "release", lambda handle, bad=(): release(handle))
+            end(self, load, outcome, output)
+
+    patch.setattr(Loads, "end", forgetful)
+
+
+@mutant(connector="any", workload="any", faults="all")
+def finds_a_full_hit_without_what_the_last_query_sees(patch: Patch) -> None:
+    init = _GroupProbe.__init__
+
+    def behind(self: _GroupProbe, units: Any, last_query: int, num_computed_tokens: int) -> None:
+        init(self, units, last_query + 1, num_computed_tokens)
+
+    patch.setattr(_GroupProbe, "__init__", behind)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     Args:
         random: source of random numbers.
         name: a key of ``CONNECTORS``, ``MODULE:FACTORY``, or ``any``.
-        options: values that must not be drawn: ``tier_slots``, ``blocks_per_chunk``.
+        options: values that must not be drawn: ``tier_slots``, ``blocks_per_chunk``, ``eviction``, ``restore``.
         prefix_caching: whether the engine has a prefix cache. If not, lazy connectors are left out of ``any``.
     """
     if ":" in name:
@@ -177,7 +177,7 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
     if is_lazy:
         return TierPlan(slots, random.choice((1, 4, 12, 40)), common)
     eager = {
-        "policy": random.choice(sorted(POLICIES)),
+        "policy": options.get("eviction", random.choice(sorted(POLICIES))),
         "blocks_per_chunk": options.get("blocks_per_chunk", random.choice((1, 1, 2, 3))),
         "store_generated": random.random() < 0.8,
     }

@@ -21,7 +21,7 @@ from cargohold.simulation.layouts import layout_of
 from cargohold.simulation.links import LinkTransfers
 from cargohold.simulation.lower import LinkedQueue, MediumPlan, TieredOffloading
 from cargohold.simulation.offloading import SimulatedOffloading
-from cargohold.simulation.oracles import Oracle, StatsOracle
+from cargohold.simulation.oracles import Oracle, StatsOracle, WishOracle
 from cargohold.simulation.replica import Replica
 from cargohold.simulation.scenario import Scenario
 from cargohold.simulation.tiers import SimulatedMedium
@@ -99,7 +99,8 @@ class World:
 
     def oracles(self, engine: Replica) -> list[Oracle]:
         """Further oracles for this engine, besides those that every run has."""
-        return [] if self._scenario.connector.custom else [StatsOracle(engine)]
+        connector = self._scenario.connector
+        return [] if connector.custom else [StatsOracle(engine), WishOracle(engine, connector.tiers)]
 
     def next_event(self) -> float:
         """Virtual time of the next event in links and queues; infinity if nothing is in flight."""
