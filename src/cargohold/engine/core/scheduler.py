@@ -108,6 +108,11 @@ class Scheduler:
         return RequestUpdate(request, kv_transfer_params=params, cache_report=report)
 
     @property
+    def num_deferred_lookups(self) -> int:
+        """Requests so far that the connector has told to ask again: they waited for a tier, or for another request's load."""
+        return self._admission.num_deferred_lookups
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
         return len(self._roster)
