@@ -13,10 +13,15 @@ NAME ?=
 ARGS ?=
 VLLM ?=
 VLLM_SUFFIX := $(addprefix -,$(VLLM))
+# A machine with a GPU may reach no package index: its own Python is used, with the packages that travel beside the tree.
+GPU_PYTHON ?= python3
+GPU_PACKAGES := .gpu-packages
+GPU_TESTS := tests/connector/test_with_models.py tests/offload/transfer
+ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo test test-lowest check bench format clean test-vllm demo-vllm bench-vllm
+.PHONY: help demo test test-lowest check bench format clean test-vllm demo-vllm bench-vllm gpu-packages test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -52,12 +57,23 @@ bench-vllm: $(VENV)/.dev $(VENV)/.demo $(VLLM_VENV)/.installed $(LMCACHE_VENV)/.
 	$(VLLM_VENV)/bin/python -m benchmarks generating $(ARGS)
 	$(BIN)/python -m benchmarks vllm $(ARGS)
 
+gpu-packages: ## Fetch what a machine with CUDA's PyTorch, transformers and pytest may lack, for its Python: FOR=3.12
+	$(PYTHON) -m pip --quiet install --constraint constraints.txt --no-deps --upgrade --target $(GPU_PACKAGES) --only-binary :all: \
+		--python-version $(or $(FOR),3.12) --implementation cp $(foreach at,17 28,--platform manylinux_2_$(at)_x86_64) \
+		--platform manylinux2014_x86_64 msgspec platformdirs xxhash
+
+test-gpu: ## Run the tests that need a CUDA device, with the machine's own Python: GPU_PYTHON=...
+	$(ON_GPU) -m pytest -m gpu $(GPU_TESTS) $(ARGS)
+
+bench-gpu: ## Measure copies, stores beside decoding, and restores on a CUDA device: ARGS="--results DIRECTORY"
+	$(ON_GPU) -m benchmarks gpu $(ARGS)
+
 format: $(VENV)/.dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove environments and caches
-	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(VLLM_VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(GPU_PACKAGES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt

@@ -20,9 +20,11 @@ NAMES = (
     "lazy",
     "ranks",
     "bookkeeping",
+    "holes",
     "policies",
     "replay",
     "tiers",
+    "gpu",
     "generating",
     "vllm",
 )
@@ -33,6 +35,9 @@ def main() -> int:
         prog="benchmarks", description="Run benchmarks and write benchmarks/results/NAME.json."
     )
     parser.add_argument("name", nargs="?", choices=NAMES, help="which one; all by default")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where to write results (default: benchmarks/results)"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works; nothing is written")
     arguments = parser.parse_args()
     for name in (arguments.name,) if arguments.name else NAMES:
@@ -44,8 +49,8 @@ def main() -> int:
             continue
         print(json.dumps(result["result"], indent=2))
         if not arguments.quick:
-            RESULTS.mkdir(exist_ok=True)
-            file = RESULTS / f"{name}.json"
+            arguments.results.mkdir(parents=True, exist_ok=True)
+            file = arguments.results / f"{name}.json"
             file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
             print(f"written to {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
     return 0

@@ -21,7 +21,7 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class _Request:
+class Request:
     """A request as a connector sees it; see ``RequestView``."""
 
     request_id: str
@@ -68,12 +68,12 @@ def measure_admission(num_tokens: int, num_other_chunks: int, repeats: int) -> d
     pool: Any = BlockPool(num_blocks + 2)
     side.bind_scheduler_context(pool)  # loads use only those methods of a context that a pool has, too
     blocks = (tuple(block.block_id for block in pool.allocate(num_blocks + 1)),)
-    _fill(manager, "other", num_other_chunks, num_blocks)
+    fill(manager, "other", num_other_chunks, num_blocks)
     times: dict[str, list[float]] = {name: [] for name in ("first_look_up", "asked_again", "load_planned", "whole")}
     for at in range(repeats + 1):
-        hashes = _fill(manager, f"prompt {at}", num_blocks, num_blocks)
+        hashes = fill(manager, f"prompt {at}", num_blocks, num_blocks)
         # New objects with the same bytes, as the request that stored the chunks has gone.
-        request = _Request(f"r{at}", [bytes(bytearray(name)) for name in hashes], range(num_tokens + 1))
+        request = Request(f"r{at}", [bytes(bytearray(name)) for name in hashes], range(num_tokens + 1))
         side.on_new_request(request)
         marks = [time.thread_time()]
         answers = []
@@ -98,7 +98,7 @@ def measure_admission(num_tokens: int, num_other_chunks: int, repeats: int) -> d
     }
 
 
-def _fill(manager: Any, what: str, num_chunks: int, per_prefix: int) -> list[bytes]:
+def fill(manager: Any, what: str, num_chunks: int, per_prefix: int) -> list[bytes]:
     """Store prefixes. Returns the block hashes of the last one."""
     hashes: list[bytes] = []
     for first in range(0, num_chunks, per_prefix):

@@ -129,8 +129,11 @@ class _Engine:
         scheduled = time.thread_time()
         answer = self._answer(output)
         answered = time.thread_time()
-        self._scheduler.update_from_output(output, answer)
-        return time.thread_time() - answered + scheduled - start
+        outputs = self._scheduler.update_from_output(output, answer)
+        taken = time.thread_time() - answered + scheduled - start
+        if any(map(_says_that_a_connector_is_off, outputs.values())):
+            raise RuntimeError(f"{self._name} was turned off, so there is nothing to measure; the log says why")
+        return taken
 
     def _answer(self, output: Any) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415  # where it is installed
@@ -162,6 +165,12 @@ class _Engine:
             self._in_flight = list(metadata.store_jobs)
             return _their_message(ended) if ended else None
         return None
+
+
+def _says_that_a_connector_is_off(output: Any) -> bool:
+    """Whether vLLM's scheduler tells its client that a connector of ours was turned off in this step."""
+    stats = output.scheduler_stats and output.scheduler_stats.kv_connector_stats
+    return bool(stats and stats.get("connectors_off"))
 
 
 def _answer_of_disk(command: Any) -> tuple[int, bytes]:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
+from cargohold.cli.visits import require_offloading
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 16
@@ -52,6 +53,7 @@ def _measure(
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     with LLM(MODEL, num_device_blocks=num_blocks, block_tokens=BLOCK_TOKENS, offload=offload) as llm:
         outputs = [llm.generate(prompt, sampling)[0] for prompt in visits]
+        require_offloading(llm)
         stats = llm.stats()
         mib = llm.plan.layout.block_bytes / 2**20
     return {

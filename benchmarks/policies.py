@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cargohold.cache.policies import DEFAULT_POLICY, POLICIES
-from cargohold.replay.grid import plan_tasks, run_tasks
-from cargohold.replay.loading import load_workload
-from cargohold.replay.results import INFINITE, OPTIMUM
+from cargohold.replay.replaying import INFINITE, OPTIMUM, plan_tasks, run_tasks
 from cargohold.replay.traces import read_trace
-from cargohold.replay.workload import Workload
+from cargohold.replay.workload import Workload, load_workload
 
 ROOT = Path(__file__).parents[1]
 TRACES_ENV = "CARGOHOLD_TRACES"
@@ -24,7 +22,7 @@ COLUMNS = (*sorted(POLICIES), OPTIMUM)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    traces = {"made": MADE, **({} if quick else _real_traces())}
+    traces = {"made": MADE, **({} if quick else real_traces())}
     rows: list[dict[str, Any]] = []
     for name, file in traces.items():
         workload = load_workload(read_trace([file]))
@@ -41,7 +39,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def _real_traces() -> Mapping[str, Path]:
+def real_traces() -> Mapping[str, Path]:
     """Traces in the directory that ``TRACES_ENV`` names, by default one beside the repository; smallest first."""
     directory = Path(os.environ.get(TRACES_ENV, ROOT.parent / "shared" / "traces"))
     files = sorted(directory.glob(f"*{TRACE_SUFFIX}"), key=lambda file: file.stat().st_size)

@@ -15,12 +15,10 @@ from typing import Any
 from unittest.mock import patch
 
 from cargohold.offload.manager import TierManager
-from cargohold.replay.grid import plan_tasks, run_tasks
-from cargohold.replay.loading import load_workload
-from cargohold.replay.replaying import replay
+from cargohold.replay.replaying import plan_tasks, replay, run_tasks
 from cargohold.replay.tiers import run_tiers
 from cargohold.replay.traces import read_trace
-from cargohold.replay.workload import Workload
+from cargohold.replay.workload import Workload, load_workload
 
 TRACES_ENV = "CARGOHOLD_TRACES"
 _ROOT = Path(__file__).parents[1]

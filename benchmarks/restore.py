@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from cargohold import LLM, DiskTierConfig, OffloadConfig, SamplingParams
+from cargohold.cli.visits import require_offloading
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 16
@@ -70,6 +71,7 @@ class Visits:
     def visit(self, name: str, llm: LLM, context: list[int]) -> None:
         """Ask once. Asserts that the context came from where ``name`` says."""
         output = llm.generate([context], SAMPLING)[0]
+        require_offloading(llm)
         metrics, least = output.metrics, self._length - BLOCK_TOKENS - 1
         assert metrics.ttft_s is not None
         match name:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from cargohold.integrations.vllm.server import why_turned_off
+
 ROOT: Final = Path(__file__).parents[1]
 VLLM_PYTHON: Final = ROOT / ".venv-vllm" / "bin" / "python"
 LMCACHE_PYTHON: Final = ROOT / ".venv-vllm-lmcache" / "bin" / "python"
@@ -130,11 +132,11 @@ class Answer:
 
 
 class EngineError(RuntimeError):
-    """A child process ended; the text has the end of its log."""
+    """A child process ended, or its connector was turned off; the text has the end of its log, or what that says."""
 
 
 class Engine:
-    """A running contender. Its methods raise ``EngineError`` if it ended.
+    """A running contender. Its methods raise ``EngineError`` if it ended, or has turned its connector off.
 
     Args:
         process: a process of ``benchmarks.vllm_engine``.
@@ -154,10 +156,10 @@ class Engine:
         """Answer one prompt after the other."""
         assert self._process.stdin is not None
         print(json.dumps({"prompts": prompts, "max_tokens": max_tokens}), file=self._process.stdin, flush=True)
-        return [
-            Answer(tuple(one["tokens"]), one["ttft_s"], one["total_s"], one["cached_tokens"])
-            for one in self._read()["answers"]
-        ]
+        answers = self._read()["answers"]
+        if (why := why_turned_off(self._log)) is not None:
+            raise EngineError(f"an engine goes on without its connector, so it shows nothing; {why}")
+        return [Answer(tuple(one["tokens"]), one["ttft_s"], one["total_s"], one["cached_tokens"]) for one in answers]
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

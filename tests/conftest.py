@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ settings.load_profile("cargohold")
 # Shells start background jobs with SIGINT ignored. Tests of Ctrl-C need it handled, here and in the processes that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What is shown on a terminal depends on its kind. Tests of that need one that shows all, also in processes that they start.
+os.environ["TERM"] = "xterm"
 
 
 _LONGEST_FILES = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, policies, transfers, vllm_contenders
+from benchmarks import bookkeeping, gpu, holes, policies, transfers, vllm_contenders
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -30,10 +30,36 @@ def test_policies() -> None:
     assert result["worst_against_lru_in_points"] > -1
 
 
+def test_holes() -> None:
+    rows = holes.run(quick=True)["rows"]
+    assert {row["trace"] for row in rows} == {"hot", "made"}
+    assert all(row["restored_again"] >= row["restored_once"] for row in rows)
+
+
 def test_transfers() -> None:
     rows = [row for row in transfers.run(quick=True)["rows"] if row["device"] == "cpu"]
     assert len(rows) == len(transfers.REGIONS) * 4
     assert all(row["gigabytes_per_s"] > 0 and row["caller_held_up_ms"] >= 0 for row in rows)
+
+
+def test_gpu_runs_on_a_cpu_too_and_measures_every_part() -> None:
+    result = gpu.run(quick=True)
+    assert result["not_run"] == {}
+    (restored,) = result["restore_8B"]["rows"]
+    assert restored["tokens_of_restored_are_those_of_a_device_hit"]
+    assert result["restore_8B"]["zeroed_host_memory_gives_other_tokens"]
+    assert {row["direction"] for row in result["transfers"]} == {"load", "store"}
+
+
+def test_gpu_says_what_did_not_fit_into_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LIMIT_S", -1.0)
+    assert set(gpu.run(quick=True)["not_run"]) == {
+        "link",
+        "restore_1B",
+        "transfers",
+        "decode_beside_stores",
+        "restore_8B",
+    }
 
 
 @pytest.mark.parametrize("contender", vllm_contenders.contenders(2**30, 128), ids=lambda contender: str(contender.name))
@@ -55,8 +81,7 @@ def test_without_vllm_the_comparison_is_skipped_and_its_results_stay(
 ) -> None:
     absent = vllm_contenders.Contender("no connector", python=vllm_contenders.ROOT / ".venv-absent" / "bin" / "python")
     monkeypatch.setattr("benchmarks.vllm.contenders", lambda *_: [absent])
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "vllm"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "vllm", "--results", str(tmp_path)])
     assert command.main() == 0
     assert "skipped: there is no .venv-absent; make bench-vllm makes it" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -386,6 +386,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory, *, other_ids: Co
         prefix_caching=plan.scheduler.prefix_caching,
         applies_locks=True,
         emits_events=plan.scheduler.emit_events,
+        give_up_loads_after_s=plan.scheduler.give_up_loads_after_s,
     )
     with ExitStack() as on_failure:
         # The connector and the address for events come first, so that a bad option is refused before the weights are loaded.

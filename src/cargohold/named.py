@@ -25,7 +25,8 @@ def import_named(key: str, name: str) -> Any:
         return getattr(import_module(module), attribute)
     except Exception as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(key, name, f"it cannot be imported from here ({reason})") from error
+        expected = "it must be MODULE:NAME of a module that is installed or in PYTHONPATH"
+        raise ConfigError(key, name, f"it cannot be imported from here ({reason}); {expected}") from error
 
 
 def search_current_directory() -> None:

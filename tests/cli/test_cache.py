@@ -187,6 +187,16 @@ def test_who_waits_at_a_terminal_is_told_for_what(
     assert all(what in terminal.file.getvalue() for what in told)  # type: ignore[attr-defined]  # the one above
 
 
+@pytest.mark.parametrize("kind", ["disk"])
+def test_a_terminal_without_escape_codes_gets_none(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.fill(3)
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(cache_command, "errors", terminal)
+    assert "\x1b" not in run("ls", place.name)
+    assert "\x1b" not in terminal.file.getvalue()  # type: ignore[attr-defined]  # the one above
+
+
 def test_an_empty_store_is_told_without_its_password() -> None:
     with key_value_server("valkey") as server:
         shown = run("ls", f"valkey://127.0.0.1:{server.port}?username=default&password=hunter2")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, RequestOutput
+from cargohold.connector.offloading import OffloadingScheduler
 from tests.command import Command, Result
 
 
@@ -122,3 +123,24 @@ def test_the_built_in_model_is_not_split_where_its_heads_cannot_be(
     assert result.status == 2
     told = f"cargohold: --tensor-parallel-size={size} is not possible: it must be one of 1, 2, 4, 8, 16: "
     assert result.err.startswith(told) and len(result.err.splitlines()) == 1
+
+
+def test_it_fails_at_once_if_offloading_was_turned_off(
+    cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, asked = LLM.chat, list[str]()
+
+    def counted(llm: LLM, messages: Any, *args: Any) -> RequestOutput:
+        asked.append(messages[-1]["content"])
+        return chat(llm, messages, *args)
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(LLM, "chat", counted)
+    monkeypatch.setattr(OffloadingScheduler, "get_num_new_matched_tokens", fails)
+    result = demo(cargohold, chat_model, "--num-device-blocks", "300")
+    assert result.status == 1
+    assert "cargohold: offloading was turned off, so there is nothing to show; connector offloading: " in result.err
+    assert "ZeroDivisionError" in result.err
+    assert len(asked) == 2, "one visit to either engine"

@@ -14,6 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cargohold.integrations.vllm.server import why_turned_off
+from cargohold.protocol import NULL_CONNECTOR, ConnectorGuard, SchedulerEnvironment
+from cargohold.simulation import simulated_layout
 from tests.command import Command
 
 SERVER = """
@@ -146,3 +149,18 @@ def test_impatience_leaves_nothing_behind_either(start: Start) -> None:
         time.sleep(0.1)  # so that the second comes while the first is being served
     process.communicate()
     assert process.returncode == 130
+
+
+def test_the_servers_output_tells_that_its_connector_was_turned_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("(EngineCore pid=7) INFO ready\n")
+    assert why_turned_off(log) is None
+    environment = SchedulerEnvironment(simulated_layout(4), time.monotonic)
+    ConnectorGuard(NULL_CONNECTOR.make_scheduler_side(environment), num_blocks=4).break_off("it raised")
+    with log.open("a") as out:
+        out.write(f"(EngineCore pid=7) {caplog.text}")
+    why = why_turned_off(log)
+    assert why is not None
+    assert why.startswith("connector ") and why.endswith(" is turned off: it raised; requests are served without it")

@@ -76,34 +76,55 @@ def test_the_table_knows_what_is_in_flight(data: st.DataObject) -> None:
             assert table.is_storing(request_id) == any(request_id in one.request_ids for one in jobs.stores.values())
 
 
+def counts_of(table: JobTable) -> tuple[int, int, int, int]:
+    return table.num_stuck, table.num_awaited, table.num_stuck_blocks, len(table)
+
+
 @pytest.mark.parametrize("lost_is_load", [True, False])
-def test_the_oldest_job_is_found_lost_while_others_begin_and_end(lost_is_load: bool) -> None:
+def test_a_job_that_does_not_end_in_time_is_overdue_once_while_others_begin_and_end(lost_is_load: bool) -> None:
     clock = VirtualClock()
     clock.advance(1000)
     jobs = Jobs(clock)
-    assert jobs.table.find_lost(10.0) is None
+    assert not jobs.table.take_overdue(10.0)
     lost = jobs.load(KEYS[:2]) if lost_is_load else jobs.store({"a"}, 2)
     began = clock()
-    while jobs.table.find_lost(10.0) is None:
+    overdue: list[Load | Store] = []
+    while not overdue:
         others = [jobs.load(KEYS[1:3]), jobs.store({"b"}, 1)]
         clock.advance(0.1)
-        assert jobs.table.find_lost(10.0) in (None, lost)
+        overdue = jobs.table.take_overdue(10.0)
         for job_id in others:
             jobs.table.end(job_id)
         assert clock() - began < 12
-    assert clock() - began > 10 and jobs.table.find_lost(10.0) == lost
-    jobs.table.end(lost)
-    assert jobs.table.find_lost(10.0) is None
+    assert clock() - began > 10 and [job.job_id for job in overdue] == [lost]
+    table = jobs.table
+    assert counts_of(table) == (1, 0, len(overdue[0].block_ids), 1)
+    assert table.load_of_any(KEYS) is None and not table.is_loading(lost), "nobody waits for it"
+    clock.advance(100)
+    assert not table.take_overdue(10.0)
+    assert table.is_stuck(lost) and table.end(lost) is overdue[0]
+    assert counts_of(table) == (0, 0, 0, 0)
 
 
-def test_what_may_have_ended_while_nobody_looked_is_not_lost_at_once() -> None:
+def test_jobs_that_are_overdue_together_are_found_together() -> None:
+    clock = VirtualClock()
+    jobs = Jobs(clock)
+    ids = [jobs.load(KEYS[:2]), jobs.store({"a"}, 2), jobs.load(KEYS[2:])]
+    overdue: list[Load | Store] = []
+    while not overdue:
+        clock.advance(0.5)
+        overdue = jobs.table.take_overdue(10.0)
+    assert [job.job_id for job in overdue] == ids
+
+
+def test_what_may_have_ended_while_nobody_looked_is_not_overdue_at_once() -> None:
     clock = VirtualClock()
     jobs = Jobs(clock)
     job_id = jobs.store({"a"}, 1)
     clock.advance(3600)
-    assert jobs.table.find_lost(10.0) is None
+    assert not jobs.table.take_overdue(10.0)
     jobs.table.end(job_id)
-    assert jobs.table.find_lost(10.0) is None
+    assert not jobs.table.take_overdue(10.0)
 
 
 def test_tokens_are_counted_by_the_tier_that_they_came_from() -> None:

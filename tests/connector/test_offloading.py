@@ -815,7 +815,7 @@ def test_what_found_no_place_or_was_lost_is_not_said_to_be_there_for_remote_deco
 
 
 @pytest.mark.parametrize("remote", [True, False])
-def test_a_request_for_remote_decode_streams_its_hits_too(remote: bool) -> None:
+def test_chunks_hit_on_the_device_and_gone_from_the_tier_are_stored_again(remote: bool) -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading)
     engine.add("first", prompt(0, 41), 1)
@@ -824,7 +824,52 @@ def test_a_request_for_remote_decode_streams_its_hits_too(remote: bool) -> None:
     engine.add("second", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": remote})
     finish(engine, offloading)
     assert engine.requests["second"].num_first_device_tokens == 40
-    assert offloading.manager.num_ready == (10 if remote else 0), "all of it, or newly computed chunks alone"
+    assert offloading.manager.num_ready == 10
+
+
+def test_a_tier_smaller_than_what_is_hot_on_the_device_is_not_written_anew_by_each_request() -> None:
+    offloading = SimulatedOffloading(8, policy="lru")
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    written: list[int] = []
+    offloading.transfers[0].on_copy = lambda job: written.extend(job.rows)
+    for at in range(20):
+        engine.add(f"r{at}", prompt(at % 2, 33), 1)
+        finish(engine, offloading)
+    assert engine.requests["r19"].num_first_device_tokens == 32
+    assert len(written) <= 2 * 8 + 2 * 8, "the computed chunks, as many again, and once as many as the tier holds"
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 9)])
+def test_chunks_that_a_failed_store_lost_are_stored_when_a_request_hits_them_on_the_device(
+    hold: str, blocks_per_chunk: int, windows: tuple[int | None, ...]
+) -> None:
+    offloading = SimulatedOffloading(100, blocks_per_chunk=blocks_per_chunk)
+    engine = SimulatedEngine(
+        simulated_layout(200, windows=windows), offloading, max_num_batched_tokens=16, **HOLDS[hold]
+    )
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("first", prompt(0, 33), 1)
+    outcomes = iter([TransferOutcome.ABANDONED, TransferOutcome.FAILED])
+    while engine.scheduler.has_work():
+        engine.step()
+        for job in list(transfers.pending):
+            transfers.complete(job, next(outcomes))
+    transfers.auto = True
+    copied: list[int] = []
+    transfers.on_copy = lambda job: copied.extend(job.rows) if job.direction is Direction.STORE else None
+    for name in ("second", "third"):
+        num_copied = len(copied)
+        engine.add(name, [*prompt(0, 33), 7, 8], 1)
+        finish(engine, offloading)
+        assert engine.requests[name].num_first_device_tokens == 32
+        assert (len(copied) > num_copied) is (name == "second"), "what the tier has is not stored again"
+    evict_everything(engine)
+    engine.add("last", [*prompt(0, 33), 9], 1)
+    finish(engine, offloading)
+    assert engine.outputs["last"].cache_report.restored_tokens == {"host": 32}
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
@@ -1045,22 +1090,22 @@ def test_a_request_is_told_why_no_more_of_it_was_found() -> None:
 def test_a_load_that_ends_is_progress_even_if_its_request_is_gone() -> None:
     offloading = SimulatedOffloading(60)
     first = SimulatedEngine(simulated_layout(60), offloading)
-    for at in range(2):
+    for at in range(3):
         first.add(str(at), prompt(at, 40), 1)
         finish(first, offloading)
-    engine = SimulatedEngine(simulated_layout(14), offloading, load_timeout_s=1.0)
+    engine = SimulatedEngine(simulated_layout(14), offloading, load_timeout_s=1.8)
     assert isinstance(engine.clock, VirtualClock)
     transfers = offloading.transfers[-1]
     transfers.auto = False
-    engine.add("gone", [*prompt(0, 40), 1], 1)
-    engine.step()
-    engine.abort("gone")
-    engine.add("loads next", [*prompt(1, 40), 1], 1)
-    engine.add("waits", prompt(2, 40), 1)
-    for _ in range(2):
+    for at, name in enumerate(("gone", "gone, too", "loads next")):
+        engine.add(name, [*prompt(at, 40), 1], 1)
+    engine.add("waits", prompt(3, 40), 1)
+    for name in ("gone", "gone, too", "loads next"):
         engine.step()
         (load,) = transfers.pending
         assert load.direction is Direction.LOAD
+        if name != "loads next":
+            engine.abort(name)
         for _ in range(8):
             engine.clock.advance(0.1)
             engine.step()
@@ -1070,7 +1115,7 @@ def test_a_load_that_ends_is_progress_even_if_its_request_is_gone() -> None:
     finish(engine, offloading)
     assert broken_rule(engine) == ""
     assert engine.outputs["loads next"].cache_report.restored_tokens == {"host": 40}
-    assert engine.tokens("waits") == alone(prompt(2, 40), 1)
+    assert engine.tokens("waits") == alone(prompt(3, 40), 1)
 
 
 def test_requests_with_the_same_full_hit_do_not_wait_for_each_other() -> None:
@@ -1171,10 +1216,95 @@ def test_a_connector_that_breaks_while_a_step_runs_keeps_its_blocks_until_the_wo
     assert engine.tokens("stays") == alone(prompt(len("stays"), 20), 5)
 
 
+@pytest.mark.parametrize("hold", ["touch", "lock"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("windows", [(None,), (None, 9)])
+@pytest.mark.parametrize("outcome", TransferOutcome)
 @pytest.mark.parametrize("direction", Direction)
-def test_a_job_that_the_workers_do_not_end_turns_the_connector_off(direction: Direction) -> None:
+def test_a_stuck_copy_takes_its_blocks_and_slots_out_of_service_and_nothing_else(
+    direction: Direction, outcome: TransferOutcome, windows: tuple[int | None, ...], world_size: int, hold: str
+) -> None:
+    offloading = SimulatedOffloading(100, transfer_timeout_s=5.0, job_timeout_s=20.0)
+    layout = simulated_layout(120, windows=windows, world_size=world_size)
+    engine = SimulatedEngine(layout, offloading, max_num_batched_tokens=64, **HOLDS[hold])
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
+    assert isinstance(engine.clock, VirtualClock)
+    slow = offloading.transfers[-1]
+    slow.auto = False
+    tokens = prompt(0 if direction is Direction.LOAD else 1, 30)
+    engine.add("second", tokens, 1)
+    while not slow.pending:
+        engine.step()
+    (job,) = slow.pending
+    assert job.direction is direction
+    while engine.scheduler.has_work():
+        engine.step()
+        engine.clock.advance(1.0)
+        assert engine.clock() < 60, "the engine steps on for ever"
+    connector, side = engine.scheduler.connector, engine.connector
+    assert isinstance(side, OffloadingScheduler)
+    assert broken_rule(engine) == "" and engine.tokens("second") == alone(tokens, 1)
+    assert set(connector.held_references()) == set(job.block_ids)
+    assert side.jobs.num_stuck == 1
+    slow.auto, slow.pending = True, []  # others go on, the stuck one still does not
+    evict_everything(engine)
+    engine.add("third", [*prompt(0, 30), 7], 1)
+    engine.run()
+    assert engine.outputs["third"].cache_report.restored_tokens == {"host": 28}
+    assert set(connector.held_references()) == set(job.block_ids)
+    assert not engine.scheduler.reset_cache()
+    slow.pending = [job]
+    slow.complete(job, outcome, job.block_ids if outcome is TransferOutcome.FAILED else ())
+    engine.step()
+    finish(engine, offloading)
+    assert not connector.held_references() and not side.jobs
+    assert engine.scheduler.reset_cache()
+    assert sum(engine.connector.get_stats().get("num_stuck_copies", 0) for _ in range(2)) == 0
+
+
+def test_a_request_whose_load_is_stuck_is_told_so_and_its_id_can_be_used_again() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, load_timeout_s=10.0)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
+    offloading.transfers[0].auto = False
+    engine.add("second", prompt(0, 30), 1)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert engine.clock() < 10
+    (note,) = [note for note in engine.outputs["second"].cache_report.notes if "did not end" in note]
+    assert note == "the load from host did not end within 5 s; 28 tokens are computed instead"
+    (job,) = [job for job in offloading.transfers[0].pending if job.direction is Direction.LOAD]
+    evict_everything(engine)
+    engine.add("second", [*prompt(0, 30), 7], 1)
+    engine.step()
+    offloading.transfers[0].complete(job)
+    engine.step()
+    assert engine.scheduler.unfinished_ids == ["second"], "the first one's report does not end the second one's load"
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+    assert engine.outputs["second"].cache_report.restored_tokens == {"host": 28}
+
+
+def test_stuck_copies_take_no_more_than_a_part_of_the_device_pool() -> None:
+    offloading = SimulatedOffloading(200, max_inflight_fraction=0.2)
+    engine = SimulatedEngine(simulated_layout(101), offloading, load_timeout_s=2.0, max_num_batched_tokens=64)
+    for at in range(10):
+        engine.add(f"first {at}", prompt(at, 41), 1)
+        finish(engine, offloading)
+    evict_everything(engine)
+    offloading.transfers[0].auto = False
+    for at in range(10):
+        engine.add(f"second {at}", prompt(at, 41), 1)
+        engine.run()
+        assert engine.tokens(f"second {at}") == engine.tokens(f"first {at}")
+    assert len(engine.scheduler.connector.held_references()) <= 20 + 10
+    assert broken_rule(engine) == ""
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_stuck_copy_whose_blocks_only_its_request_holds_turns_the_connector_off(direction: Direction) -> None:
     offloading = SimulatedOffloading(60, transfer_timeout_s=5.0, job_timeout_s=20.0)
-    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine = SimulatedEngine(simulated_layout(60), offloading, **HOLDS["request"])
     serve_and_lose(engine, offloading, prompt(0, 30), 1)
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance(100.0)  # what has ended is not lost

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.connector.offloading.recall_plan import chains_to_promote, needed_keys, sources_per_token
+from cargohold.connector.offloading.recall_plan import (
+    chains_to_promote,
+    needed_keys,
+    num_tokens_in_time,
+    sources_per_token,
+)
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.offload.manager import OffloadKey, OffloadManager, make_manager
 from cargohold.offload.tiering import LowerTiers, TieringConfig, TierOptions
@@ -122,3 +127,22 @@ def test_a_token_comes_from_the_slowest_tier_that_any_group_needs_for_it(
 def test_where_nothing_is_read_host_memory_is_named() -> None:
     state = state_of((None,))
     assert sources_per_token(state, {}, CHUNK, CHUNK) == b""
+
+
+TIMES = st.one_of(st.sampled_from([0.0, 5e-324, 1e-300, 1e300, float("inf")]), st.floats(0, allow_nan=False))
+
+
+@given(
+    num_tokens=st.integers(0, 10**9),
+    load_s=TIMES,
+    limit_s=st.one_of(TIMES, st.floats(max_value=0, allow_nan=False)),
+)
+def test_no_more_tokens_are_loaded_than_come_in_time(num_tokens: int, load_s: float, limit_s: float) -> None:
+    num = num_tokens_in_time(num_tokens, load_s, limit_s)
+    assert 0 <= num <= num_tokens
+    if limit_s <= 0:
+        assert num == 0, "the deadline has passed"
+    elif load_s <= limit_s:
+        assert num == num_tokens, "all of them come in time, or nothing is known"
+    else:
+        assert num <= limit_s / load_s * num_tokens

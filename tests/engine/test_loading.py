@@ -47,3 +47,13 @@ def test_transformers_makes_one_model_at_a_time(
     with ThreadPoolExecutor(3) as threads:
         tokens = list(threads.map(generate, [tiny_model("llama")] * 6, ["float32"] * 6))
     assert len(set(tokens)) == 1
+
+
+def test_loading_shows_no_progress_where_there_is_no_terminal(
+    tiny_model: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_model("llama")
+    transformers.utils.logging.enable_progress_bar()  # an earlier test may have turned it off
+    capfd.readouterr()
+    with LLM(path, num_device_blocks=100):
+        assert capfd.readouterr().err == ""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import ContractError
-from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator, TransferOutcome
+from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator, TransferOutcome, aggregation
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,68 @@ def test_a_worker_may_raise_the_expectation() -> None:
 def test_an_expectation_that_can_never_be_met_is_refused(count: int) -> None:
     with pytest.raises(ContractError, match=r"there are 2 worker"):
         OutputAggregator(2, expected_finished_count=count)
+
+
+def test_a_late_report_does_not_count_for_the_next_transfer_under_the_same_id() -> None:
+    aggregator = OutputAggregator(3, expected_finished_count=2)
+    ended = output(finished_recving=frozenset({"r"}))
+    assert aggregator.aggregate([ended, ended, None]).finished.finished_recving == {"r"}
+    assert not aggregator.aggregate([ended, None, ended]).finished.finished_recving, "the last report is of the first"
+    assert aggregator.aggregate([None, ended, None]).finished.finished_recving == {"r"}
+
+
+def test_a_worker_cannot_lower_the_expectation() -> None:
+    aggregator = OutputAggregator(3)
+    lowered = output(jobs={1: TransferOutcome.DONE}, expected_finished_count=1)
+    assert not aggregator.aggregate([lowered, None, None]).finished.jobs
+
+
+def test_of_transfers_that_some_workers_never_report_only_so_many_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aggregation, "MAX_REMEMBERED", 2)
+    aggregator = OutputAggregator(2, expected_finished_count=1)
+    reports = [output(jobs={job: TransferOutcome.DONE}) for job in range(4)]
+    assert [set(aggregator.aggregate([report, None]).finished.jobs) for report in reports] == [{0}, {1}, {2}, {3}]
+    late = [set(aggregator.aggregate([None, report]).finished.jobs) for report in reversed(reports)]
+    assert late == [set(), set(), {1}, {0}], "the first two were forgotten"
+
+
+@given(st.data())
+def test_each_transfer_is_passed_on_once_whatever_count_is_expected(data: st.DataObject) -> None:
+    """Against a naive model: the n-th transfer of an id ends when enough workers have reported the id n times."""
+    world_size = data.draw(st.integers(1, 4), "world size")
+    expected = data.draw(st.integers(1, world_size), "expected")
+    aggregator = OutputAggregator(world_size, expected)
+    started, ended = Counter("ab"), Counter[str]()
+    reported: list[Counter[str]] = [Counter() for _ in range(world_size)]
+    worst: dict[tuple[str, int], bool] = defaultdict(bool)
+
+    def report(rank: int) -> KVConnectorOutput:
+        ids = [ident for ident in "ab" if reported[rank][ident] < started[ident] and data.draw(st.booleans())]
+        failed = [ident for ident in ids if data.draw(st.booleans())]
+        reported[rank].update(ids)
+        for ident in ids:
+            worst[ident, reported[rank][ident]] |= ident in failed
+        return output(finished_recving=frozenset(ids), failed_recving=frozenset(failed))
+
+    for _ in range(data.draw(st.integers(1, 12), "steps")):
+        outputs: list[KVConnectorOutput | None] = [report(rank) for rank in range(world_size)]
+        if data.draw(st.integers(0, 5)) == 0:
+            expected = data.draw(st.integers(expected, world_size), "raised")
+            assert outputs[0] is not None
+            finished = replace(outputs[0].finished, expected_finished_count=expected)
+            outputs[0] = replace(outputs[0], finished=finished)
+        now = {
+            ident
+            for ident in "ab"
+            if ended[ident] < started[ident] and sum(counts[ident] >= started[ident] for counts in reported) >= expected
+        }
+        merged = aggregator.aggregate(outputs).finished
+        assert merged.finished_recving == now
+        assert merged.failed_recving == {ident for ident in now if worst[ident, started[ident]]}
+        ended.update(now)
+        started.update(ident for ident in "ab" if ended[ident] == started[ident] and data.draw(st.booleans(), "again"))
 
 
 def test_nothing_from_nobody_is_nothing() -> None:

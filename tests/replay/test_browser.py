@@ -6,22 +6,26 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cargohold.replay.advice import recommend
 from cargohold.replay.costs import CostModel
-from cargohold.replay.html import page
-from cargohold.replay.loading import load_workload
+from cargohold.replay.html import page, plan_page
+from cargohold.replay.planning import Budget, Planner
 from cargohold.replay.replaying import replay
 from cargohold.replay.report import Report
 from cargohold.replay.traces import read_trace
+from cargohold.replay.workload import load_workload
 from tests.data.make_trace import TRACE
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 POLICIES = ("fifo", "lru", "arc", "optimum", "infinite")
+COSTS = CostModel(bytes_per_token=1 << 17, prefill_tokens_per_s=5000.0)
 SCHEMES = {"dark": 0, "light": 1}
 PAPER = {"dark": "rgb(20, 24, 29)", "light": "rgb(255, 255, 255)"}
 
@@ -46,16 +50,37 @@ const pre = document.createElement("pre"); pre.id = "seen"; pre.textContent = JS
 """
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page that measures itself."""
+def replay_page() -> str:
     workload = load_workload(read_trace([TRACE]))
     results = [result for policy in POLICIES for result in replay(workload, policy, [(16,), (128,), (1024,)])]
-    costs = CostModel(bytes_per_token=1 << 17, prefill_tokens_per_s=5000.0)
-    text = page(Report(("trace.jsonl",), workload, costs, tuple(results), ("A remark.",)))
-    file = tmp_path_factory.mktemp("page") / "page.html"
-    file.write_text(text.replace("</body>", f"{LOOK}</body>"), encoding="utf-8")
-    return file
+    return page(Report(("trace.jsonl",), workload, COSTS, tuple(results), ("A remark.",)))
+
+
+def a_plan_page() -> str:
+    workload = load_workload(read_trace([TRACE]))
+    planner = Planner(workload, COSTS, "arc", Budget(host_bytes=1 << 30, disk_bytes=4 << 30))
+    results = [one for name in ("arc", "lru", "optimum", "infinite") for one in replay(workload, name, planner.curve())]
+    results += replay(workload, "arc", planner.further(results))
+    plan = planner.plan(results)
+    report = Report(("a_long_name_of_a_trace_of_last_week.jsonl.zst",), workload, COSTS, tuple(results), ("A remark.",))
+    return plan_page(planner, plan, report, list(recommend(planner, plan)))
+
+
+PAGES: dict[str, tuple[Callable[[], str], list[int]]] = {
+    "replay": (replay_page, [5, 4, 4]),
+    "plan": (a_plan_page, [2, 3, 2]),
+}
+"""Per kind of page, what makes it, and how many lines its charts have."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with pages that measure themselves."""
+    directory = tmp_path_factory.mktemp("page")
+    for kind, (make, _) in PAGES.items():
+        text = make().replace("</body>", f"{LOOK}</body>")
+        (directory / f"{kind}.html").write_text(text, encoding="utf-8")
+    return directory
 
 
 def look(file: Path, scheme: str, width: int, *more: str) -> str:
@@ -84,15 +109,17 @@ def overlap(one: list[float], other: list[float]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] + 2 < other[3] and other[1] + 2 < one[3]
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 600)])
-def test_it_can_be_read(written: Path, scheme: str, width: int) -> None:
-    found = re.search(r'<pre id="seen">(.*?)</pre>', look(written, scheme, width, "--dump-dom"), re.DOTALL)
+@pytest.mark.parametrize("kind", PAGES)
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 600), ("light", 390)])
+def test_it_can_be_read(written: Path, kind: str, scheme: str, width: int) -> None:
+    told = look(written / f"{kind}.html", scheme, width, "--dump-dom")
+    found = re.search(r'<pre id="seen">(.*?)</pre>', told, re.DOTALL)
     assert found is not None
     seen: dict[str, Any] = json.loads(unescape(found[1]))
     assert seen["paper"] == PAPER[scheme]
     assert seen["overflow"] <= 0, "the page must be scrolled sideways"
     assert contrast(seen["text"], seen["paper"]) >= 7
-    assert [chart["lines"] for chart in seen["charts"]] == [5, 4, 4]
+    assert [chart["lines"] for chart in seen["charts"]] == PAGES[kind][1]
     for chart in seen["charts"]:
         left, top, right, bottom = chart["box"]
         for text in (*chart["names"], *chart["ticks"]):
@@ -105,8 +132,8 @@ def test_it_can_be_read(written: Path, scheme: str, width: int) -> None:
 
 
 def test_a_screenshot_can_be_taken_without_network(written: Path) -> None:
-    image = written.with_name("page.png")
-    look(written, "dark", 1000, f"--screenshot={image}", "--host-resolver-rules=MAP * ~NOTFOUND")
+    image = written / "page.png"
+    look(written / "replay.html", "dark", 1000, f"--screenshot={image}", "--host-resolver-rules=MAP * ~NOTFOUND")
     data = image.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert int.from_bytes(data[16:20], "big") == 1000

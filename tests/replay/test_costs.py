@@ -13,14 +13,12 @@ import pytest
 from cargohold.engine.config import EngineConfig, plan_engine
 from cargohold.engine.model.info import describe_model
 from cargohold.errors import ConfigError, UnsupportedModelError
-from cargohold.replay.costs import CostModel
+from cargohold.replay.costs import CostModel, parse_size, parse_sizes
 from cargohold.replay.kv_size import describe_kv, kv_size
-from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import replay
-from cargohold.replay.sizes import parse_size, parse_sizes
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.replay.traces import TraceRequest
-from cargohold.replay.workload import Workload
+from cargohold.replay.workload import Selection, Workload, load_workload
 
 REQUESTS = [TraceRequest(hash_ids=list(range(1000)), input_length=15_990, block_tokens=16)] * 2
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cargohold.replay.loading import load_workload
 from cargohold.replay.replaying import replay
 from cargohold.replay.traces import TraceRequest
+from cargohold.replay.workload import load_workload
 
 libcachesim: Any = pytest.importorskip("libcachesim", reason="cross-check needs libCacheSim: pip install libcachesim")
 

@@ -26,9 +26,9 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     TransferOutcome,
 )
-from cargohold.replay.loading import Selection, load_workload
 from cargohold.replay.replaying import replay
 from cargohold.replay.traces import TraceRequest, read_trace
+from cargohold.replay.workload import Selection, load_workload
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import finish, serve_and_lose
 from tests.models import VOCAB_SIZE

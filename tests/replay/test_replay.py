@@ -10,14 +10,11 @@ import pytest
 
 from cargohold.cache.policies import POLICIES
 from cargohold.errors import CargoholdError, ConfigError
-from cargohold.replay import grid
-from cargohold.replay.grid import plan_tasks, run_tasks
-from cargohold.replay.loading import Selection, load_workload
-from cargohold.replay.replaying import replay
-from cargohold.replay.results import BOUNDS, ReplayResult
+from cargohold.replay import replaying
+from cargohold.replay.replaying import BOUNDS, ReplayResult, plan_tasks, replay, run_tasks
 from cargohold.replay.tiers import run_tiers
 from cargohold.replay.traces import TraceRequest
-from cargohold.replay.workload import Workload
+from cargohold.replay.workload import Selection, Workload, load_workload
 
 
 def conversations(seed: int, num_requests: int = 400, *, max_new: int = 12) -> list[list[int]]:
@@ -142,14 +139,14 @@ class TestTwoTiers:
     def test_what_host_memory_lost_comes_back_from_disk(self) -> None:
         workload = workload_of([[1, 2], [3, 4], [1, 2]])
         run = run_tiers(workload, "lru", (2, 10))
-        host, disk = run.tiers
+        host, disk = run.traffic()
         assert run.hits.tolist() == [0, 0, 2]
         assert (host.loaded, host.stored, host.evicted) == (0, 6, 4)
         assert (disk.loaded, disk.stored, disk.evicted) == (2, 4, 0)
 
     def test_a_prefix_may_be_part_here_and_part_there(self) -> None:
         run = run_tiers(workload_of([[1, 2, 3], [9], [1, 2, 3]]), "lru", (3, 10))
-        host, disk = run.tiers
+        host, disk = run.traffic()
         assert run.hits.tolist() == [0, 0, 3]
         assert (host.loaded, disk.loaded) == (2, 1)
 
@@ -172,13 +169,13 @@ class TestTwoTiers:
         # What host memory has is not asked of the disk, which evicts 1 and 2 although they were just used.
         run = run_tiers(workload_of([[1, 2], [3, 4], [1, 2], [5, 6], [3, 4], [1, 2]]), "lru", (4, 4))
         assert run.hits.tolist() == [0, 0, 2, 0, 2, 0]
-        assert [tier.loaded for tier in run.tiers] == [2, 2]
+        assert [tier.loaded for tier in run.traffic()] == [2, 2]
 
     def test_what_host_memory_has_behind_a_hole_is_not_read_from_disk(self) -> None:
         # FIFO has evicted 1 and 2, and kept 3 and 4.
         run = run_tiers(workload_of([[1, 2], [1, 2, 3, 4], [9, 8], [1, 2, 3, 4]]), "fifo", (4, 10))
         assert run.hits.tolist() == [0, 2, 0, 4]
-        assert [tier.loaded for tier in run.tiers] == [2 + 2, 2]
+        assert [tier.loaded for tier in run.traffic()] == [2 + 2, 2]
 
     def test_hits_are_the_sum_of_what_tiers_loaded(self) -> None:
         for seed in range(5):
@@ -321,14 +318,14 @@ class TestGrid:
     def test_who_stops_listening_waits_for_no_replay_and_leaves_no_process(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(grid, "_run_task", run_lru_alone)
+        monkeypatch.setattr(replaying, "_run_task", run_lru_alone)
         results = run_tasks(workload_of(conversations(5)), plan_tasks(["lru", "arc"], [(10,)]), 2)
         assert next(results) == []
         results.close()
         assert not multiprocessing.active_children()
 
 
-def run_lru_alone(task: grid.Task) -> list[ReplayResult]:
+def run_lru_alone(task: replaying.Task) -> list[ReplayResult]:
     """In place of a replay: all others take for ever."""
     if task.policy != "lru":
         threading.Event().wait()

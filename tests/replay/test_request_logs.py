@@ -8,9 +8,7 @@ import pytest
 
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.errors import ConfigError, RequestError, TraceError
-from cargohold.replay.lines import Line
-from cargohold.replay.request_logs import RequestLogDecoder
-from cargohold.replay.traces import TraceRequest
+from cargohold.replay.traces import Line, RequestLogDecoder, TraceRequest
 
 
 class Letters:

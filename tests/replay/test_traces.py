@@ -12,9 +12,9 @@ import pytest
 import zstandard
 
 from cargohold.errors import TraceError
-from cargohold.replay import lines
-from cargohold.replay.loading import load_workload
+from cargohold.replay import traces
 from cargohold.replay.traces import TraceRequest, read_trace
+from cargohold.replay.workload import load_workload
 
 REQUESTS = [{"timestamp_ms": 10 * at, "hash_ids": list(range(at)), "session_id": at % 3} for at in range(1, 400)]
 TEXT = "".join(f"{json.dumps(request)}\n" for request in REQUESTS).encode()
@@ -80,7 +80,7 @@ def test_a_small_file_that_stands_for_a_large_one_takes_no_memory_for_it(write: 
     """Found by forging: 128 KiB of a file were decompressed at once, which can be 4 GiB, and much more as lines."""
     data = of_one_byte(b" ", 4096)
     assert len(data) < 17_000
-    pieces = [len(piece) for piece in lines._pieces(io.BytesIO(data), None)]  # what is in memory at once
+    pieces = [len(piece) for piece in traces._pieces(io.BytesIO(data), None)]  # what is in memory at once
     assert sum(pieces) == 4096 << 17 and max(pieces) <= 64 << 20
     with pytest.raises(TraceError, match="no end of the line within 256 MiB"):
         list(read_trace([write(data)]))
@@ -182,8 +182,8 @@ def test_the_largest_numbers_that_can_be_do_not_overflow(write: Callable[[bytes]
 def test_a_file_without_lines_is_not_read_for_ever(
     write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.replay.lines._MAX_LINE_BYTES", 1000)
-    monkeypatch.setattr("cargohold.replay.lines._PIECE_BYTES", 100)
+    monkeypatch.setattr("cargohold.replay.traces._MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("cargohold.replay.traces._PIECE_BYTES", 100)
     with pytest.raises(TraceError, match="not a trace"):
         list(read_trace([write(bytes(5000))]))
 

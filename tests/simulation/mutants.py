@@ -15,10 +15,12 @@ import pytest
 
 import cargohold.connector.offloading.loads as loads_module
 import cargohold.connector.offloading.messages as messages_module
+import cargohold.connector.offloading.recall as recall_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.offload.tiering.task as task_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
+from cargohold.blocks.prefix_hit import _GroupProbe
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
@@ -28,9 +30,12 @@ from cargohold.connector.multi.worker import MultiConnectorWorker
 from cargohold.connector.offloading.chunks import BlocksToLoad, ChunkBlocks, blocks_to_load, chunks_to_store
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import TouchHolder
-from cargohold.connector.offloading.jobs import JobTable, Store
+from cargohold.connector.offloading.jobs import JobTable, Load, Store
+from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.messages import OffloadingMetadata
+from cargohold.connector.offloading.params import TransferParams
 from cargohold.connector.offloading.recall import Recalls
+from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores
@@ -53,6 +58,7 @@ from cargohold.protocol import (
     FinishedTransfers,
     KVCacheBlockView,
     KVCacheGroup,
+    KVConnectorOutput,
     OutputAggregator,
     TransferOutcome,
 )
@@ -101,8 +107,25 @@ def waits_for_ever_for_a_load_that_has_ended(patch: Patch) -> None:
 
 @mutant(faults="lost")
 def never_notices_that_a_job_was_lost(patch: Patch) -> None:
-    patch.setattr(JobTable, "find_lost", lambda self, after_s: None)
+    patch.setattr(JobTable, "take_overdue", lambda self, after_s: [])
     patch.setattr(ConnectorReports, "check_progress", lambda self: None)
+
+
+@mutant(faults="lost")
+def releases_the_blocks_of_a_stuck_copy(patch: Patch) -> None:
+    note_stuck = OffloadingScheduler._note_stuck
+
+    def hasty(self: OffloadingScheduler, job: Load | Store, limit_s: float) -> None:
+        note_stuck(self, job, limit_s)
+        self._shared.jobs.end(job.job_id)
+        self._shared.holder.release(job.block_ids)
+
+    patch.setattr(OffloadingScheduler, "_note_stuck", hasty)
+
+
+@mutant(faults="lost")
+def steps_on_for_a_stuck_copy(patch: Patch) -> None:
+    patch.setattr(OffloadingScheduler, "num_stuck_references", lambda self: 0)
 
 
 @mutant(faults="failed")
@@ -249,6 +272,50 @@ def releases_a_request_when_its_first_child_has_finished(patch: Patch) -> None:
     patch.setattr(MultiConnectorWorker, "bind_connector_metadata", first_keeper_only)
 
 
+@mutant()
+def stores_what_options_forbid(patch: Patch) -> None:
+    def of_all_that_is_known(self: EagerStores, state: RequestState) -> int:
+        limit = state.params.max_store_tokens
+        return state.request.num_tokens if limit is None else min(state.request.num_tokens, limit)
+
+    patch.setattr(EagerStores, "_num_wanted_tokens", of_all_that_is_known)
+
+
+@mutant(workload="limits")
+def stores_more_than_a_client_allows(patch: Patch) -> None:
+    parse = TransferParams.parse
+    patch.setattr(TransferParams, "parse", lambda *args: replace(parse(*args), max_store_tokens=None))
+
+
+@mutant(workload="limits")
+def loads_more_than_a_client_allows(patch: Patch) -> None:
+    parse = TransferParams.parse
+    patch.setattr(TransferParams, "parse", lambda *args: replace(parse(*args), max_load_tokens=None))
+
+
+@mutant(faults="failed")
+def finds_a_chunk_again_that_is_known_to_be_bad(patch: Patch) -> None:
+    end = Loads.end
+
+    def forgetful(self: Loads, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            release = type(load.handle).release
+            inner.setattr(type(load.handle), "release", lambda handle, bad=(): release(handle))
+            end(self, load, outcome, output)
+
+    patch.setattr(Loads, "end", forgetful)
+
+
+@mutant(connector="any", workload="any", faults="all")
+def finds_a_full_hit_without_what_the_last_query_sees(patch: Patch) -> None:
+    init = _GroupProbe.__init__
+
+    def behind(self: _GroupProbe, units: Any, last_query: int, num_computed_tokens: int) -> None:
+        init(self, units, last_query + 1, num_computed_tokens)
+
+    patch.setattr(_GroupProbe, "__init__", behind)
+
+
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
@@ -339,8 +406,8 @@ def believes_the_best_of_several_workers(patch: Patch) -> None:
     def rosy(self: OutputAggregator, rank: int, finished: FinishedTransfers) -> None:
         # Loads count as ended as soon as one worker has loaded.
         report(self, rank, finished)
-        for request_id in list(self._recving.reporters):
-            self._recving.reporters[request_id] = set(range(self._world_size))
+        for transfer in self._recving._pending.values():
+            transfer.ranks = set(range(self._world_size))
 
     patch.setattr(OutputAggregator, "_count", rosy)
 
@@ -460,6 +527,16 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
 @mutant(connector="tiered", workload="returning")
 def never_lets_go_of_what_it_has_promoted(patch: Patch) -> None:
     patch.setattr(Promotion, "release", lambda self: None)
+
+
+@mutant(connector="tiered", workload="returning", faults="stalls")
+def divides_by_an_unknown_time_when_a_deadline_passes_within_a_call(patch: Patch) -> None:
+    def divided(num_tokens: int, load_s: float, limit_s: float) -> int:
+        return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
+
+    patch.setattr(recall_module, "num_tokens_in_time", divided)
+    # Every use of the time reads the clock anew; what is set is ignored.
+    patch.setattr(Recalls, "_now", property(lambda self: self._clock(), lambda self, now: None), raising=False)
 
 
 @mutant(connector="tiered", workload="stops")

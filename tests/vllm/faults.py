@@ -22,7 +22,7 @@ class Faults:
         outcome: decides the outcome of a job that has been carried out.
         scramble_loads: whether loads deliver other bytes than were stored, and report success.
         spared_regions: number of leading regions whose bytes are delivered as they were stored all the same.
-        hold_polls: number of polls for which ended jobs are held back.
+        hold_polls: number of polls for which ended jobs are held back; 0 also ends those that are held back already.
         counts: jobs that ended, by direction and outcome.
     """
 
@@ -50,7 +50,7 @@ class FaultyTransfers(TransferWorker):
         self._inner.submit(job)
 
     def poll(self) -> list[CopyResult]:
-        held = [(polls - 1, result) for polls, result in self._held]
+        held = [(min(polls - 1, self._faults.hold_polls), result) for polls, result in self._held]
         held += [(self._faults.hold_polls, self._spoil(result)) for result in self._inner.poll()]
         self._held = [entry for entry in held if entry[0] > 0]
         return [result for polls, result in held if polls <= 0]

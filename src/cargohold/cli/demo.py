@@ -15,7 +15,7 @@ from cargohold.cli.app import app
 from cargohold.cli.common import loaded, quiet_transformers
 from cargohold.cli.console import Answers, errors
 from cargohold.cli.conversations import Conversation, load_conversations
-from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visits
+from cargohold.cli.visits import Answer, Visit, progress, require_offloading, show, ticker, visits
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.kv_layout import KVGeometry
@@ -135,6 +135,7 @@ def _visits(
 
     def ask(messages: list[dict[str, str]]) -> Answer:
         output = llm.chat(messages, sampling)
+        require_offloading(llm)
         return Answer(output.text, output.token_ids, output.metrics)
 
     yield from visits(conversations, ask, tick)

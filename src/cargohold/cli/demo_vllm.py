@@ -15,10 +15,10 @@ from cargohold.cli.app import EXIT_USAGE, app
 from cargohold.cli.common import quiet_transformers
 from cargohold.cli.console import Answers, errors
 from cargohold.cli.conversations import Conversation, load_conversations
-from cargohold.cli.visits import Answer, Visit, progress, show, ticker, visits
+from cargohold.cli.visits import Answer, TurnedOffError, Visit, progress, show, ticker, visits
 from cargohold.engine.model.source import locate_model
 from cargohold.engine.outputs import RequestMetrics
-from cargohold.integrations.vllm.server import serving
+from cargohold.integrations.vllm.server import serving, why_turned_off
 from cargohold.integrations.vllm.settings import Settings
 
 SERVED_NAME = "demo"
@@ -70,7 +70,7 @@ def demo_vllm(
             tick = ticker(bar, title, len(conversations) * turns)
             log = Path(directory, "vllm.log")
             with serving(path, log, transfer_config=transfer_config, options=options) as url:
-                runs.append(_visit_all(url, conversations, answer_tokens, tick))
+                runs.append(_visit_all(url, log, conversations, answer_tokens, tick))
     show(out, *runs)
 
 
@@ -79,14 +79,21 @@ def _transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _visit_all(
-    url: str, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
+    url: str, log: Path, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
 ) -> list[Visit]:
-    """Make the visits on a server."""
+    """Make the visits on a server. Raises ``TurnedOffError`` once its log says that offloading was turned off."""
     from openai import OpenAI  # noqa: PLC0415  # there only beside vLLM
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0)
     _ask(client, [{"role": "user", "content": "warm up"}], 2)
-    return list(visits(conversations, lambda messages: _ask(client, messages, answer_tokens), tick))
+
+    def ask(messages: list[dict[str, str]]) -> Answer:
+        answer = _ask(client, messages, answer_tokens)
+        if (why := why_turned_off(log)) is not None:
+            raise TurnedOffError(why)
+        return answer
+
+    return list(visits(conversations, ask, tick))
 
 
 def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Answer:

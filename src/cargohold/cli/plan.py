@@ -1,4 +1,4 @@
-"""``cargohold plan``: how large a cache should be."""
+"""``cargohold plan``: how large a cache should be, and what it would do."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -27,16 +27,17 @@ from cargohold.cli.traces import (
     TraceOptions,
     load_trace,
     look_here_for,
+    parse_bandwidth,
     replay_all,
 )
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
-from cargohold.replay.advice import Machine, advise, fits
-from cargohold.replay.html import write_page
-from cargohold.replay.planning import Budget, Plan, Planner
+from cargohold.replay.advice import Machine, advise, as_facts, fits, plan_table, recommend, unit_of_gain
+from cargohold.replay.html import plan_page, write_text
+from cargohold.replay.planning import BASELINE, Budget, Plan, Planner
+from cargohold.replay.replaying import BOUNDS, ReplayResult
 from cargohold.replay.report import Report
-from cargohold.replay.results import BOUNDS, OPTIMUM, ReplayResult
-from cargohold.units import format_bytes, parse_bytes
+from cargohold.units import is_positive_number, parse_bytes
 
 _LEAST_WIDTH = 20
 
@@ -52,6 +53,16 @@ class PlanOptions:
     host_bytes: Annotated[str | None, typer.Option(help="Host memory that could be had, such as 256GiB.")] = None
     disk_bytes: Annotated[str | None, typer.Option(help="Disk that could be had below it, such as 4TB.")] = None
     disk_dir: Annotated[Path | None, typer.Option(help="Where on this machine, to see whether it fits.")] = None
+    host_price: Annotated[
+        float, typer.Option(help="What a GiB of host memory costs per hour, in seconds of an accelerator.")
+    ] = 2.0
+    disk_price: Annotated[
+        float, typer.Option(help="What a GiB of disk costs per hour, in seconds of an accelerator.")
+    ] = 0.1
+    disk_write_bandwidth: Annotated[str, typer.Option(help="Bytes per second that the disk can always take.")] = "2GB"
+    disk_writes_per_day: Annotated[
+        float, typer.Option(help="How often a day the disk may be written from end to end (DWPD).")
+    ] = 1.0
     policy: Annotated[str, typer.Option(help=f"One of {POLICY_NAMES}.")] = DEFAULT_POLICY
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
 
@@ -64,6 +75,10 @@ class PlanOptions:
         return Budget(
             host_bytes=None if self.host_bytes is None else parse_bytes("host_bytes", self.host_bytes),
             disk_bytes=None if self.disk_bytes is None else parse_bytes("disk_bytes", self.disk_bytes),
+            host_price_s=_checked("host_price", self.host_price),
+            disk_price_s=_checked("disk_price", self.disk_price),
+            disk_write_bytes_per_s=parse_bandwidth("disk_write_bandwidth", self.disk_write_bandwidth),
+            disk_writes_per_day=_checked("disk_writes_per_day", self.disk_writes_per_day),
         )
 
     @contextmanager
@@ -97,7 +112,7 @@ def plan(
     cost_options: CostOptions = CostOptions(),  # noqa: B008  # frozen
     output: OutputOptions = OutputOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Say how large a cache should be for a trace: hits against size, where the curve bends, and which tier pays.
+    """Say how large a cache should be for a trace: up to which size the next GiB is worth its price, and if a disk pays.
 
     Nothing is loaded of the model but its configuration.
     """
@@ -114,24 +129,31 @@ def plan(
         planner = Planner(trace.workload, costs, what.policy, budget)
     results = _replay(planner, trace, what, disk_policy)
     found = planner.plan(results)
-    words = [*advise(planner, found, trace.workload, costs, budget), *fits(budget, found, machine)]
+    answer = list(recommend(planner, found))
+    words = [*advise(planner, found), *fits(planner, found, machine)]
+    report = Report(tuple(what.trace), trace.workload, costs, tuple(results), (*words, *trace.remarks))
     if output.html is not None:
-        alone = tuple(result for result in results if len(result.capacities) == 1)
-        write_page(output.html, Report(tuple(what.trace), trace.workload, costs, alone, (*words, *trace.remarks)))
+        write_text(output.html, plan_page(planner, found, report, answer))
         remark(f"wrote {output.html}")
     if output.as_json:
-        report = Report(tuple(what.trace), trace.workload, costs, tuple(results), trace.remarks)
-        typer.echo(json.dumps(_facts(found, machine, words) | report.as_facts(), indent=1))
+        facts = as_facts(planner, found) | {"memory_limit_bytes": machine.memory_bytes, "advice": [*answer, *words]}
+        typer.echo(json.dumps(facts | replace(report, remarks=trace.remarks).as_facts(), indent=1))
     else:
-        _show(planner, found, words)
+        _show(planner, found, [*answer, *words])
+
+
+def _checked(key: str, number: float) -> float:
+    if not is_positive_number(number):
+        raise ConfigError(key, number, "it must be a number above 0")
+    return number
 
 
 def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions, disk_policy: str) -> list[ReplayResult]:
-    results = replay_all(
-        trace.workload, trace.replayable([what.policy, *BOUNDS]), planner.curve(), disk_policy, what.jobs
-    )
-    if planner.tiers():
-        results += replay_all(trace.workload, [what.policy], planner.tiers(), disk_policy, what.jobs)
+    policies = trace.replayable([what.policy, BASELINE, *BOUNDS])
+    results = replay_all(trace.workload, policies, planner.curve(), disk_policy, what.jobs)
+    further = planner.further(results)
+    if further:
+        results += replay_all(trace.workload, [what.policy], further, disk_policy, what.jobs)
     return results
 
 
@@ -141,53 +163,12 @@ def _show(planner: Planner, found: Plan, words: list[str]) -> None:
         # Programs that read a pipe can wrap lines themselves.
         lines = wrap(sentence, max(_LEAST_WIDTH, console.width - 2)) if console.is_terminal else [sentence]
         console.print("* " + "\n  ".join(lines), highlight=False, markup=False, soft_wrap=True)
-    has_time = found.steps[-1].saved_s is not None
-    per = " per hour" if planner.per_hour(1) is not None else ""
-    console.print(f"\n{found.policy}, by size of host memory", style="bold", highlight=False)
+    console.print(f"\n{found.policy}, by size of host memory, once it is full", style="bold", highlight=False)
+    heads, rows = plan_table(planner, found)
     table = Table(box=None, pad_edge=False)
-    gains = (
-        [f"prefill saved{per}, s", "each further GiB, s"] if has_time else [f"tokens saved{per}", "each further GiB"]
-    )
-    for name in ("host", "prefix hits", OPTIMUM, *gains):
+    for name in heads:
         table.add_column(name, justify="right", no_wrap=True)
-    for step in found.steps:
-        total = step.saved_s if has_time else step.result.num_hit_tokens
-        added = step.added_saved_s if has_time else step.added_hit_tokens
-        optimum = "" if step.optimum is None else f"{step.optimum.prefix_hit_ratio:.1%}"
-        mark = " <- bend" if step is found.knee else ""
-        table.add_row(
-            format_bytes(step.num_bytes),
-            f"{step.result.prefix_hit_ratio:.1%}",
-            optimum,
-            _amount(planner, total or 0),
-            f"{_amount(planner, (added or 0) / (step.added_bytes / 1024**3))}{mark}",
-        )
+    for row in rows:
+        table.add_row(*row)
     console.print_table(table)
-
-
-def _amount(planner: Planner, total: float) -> str:
-    hourly = planner.per_hour(total)
-    amount = total if hourly is None else hourly
-    return f"{amount:,.1f}" if abs(amount) < 100 else f"{amount:,.0f}"
-
-
-def _facts(found: Plan, machine: Machine, words: list[str]) -> dict[str, Any]:
-    """The plan as values for JSON, without the results that it is based on."""
-    return {
-        "policy": found.policy,
-        "memory_limit_bytes": machine.memory_bytes,
-        "knee_bytes": None if found.knee is None else found.knee.num_bytes,
-        "advice": words,
-        "curve": [
-            {
-                "host_bytes": step.num_bytes,
-                "prefix_hit_ratio": step.result.prefix_hit_ratio,
-                "optimum_prefix_hit_ratio": None if step.optimum is None else step.optimum.prefix_hit_ratio,
-                "hit_tokens": step.result.num_hit_tokens,
-                "added_bytes": step.added_bytes,
-                "added_hit_tokens": step.added_hit_tokens,
-                "saved_prefill_s": step.saved_s,
-            }
-            for step in found.steps
-        ],
-    }
+    console.print(f"next GiB: what each GiB up to the next size brings, in {unit_of_gain(planner)}", highlight=False)

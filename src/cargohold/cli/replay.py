@@ -26,13 +26,10 @@ from cargohold.cli.traces import (
     replay_all,
 )
 from cargohold.errors import ConfigError
-from cargohold.replay.costs import CostModel
-from cargohold.replay.figures import describe_amount, describe_size, describe_trace, format_seconds
-from cargohold.replay.html import write_page
-from cargohold.replay.replaying import Capacities, check_policies
-from cargohold.replay.report import Report
-from cargohold.replay.results import BOUNDS, INFINITE, ReplayResult
-from cargohold.replay.sizes import Size, parse_size, parse_sizes
+from cargohold.replay.costs import CostModel, Size, parse_size, parse_sizes
+from cargohold.replay.html import page, write_text
+from cargohold.replay.replaying import BOUNDS, INFINITE, Capacities, ReplayResult, check_policies
+from cargohold.replay.report import Report, describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.replay.workload import Workload
 
 _DEFAULT_POLICIES = ("lru", DEFAULT_POLICY, *BOUNDS)
@@ -97,7 +94,7 @@ def replay(
         remark(f"note: {why}", style="yellow")
         report = replace(report, remarks=(*report.remarks, why))
     if output.html is not None:
-        write_page(output.html, report)
+        write_text(output.html, page(report))
         remark(f"wrote {output.html}")
     if output.as_json:
         typer.echo(json.dumps(report.as_facts(), indent=1))

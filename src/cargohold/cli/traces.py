@@ -20,17 +20,12 @@ from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
 from cargohold.named import search_current_directory
 from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel
-from cargohold.replay.grid import plan_tasks, run_tasks
 from cargohold.replay.kv_size import describe_kv
-from cargohold.replay.lines import STDIN
-from cargohold.replay.loading import Selection, load_workload
-from cargohold.replay.replaying import Capacities
+from cargohold.replay.replaying import OPTIMUM, Capacities, ReplayResult, plan_tasks, run_tasks
 from cargohold.replay.report import remarks_on
-from cargohold.replay.request_logs import RequestLogDecoder
-from cargohold.replay.results import OPTIMUM, ReplayResult
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
-from cargohold.replay.traces import TraceRequest, read_trace, stop
-from cargohold.replay.workload import Workload
+from cargohold.replay.traces import STDIN, RequestLogDecoder, TraceRequest, read_trace, stop
+from cargohold.replay.workload import Selection, Workload, load_workload
 from cargohold.units import SIZE_UNITS, format_count, parse_bytes
 
 DEFAULT_LOG_BLOCK_TOKENS = 16
@@ -92,6 +87,9 @@ class TraceOptions:
     session: Annotated[list[str] | None, typer.Option(help="Only this session; may be given several times.")] = None
     from_s: Annotated[float | None, typer.Option("--from", help="Only from so many seconds on.")] = None
     until_s: Annotated[float | None, typer.Option("--until", help="Only until so many seconds.")] = None
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Warm the cache up on what comes before --from, without counting it.")
+    ] = False
     on_bad_line: Annotated[str, typer.Option(help="stop or skip.")] = "stop"
 
     def selection(self) -> Selection:
@@ -104,6 +102,7 @@ class TraceOptions:
             sessions=frozenset(self.session or ()),
             from_s=self.from_s,
             until_s=self.until_s,
+            warm=self.warm,
         )
 
 
@@ -140,13 +139,14 @@ class CostOptions:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             bytes_per_s={
                 **DEFAULT_BYTES_PER_S,
-                HOST: _parse_bandwidth("host_bandwidth", self.host_bandwidth),
-                DISK: _parse_bandwidth("disk_bandwidth", self.disk_bandwidth),
+                HOST: parse_bandwidth("host_bandwidth", self.host_bandwidth),
+                DISK: parse_bandwidth("disk_bandwidth", self.disk_bandwidth),
             },
         )
 
 
-def _parse_bandwidth(key: str, text: str) -> int:
+def parse_bandwidth(key: str, text: str) -> int:
+    """Bytes per second from text such as ``20GB``. Raises ``ConfigError``."""
     try:
         return parse_bytes(key, text)
     except ConfigError as error:

@@ -17,9 +17,30 @@ from rich.table import Table
 from cargohold.cli.console import errors
 from cargohold.cli.conversations import Conversation
 from cargohold.engine.outputs import RequestMetrics
+from cargohold.errors import CargoholdError
+from cargohold.llm import LLM
 
 LONG_CONTEXT_TOKENS = 1500
 EXIT_DIFFERENT = 1
+
+
+class TurnedOffError(CargoholdError):
+    """The connector that a demo or benchmark is about was turned off: it does not show any more what it says.
+
+    Attributes:
+        why: the reason.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"offloading was turned off, so there is nothing to show; {why}")
+        self.why = why
+
+
+def require_offloading(llm: LLM) -> None:
+    """Raise ``TurnedOffError`` if the connector of ``llm`` was turned off."""
+    broken = llm.engine.scheduler.connector.broken
+    if broken is not None:
+        raise TurnedOffError(str(broken)) from broken
 
 
 @dataclass(frozen=True, slots=True)

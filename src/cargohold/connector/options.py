@@ -7,28 +7,101 @@
     {"host_bytes": "8GiB", "tiers": [{"kind": "disk", "directory": "/var/kv", "max_bytes": "200GiB"}]}
                                                                     with tiers: the fields of DiskTierConfig, SharedTierConfig
     {"mode": "multi", "connectors": [{...}, {"mode": "lazy", ...}]}  several, most preferred first
+    {"connector": "MODULE:FACTORY", ...}                            somebody else's connector, with options of its own
+    {"host_bytes": "8GiB", "tiers": [{"kind": "MODULE:CLASS", ...}]}  somebody else's tier: the fields of its TierConfig
 
-An option that is unknown or has a value of the wrong type is refused by name.
+An option that is unknown or has a value of the wrong type is refused by name. One that vLLM or LMCache has is refused with its
+name here. Modules are imported because the operator's configuration names them: never pass on what a client sent.
 """
 
 from __future__ import annotations
 
 import os
 import types
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from inspect import isabstract, signature
+from types import MappingProxyType
+from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from cargohold.cache.policies.registry import POLICY_NAMES
 from cargohold.connector.factory import Offload
 from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, one_line
+from cargohold.named import import_named
 from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
+from cargohold.protocol import KVConnectorFactory
 
-MODES: Mapping[str, type[OffloadConfig | LazyOffloadConfig]] = {"eager": OffloadConfig, "lazy": LazyOffloadConfig}
-MULTI = "multi"
-TIERS: Mapping[str, type[TierConfig]] = {tier.kind: tier for tier in (DiskTierConfig, SharedTierConfig)}
+MODES: Final[Mapping[str, type[OffloadConfig | LazyOffloadConfig]]] = {
+    "eager": OffloadConfig,
+    "lazy": LazyOffloadConfig,
+}
+MULTI: Final = "multi"
+CONNECTOR: Final = "connector"
+TIERS: Final[Mapping[str, type[TierConfig]]] = {tier.kind: tier for tier in (DiskTierConfig, SharedTierConfig)}
+
+_DISK: Final = '{"kind": "disk", "directory": "/nvme/kv", "max_bytes": "200GiB"}'
+
+NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        # vLLM's OffloadingConnector and SimpleCPUOffloadConnector
+        "backpressure": "nothing to set: a tier that cannot keep up gets fewer chunks",
+        "block_size": "blocks_per_chunk, which counts blocks of the device pool, not tokens",
+        "cache_policy_module_path": "the first half of policy=MODULE:CLASS",
+        "canonical_layout": "nothing to set: each split of a model finds its own chunks",
+        "cpu_bytes_to_use": "host_bytes, for all workers together: a number of bytes, or a size such as 8GiB",
+        "cpu_bytes_to_use_per_rank": "host_bytes, for all workers together: a number of bytes, or a size such as 8GiB",
+        "disk_buffer_slots": "nothing to set: each of a disk tier's num_threads has its own buffer",
+        "disk_capacity_bytes": f"max_bytes of a disk tier: tiers=[{_DISK}]",
+        "disk_path": f"directory of a disk tier: tiers=[{_DISK}]",
+        "eviction_policy": f"policy, one of {POLICY_NAMES}",
+        "kv_offload_backend": f"a disk tier below host memory: tiers=[{_DISK}]",
+        "kv_offloading_size": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of GiB",
+        "lazy_offload": "mode=lazy",
+        "max_tracker_size": "nothing to set: a policy limits what it remembers of absent chunks",
+        "num_cpu_blocks": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of blocks",
+        "offload_prompt_only": "store_generated, the other way round: by default, answers are kept too",
+        "secondary_tiers": f"tiers, with other options: tiers=[{_DISK}]",
+        "self_describing_kv_events": "nothing to set: events about chunks that the device computed carry their tokens",
+        "shared_storage_path": 'url of a shared tier: tiers=[{"kind": "shared", "url": "file:///mnt/kv"}]',
+        "spec_module_path": "the first half of connector=MODULE:FACTORY",
+        "spec_name": "the second half of connector=MODULE:FACTORY for a connector of your own; leave it out for ours",
+        "store_threshold": "admission=reused of a tier, for a threshold of 2; in host memory, the policy decides what stays",
+        "use_page_cache": "direct_io of a disk tier, the other way round",
+        # LMCache, whose names may also stand behind "lmcache."
+        "cache_policy": f"policy, one of {POLICY_NAMES}",
+        "chunk_size": "blocks_per_chunk, which counts blocks of the device pool, not tokens",
+        "local_cpu": "host_bytes; host memory is always used",
+        "local_disk": f"directory of a disk tier: tiers=[{_DISK}]",
+        "max_local_cpu_size": "host_bytes, for all workers together: a number of bytes, or a size such as 8GiB, not GB",
+        "max_local_disk_size": f"max_bytes of a disk tier, a number of bytes or a size, not GB: tiers=[{_DISK}]",
+        "remote_url": 'url of a shared tier: tiers=[{"kind": "shared", "url": "redis://host:6379/0"}]',
+        "save_decode_cache": "store_generated",
+    }
+)
+"""What options of vLLM's own connectors and of LMCache are called here: ``here that is ...``."""
+
+NAMES_OF_TIERS_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "backpressure": NAMES_ELSEWHERE["backpressure"],
+        "enable_kv_events": "nothing to set: there are events for all tiers if vLLM publishes events",
+        "io_threads": "num_threads",
+        "locality": "nothing to set: a disk is LOCAL and a shared store REMOTE",
+        "module_path": "the first half of kind=MODULE:CLASS",
+        "n_read_threads": "num_threads, which read and write",
+        "n_write_threads": "num_threads, which read and write",
+        "prefix": "the end of url, such as s3://bucket/prefix",
+        "root_dir": "directory of kind=disk, or, if engines share it, url=file:///mnt/kv of kind=shared",
+        "store_config": "url of kind=shared, such as s3://bucket/prefix; credentials come from the environment",
+        "type": f"kind, one of {', '.join(TIERS)}, or MODULE:CLASS",
+    }
+)
+"""The same for options of a single tier."""
+
+_JSON_KINDS: Final = frozenset({int, float, str, bool, types.NoneType, list, dict, Sequence, Mapping, os.PathLike})
 
 T = TypeVar("T")
 
@@ -44,8 +117,11 @@ def parse_offload(
         beside: names of the caller's own options that may stand beside these, for suggestions in errors.
 
     Raises:
-        ConfigError: a key is unknown or missing, or its value is invalid.
+        ConfigError: a key is unknown or missing, or its value is invalid, or somebody else's class cannot be imported.
     """
+    if CONNECTOR in options:
+        return named_factory(options[CONNECTOR], {key: options[key] for key in options if key != CONNECTOR}, path)
+    _refuse_names_elsewhere(options, NAMES_ELSEWHERE, path)
     mode = options.get("mode", "eager")
     if mode == MULTI:
         return _several(options, path, beside)
@@ -61,6 +137,41 @@ def parse_offload(
     return cast("Offload", parse_dataclass(MODES[mode], own, path, beside=["mode", *beside]))
 
 
+def named_factory(
+    name: object, options: Mapping[str, Any] = MappingProxyType({}), path: str = ""
+) -> KVConnectorFactory:
+    """Return the factory of somebody else's connector, ``MODULE:FACTORY``.
+
+    ``FACTORY`` is a ``KVConnectorFactory``, which takes no options, or a callable that takes the options as keyword arguments
+    and returns one. Of a dataclass, the types of the options are checked, too.
+
+    Args:
+        name: the name.
+        options: the connector's own options.
+        path: prefix of the option names in errors.
+
+    Raises:
+        ConfigError: it cannot be imported, is something else, or refuses the options.
+    """
+    key = f"{path}{CONNECTOR}"
+    if not isinstance(name, str) or ":" not in name:
+        raise ConfigError(key, name, "it must be MODULE:FACTORY, such as my_package.my_module:FACTORY")
+    found = import_named(key, name)
+    if _is_factory(found):
+        if options:
+            option, value = next(iter(options.items()))
+            raise ConfigError(f"{path}{option}", value, f"{name} takes no options: it is a factory, not a callable")
+        return cast("KVConnectorFactory", found)
+    expected = "it must be a KVConnectorFactory, or a callable that takes options and returns one"
+    if not callable(found):
+        raise ConfigError(key, name, expected)
+    with _somebody_elses(key, name):
+        factory = _made(found, options, path)
+    if not _is_factory(factory):
+        raise ConfigError(key, name, f"{expected}, and what it returned is of type {type(factory).__name__}")
+    return cast("KVConnectorFactory", factory)
+
+
 def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "", *, beside: Collection[str] = ()) -> T:
     """Make a configuration dataclass from a mapping of its fields, whose values must have the annotated types.
 
@@ -73,7 +184,7 @@ def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "", *
     Raises:
         ConfigError: a key is unknown or missing, or its value is of the wrong type or refused by the dataclass.
     """
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass, says the contract
+    known = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]  # a dataclass, says the contract
     hints = get_type_hints(kind)
     for key, value in options.items():
         if key not in known:
@@ -99,10 +210,24 @@ def _tier(options: object, path: str) -> TierConfig:
     if not isinstance(options, Mapping):
         raise ConfigError(path, options, "it must be an object with options")
     kind = options.get("kind")
-    if not isinstance(kind, str) or kind not in TIERS:
-        raise ConfigError(f"{path}.kind", kind, f"it must be one of {', '.join(TIERS)}")
     own = {key: value for key, value in options.items() if key != "kind"}
+    if isinstance(kind, str) and ":" in kind:
+        with _somebody_elses(f"{path}.kind", kind):
+            return parse_dataclass(_tier_class(f"{path}.kind", kind), own, f"{path}.", beside=["kind"])
+    _refuse_names_elsewhere(own, NAMES_OF_TIERS_ELSEWHERE, f"{path}.")
+    if not isinstance(kind, str) or kind not in TIERS:
+        raise ConfigError(f"{path}.kind", kind, f"it must be one of {', '.join(TIERS)}, or MODULE:CLASS")
     return parse_dataclass(TIERS[kind], own, f"{path}.", beside=["kind"])
+
+
+def _tier_class(key: str, name: str) -> type[TierConfig]:
+    """Import somebody else's tier. Raises ``ConfigError`` if it is none."""
+    found = import_named(key, name)
+    if not isinstance(found, type) or not issubclass(found, TierConfig):
+        raise ConfigError(key, name, "it must be a dataclass derived from cargohold.offload.tier.TierConfig")
+    if isabstract(found):
+        raise ConfigError(key, name, f"the class lacks {', '.join(sorted(found.__abstractmethods__))}")
+    return found
 
 
 def _several(options: Mapping[str, Any], path: str, beside: Collection[str]) -> list[Offload]:
@@ -128,6 +253,43 @@ def _several(options: Mapping[str, Any], path: str, beside: Collection[str]) -> 
     return parsed
 
 
+def _is_factory(value: object) -> bool:
+    sides = ("make_scheduler_side", "make_worker_side")
+    return not isinstance(value, type) and all(callable(getattr(value, side, None)) for side in sides)
+
+
+def _made(kind: Any, options: Mapping[str, Any], path: str) -> object:
+    """Call somebody else's class or function with the options that it takes."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        return parse_dataclass(kind, options, path, beside=[CONNECTOR])
+    signature(kind).bind(**options)  # raises TypeError; a TypeError of the call itself could be a bug anywhere
+    return kind(**options)
+
+
+@contextmanager
+def _somebody_elses(key: str, name: str) -> Iterator[None]:
+    """Turn whatever somebody else's code raises inside the ``with`` into a ``ConfigError``."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # it may raise anything
+        raise ConfigError(key, name, f"it refuses its options ({type(error).__name__}: {one_line(error)})") from error
+
+
+def _refuse_names_elsewhere(options: Mapping[str, Any], names: Mapping[str, str], path: str) -> None:
+    """Raise ``ConfigError`` for options under names that they have elsewhere; it tells the names of all of them here."""
+    meant = {key: names[key.removeprefix("lmcache.")] for key in options if str(key).removeprefix("lmcache.") in names}
+    if not meant:
+        return
+    (key, name), *others = meant.items()
+    besides = "".join(f"; {other} is {its_name}" for other, its_name in others)
+    value = options[key]
+    # Objects may hold keys of a store.
+    shown = value if isinstance(value, str | int | float | None) else "(not shown)"
+    raise ConfigError(f"{path}{key}", shown, f"here that is {name}{besides}")
+
+
 def _names(kind: type[Any]) -> set[str]:
     return {field.name for field in fields(kind)}
 
@@ -143,7 +305,9 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    allowed = tuple(kind for kind in _alternatives(hint) if isinstance(kind, type))
+    allowed = _alternatives(hint)
+    if not _JSON_KINDS.issuperset(allowed):
+        return True  # somebody else's class, which has to check that itself
     if isinstance(value, bool):
         return bool in allowed
     return isinstance(value, allowed) or (isinstance(value, int) and float in allowed)

@@ -228,9 +228,10 @@ class LLMEngine:
         return [*self._events.take(), *self.scheduler.take_events()]
 
     def stats(self) -> dict[str, float]:
-        """Counters of the connector since the start, both sides of it, summed over the workers."""
+        """Counters of the connector since the start, both sides of it, summed over the workers, and of deferred look-ups."""
         self._stats = add_stats(self._stats, self.scheduler.connector.get_stats())
-        return dict(self._stats)
+        num_deferred = self.scheduler.num_deferred_lookups
+        return {**self._stats, **({"deferred_lookups": num_deferred} if num_deferred else {})}
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """End all requests, let transfers finish, stop the workers and let go of them. May be called twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from cargohold.errors import ContractError
 from cargohold.protocol.messages import (
@@ -20,42 +20,98 @@ from cargohold.protocol.messages import (
 Id = TypeVar("Id", str, int)
 
 
-@dataclass(slots=True)
-class _Count(Generic[Id]):
-    """Which workers have reported each id that is not complete yet, and the worst outcome so far."""
+MAX_REMEMBERED: Final = 16_384
+"""Maximum number of complete ids that are remembered because some workers have not reported them, and may never do so."""
 
-    what: str
-    reporters: dict[Id, set[int]] = field(default_factory=dict)
-    worst: dict[Id, TransferOutcome] = field(default_factory=dict)
+
+@dataclass(slots=True)
+class _Transfer:
+    """One transfer under an id: the workers that have reported its end, and the worst outcome so far."""
+
+    ranks: set[int] = field(default_factory=set)
+    worst: TransferOutcome = TransferOutcome.DONE
+    is_complete: bool = False
+
+
+class _Count(Generic[Id]):
+    """The ids that some workers have reported and others have not.
+
+    Each worker reports the transfers under one id in their order, so each of its reports is of the first that it has not
+    reported. A complete transfer is remembered until all workers have reported it: a late report must not count for the next
+    transfer under the same id.
+
+    Args:
+        what: what the ids are ends of, for errors.
+        world_size: number of workers.
+    """
+
+    def __init__(self, what: str, world_size: int) -> None:
+        self._what = what
+        self._world_size = world_size
+        # Per id in the order of transfers: complete ones, then at most one that is not.
+        self._transfers: dict[Id, list[_Transfer]] = {}
+        self._pending: dict[Id, _Transfer] = {}
+
+    @property
+    def num_incomplete(self) -> int:
+        """Number of ids that too few workers have reported."""
+        return len(self._pending)
 
     def report(self, rank: int, ident: Id, outcome: TransferOutcome, connector: str) -> None:
         """Note that ``rank`` reported ``ident``. Raises ``ContractError`` if it already had."""
-        ranks = self.reporters.setdefault(ident, set())
-        if rank in ranks:
-            raise ContractError(connector, f"worker {rank} reported {self.what} {ident!r} twice")
-        ranks.add(rank)
-        self.worst[ident] = max(outcome, self.worst.get(ident, TransferOutcome.DONE))
+        transfers = self._transfers.setdefault(ident, [])
+        transfer = next((transfer for transfer in transfers if rank not in transfer.ranks), None)
+        if transfer is None:
+            if ident in self._pending:
+                raise ContractError(connector, f"worker {rank} reported {self._what} {ident!r} twice")
+            transfer = self._pending[ident] = _Transfer()
+            transfers.append(transfer)
+        transfer.ranks.add(rank)
+        transfer.worst = max(outcome, transfer.worst)
+        if transfer.is_complete:
+            self._forget_reported(ident)
 
     def take_complete(self, expected: int) -> dict[Id, TransferOutcome]:
-        """Remove the ids that at least ``expected`` workers have reported; return each with its worst outcome."""
-        if not self.reporters:
+        """Return the ids that at least ``expected`` workers have now reported, each once and with its worst outcome."""
+        if not self._pending:
             return {}
-        complete = [ident for ident, ranks in self.reporters.items() if len(ranks) >= expected]
-        for ident in complete:
-            del self.reporters[ident]
-        return {ident: self.worst.pop(ident) for ident in complete}
+        complete = {ident: transfer for ident, transfer in self._pending.items() if len(transfer.ranks) >= expected}
+        for ident, transfer in complete.items():
+            transfer.is_complete = True
+            del self._pending[ident]
+            self._forget_reported(ident)
+        self._forget_oldest()
+        return {ident: transfer.worst for ident, transfer in complete.items()}
+
+    def _forget_reported(self, ident: Id) -> None:
+        """Forget complete transfers that all workers have reported."""
+        left = [
+            transfer
+            for transfer in self._transfers[ident]
+            if not (transfer.is_complete and len(transfer.ranks) == self._world_size)
+        ]
+        if left:
+            self._transfers[ident] = left
+        else:
+            del self._transfers[ident]
+
+    def _forget_oldest(self) -> None:
+        while len(self._transfers) - len(self._pending) > MAX_REMEMBERED:
+            oldest = next(ident for ident in self._transfers if ident not in self._pending)
+            del self._transfers[oldest]
 
 
 class OutputAggregator:
     """Merges the outputs of all workers, step by step.
 
     An id (request sent, request received, job) is passed on exactly once, in the step in which the last expected report
-    arrives, and as failed if any worker failed it. Invalid blocks are united; metadata and stats are aggregated pairwise in
-    rank order. State lives between steps: workers may report the same id several steps apart.
+    arrives, and as failed if any of these workers failed it. Reports that come later are ignored. Invalid blocks are united;
+    metadata and stats are aggregated pairwise in rank order. State lives between steps: workers may report the same id several
+    steps apart.
 
     Args:
         world_size: number of workers.
-        expected_finished_count: number of workers whose reports complete an id; all if ``None``.
+        expected_finished_count: number of workers whose reports complete an id; all if ``None``. A worker may raise it.
         connector: the connector's name, for errors.
     """
 
@@ -67,14 +123,14 @@ class OutputAggregator:
         self._expected = self._checked_expectation(
             world_size if expected_finished_count is None else expected_finished_count
         )
-        self._sending = _Count[str]("finished sending of request")
-        self._recving = _Count[str]("finished receiving of request")
-        self._jobs = _Count[int]("end of job")
+        self._sending = _Count[str]("finished sending of request", world_size)
+        self._recving = _Count[str]("finished receiving of request", world_size)
+        self._jobs = _Count[int]("end of job", world_size)
 
     @property
     def num_incomplete(self) -> int:
-        """Number of ids that some workers have reported and others have not."""
-        return sum(len(count.reporters) for count in (self._sending, self._recving, self._jobs))
+        """Number of ids that some workers have reported, but too few."""
+        return sum(count.num_incomplete for count in (self._sending, self._recving, self._jobs))
 
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
         """Merge one step's outputs, indexed by rank; ``None`` where a worker had nothing to say.
@@ -122,7 +178,7 @@ class OutputAggregator:
 
     def _count(self, rank: int, finished: FinishedTransfers) -> None:
         if finished.expected_finished_count:
-            self._expected = self._checked_expectation(finished.expected_finished_count)
+            self._expected = max(self._expected, self._checked_expectation(finished.expected_finished_count))
         for request_id in finished.finished_sending:
             self._sending.report(rank, request_id, TransferOutcome.DONE, self._connector)
         for request_id in finished.finished_recving:

@@ -135,6 +135,13 @@ class KVConnectorScheduler(ABC):
         """Whether transfers or locks are pending: the engine then keeps stepping, with empty batches if need be."""
         return False
 
+    def num_stuck_references(self) -> int:
+        """Return how many of the references that it holds on blocks are for copies that did not end in time.
+
+        They are given back when such a copy has ended, which may be never: the engine does not step on for that.
+        """
+        return 0
+
     def reset_cache(self) -> bool:
         """Drop all chunks kept. Return ``False`` if a transfer in flight forbids it: some or all may then still be found."""
         return True

@@ -38,6 +38,9 @@ class SchedulerEnvironment:
             state would take the token in twice, so a hit must end before the last token.
         keeps_partial_loads: whether the engine uses the blocks that a failed load has filled before its first bad block. If
             not, it computes all tokens of that load again, and none of them counts as restored.
+        give_up_loads_after_s: seconds after which a load may be reported as failed although its copy has not ended, if the
+            connector holds its blocks by ``touch`` or locks: the engine then computes the tokens in other blocks. ``None`` if
+            the engine would use the same blocks: then a load must not be reported before its copy has ended.
     """
 
     layout: KVCacheLayout
@@ -50,6 +53,7 @@ class SchedulerEnvironment:
     emits_events: bool = False
     full_hits: bool = True
     keeps_partial_loads: bool = True
+    give_up_loads_after_s: float | None = None
 
     @property
     def finds_partial_loads(self) -> bool:

@@ -64,6 +64,9 @@ class ForwardingScheduler(KVConnectorScheduler):
     def has_pending_work(self) -> bool:  # noqa: D102
         return self.inner.has_pending_work()
 
+    def num_stuck_references(self) -> int:  # noqa: D102
+        return self.inner.num_stuck_references()
+
     def reset_cache(self) -> bool:  # noqa: D102
         return self.inner.reset_cache()
 

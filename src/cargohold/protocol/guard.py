@@ -246,13 +246,22 @@ class ConnectorGuard(KVConnectorScheduler):
         return events if self.broken is None else self._announced.withdraw()
 
     def has_pending_work(self) -> bool:
-        """Pass the call on; also true while the connector holds references on blocks, or its workers have to be stopped."""
+        """Pass the call on; also true while the connector expects to give references back, or its workers have to stop."""
         return (
             bool(self._call("has_pending_work", False, self._inner.has_pending_work))
-            or bool(self._touched)
-            or bool(self._locked)
+            or self.expects_blocks
             or self.is_winding_up  # maybe for how it has just answered
         )
+
+    @property
+    def expects_blocks(self) -> bool:
+        """Whether the connector holds references on blocks, and not only for copies that may never end."""
+        num_held = self.num_held_references
+        return num_held > 0 and (self.broken is not None or num_held > self.num_stuck_references())
+
+    def num_stuck_references(self) -> int:
+        """Pass the call on; 0 once the connector is off, because its references are given back when its workers stop."""
+        return self._call("num_stuck_references", 0, self._stuck_references)
 
     def reset_cache(self) -> bool:
         """Pass the call on; ``True`` once the connector is off, because none of its chunks can be found."""
@@ -306,6 +315,9 @@ class ConnectorGuard(KVConnectorScheduler):
 
     def _finished_count(self) -> int | None:
         return checked_number(self._inner.get_finished_count(), "reports")
+
+    def _stuck_references(self) -> int:
+        return checked_number(self._inner.num_stuck_references(), "references") or 0
 
     def _report(self) -> KVConnectorSchedulerOutput | None:
         report = self._inner.report_to_scheduler()

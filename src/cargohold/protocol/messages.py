@@ -102,7 +102,7 @@ class FinishedTransfers:
         finished_recving: requests whose asynchronous load has ended, failed ones included.
         failed_recving: the requests in ``finished_recving`` whose load failed as a whole: none of its blocks may be used.
         jobs: jobs that ended, and how. Job ids are the connector's own.
-        expected_finished_count: number of workers that must report each id from now on, if this worker changes it; else 0.
+        expected_finished_count: number of workers that must report each id from now on, if this worker raises it; else 0.
         step_failed: this step's forward pass may have read KV that had not been loaded: the requests that computed in it
             start over, and nothing that was stored from it may ever be found. The engine says so as well of a step whose
             numbers are not finite for a request; then the other requests go on.

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-_WIDTH: Final = 820
-_HEIGHT: Final = 380
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 120, 14, 46
-_LABEL_GAP: Final = 15
-_MAX_X_TICKS: Final = 9
+# Small, so that text can still be read where a phone shrinks it.
+_WIDTH: Final = 520
+_HEIGHT: Final = 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 104, 14, 46
+_LABEL_GAP: Final = 16
+_MAX_X_TICKS: Final = 5
 _NUM_Y_TICKS: Final = 5
 _LOGARITHMIC_FROM: Final = 20
 
@@ -40,26 +41,27 @@ class Axes:
         title: the chart's title, for people who cannot see it.
         x_title: text below the x axis.
         show_x, show_y: convert a number on the axis to text.
+        is_log_y: whether the y axis is logarithmic; values of 0 and below are then not drawn.
     """
 
     title: str
     x_title: str
     show_x: Callable[[float], str]
     show_y: Callable[[float], str]
+    is_log_y: bool = False
 
 
 class _Scale:
     """Converts values to places in the chart, in pixels."""
 
-    def __init__(self, series: Sequence[Series]) -> None:
+    def __init__(self, series: Sequence[Series], *, is_log_y: bool) -> None:
         xs = sorted({x for line in series for x, _ in line.points})
         self.xs = xs
         self._is_log = xs[-1] > _LOGARITHMIC_FROM * xs[0]
         self._first, self._last = self._place(xs[0]), self._place(xs[-1])
-        largest = max((y for line in series for _, y in line.points), default=0.0)
-        self.y_step = _nice_step(largest)
-        self.num_steps = max(1, math.ceil(largest / self.y_step - 1e-9))
-        self.y_max = self.y_step * self.num_steps
+        ys = [y for line in series for _, y in line.points]
+        self._is_log_y = is_log_y
+        self.y_ticks = _powers(ys) if is_log_y else _multiples(max(ys, default=0.0))
 
     def x(self, value: float) -> float:
         """Pixels from the left."""
@@ -70,7 +72,10 @@ class _Scale:
 
     def y(self, value: float) -> float:
         """Pixels from the top."""
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / self.y_max
+        low, high, at = self.y_ticks[0], self.y_ticks[-1], value
+        if self._is_log_y:
+            low, high, at = math.log(low), math.log(high), math.log(value)
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (at - low) / (high - low)
 
     def _place(self, value: float) -> float:
         return math.log(value) if self._is_log else value
@@ -78,7 +83,10 @@ class _Scale:
 
 def line_chart(series: Sequence[Series], axes: Axes) -> str:
     """An ``svg`` element. There must be at least one point, and every x be above 0."""
-    scale = _Scale(series)
+    if axes.is_log_y:
+        series = [Series(line.name, line.style, [(x, y) for x, y in line.points if y > 0]) for line in series]
+        series = [line for line in series if line.points]
+    scale = _Scale(series, is_log_y=axes.is_log_y)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(axes.title)}">',
         *_grid(scale, axes),
@@ -91,8 +99,7 @@ def line_chart(series: Sequence[Series], axes: Axes) -> str:
 
 def _grid(scale: _Scale, axes: Axes) -> Iterator[str]:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    for tick in range(scale.num_steps + 1):
-        value = tick * scale.y_step
+    for value in scale.y_ticks:
         y = scale.y(value)
         yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(axes.show_y(value))}</text>'
@@ -129,6 +136,18 @@ def _labels(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
 def _spread(values: Sequence[float]) -> Sequence[float]:
     step = -(-len(values) // _MAX_X_TICKS)
     return values[::step]
+
+
+def _multiples(largest: float) -> Sequence[float]:
+    step = _nice_step(largest)
+    return [tick * step for tick in range(max(1, math.ceil(largest / step - 1e-9)) + 1)]
+
+
+def _powers(values: Sequence[float]) -> Sequence[float]:
+    """Powers of ten around all values, which are above 0."""
+    lowest = math.floor(math.log10(min(values)))
+    highest = max(lowest + 1, math.ceil(math.log10(max(values)) - 1e-9))
+    return [10.0**power for power in range(lowest, highest + 1)]
 
 
 def _nice_step(largest: float) -> float:

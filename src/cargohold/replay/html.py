@@ -1,17 +1,21 @@
-"""A report as one HTML page: curves, bytes, and the table behind them. It needs no network and no script."""
+"""Pages of a report and of a plan: curves, and the tables behind them. They need no network and no script."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Final
 
 from cargohold.errors import ConfigError, one_line
+from cargohold.replay.advice import plan_table, unit_of_gain
 from cargohold.replay.chart import Axes, Series, line_chart
-from cargohold.replay.figures import (
+from cargohold.replay.planning import BASELINE, Plan, Planner
+from cargohold.replay.replaying import BOUNDS, INFINITE, OPTIMUM, ReplayResult
+from cargohold.replay.report import (
+    Report,
     describe_amount,
     describe_costs,
     describe_size,
@@ -19,10 +23,10 @@ from cargohold.replay.figures import (
     format_amount,
     format_seconds,
 )
-from cargohold.replay.report import Report
-from cargohold.replay.results import INFINITE, OPTIMUM, ReplayResult
+from cargohold.units import format_bytes
 
 _NUM_STYLES: Final = 6
+_LEAST_GAIN: Final = 1e-4
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --paper: #ffffff; --rule: #d9dee4; --card: #f6f8fa;
@@ -31,16 +35,18 @@ _STYLE: Final = """
   --card: #1c2229; --c0: #6cb6ff; --c1: #ff9f6b; --c2: #4fd1a5; --c3: #d6a1f0; --c4: #e3c04b; --c5: #ff8bbd; } }
 body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .25rem; }
+h1 { font-size: 1.6rem; margin: 0 0 .25rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .25rem; }
 p { margin: .25rem 0 .75rem; max-width: 46rem; } .soft { color: var(--soft); }
 .remark { background: var(--card); border-left: 4px solid var(--c1); padding: .5rem .75rem; }
-svg { width: 100%; height: auto; display: block; font: 13px system-ui, sans-serif; }
+svg { width: 100%; max-width: 40rem; height: auto; display: block; font: 14px system-ui, sans-serif; }
+.answer { background: var(--card); border-left: 4px solid var(--c2); padding: .75rem 1rem; font-size: 1.1rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 0 2.5rem; }
 .grid { stroke: var(--rule); } .tick { fill: var(--soft); } .line { fill: none; stroke-width: 2.25; }
 .dot { stroke: var(--paper); stroke-width: 1.5; } .name { font-weight: 600; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.optimum.line { stroke-dasharray: 7 5; } .infinite.line { stroke-dasharray: 2 5; }
+.optimum.line { stroke-dasharray: 7 5; } .infinite.line, .price.line { stroke-dasharray: 2 5; }
 """
 
 
@@ -61,26 +67,18 @@ class Measure:
     suffix: str
 
 
-def write_page(path: Path, report: Report) -> None:
-    """Write the page. Raises ``ConfigError`` if the file cannot be written."""
+def write_text(path: Path, text: str) -> None:
+    """Write a page. Raises ``ConfigError`` if the file cannot be written."""
     try:
-        path.write_text(page(report), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError("html", str(path), f"it cannot be written: {error.strerror or one_line(error)}") from error
 
 
 def page(report: Report) -> str:
-    """The page as HTML text."""
-    title = f"Replay of {', '.join(Path(name).name for name in report.names)}"
+    """The page of a replay as HTML text."""
     remarks = "".join(f'<p class="remark">{escape(text)}</p>' for text in report.remarks)
-    return f"""<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{_STYLE}{_colours(report)}</style></head>
-<body>
-<h1>{escape(title)}</h1>
-<p class="soft">{escape(describe_trace(report))}</p>
-{remarks}
+    body = f"""{remarks}
 <h2>Prefix-hit ratio</h2>
 <p>Blocks found with all blocks before them, of all blocks asked for. No policy can be above the optimum, which knows the
 future; {INFINITE} never evicts.</p>
@@ -93,16 +91,107 @@ future; {INFINITE} never evicts.</p>
 {_chart(report, _volume(report, "Volume loaded against size", _loaded))}
 <h2>All numbers</h2>
 <p class="soft">{escape(describe_costs(report))}</p>
-<div class="scroll">{_table(report)}</div>
+<div class="scroll">{_table(report)}</div>"""
+    return _document("Replay", report, body)
+
+
+def plan_page(planner: Planner, plan: Plan, report: Report, answer: Sequence[str]) -> str:
+    """The page of a plan as HTML text: the answer first, then why, then the rest of the report's remarks."""
+    heads, rows = plan_table(planner, plan)
+    answers = "".join(f'<p class="answer">{escape(text)}</p>' for text in answer)
+    remarks = "".join(f"<li>{escape(text)}</li>" for text in report.remarks)
+    charts = "".join(f"<section>{chart}</section>" for chart in _plan_charts(planner, plan))
+    body = f"""{answers}
+<div class="charts">{charts}</div>
+<h2>More about it</h2>
+<ul>{remarks}</ul>
+<h2>{escape(plan.policy)}, by size of host memory</h2>
+<p class="soft">{escape(describe_costs(report))} Sizes are counted once they are full. Next GiB: what each GiB up to the next
+size brings, in {escape(unit_of_gain(planner))}.</p>
+<div class="scroll"><table>{_row(heads, "th")}{"".join(_row(row, "td") for row in rows)}</table></div>"""
+    return _document("Plan", report, body)
+
+
+def _document(kind: str, report: Report, body: str) -> str:
+    title = f"{kind} of {', '.join(Path(name).name for name in report.names)}"
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{_STYLE}{_colours(report)}</style></head>
+<body>
+<h1>{escape(title)}</h1>
+<p class="soft">{escape(describe_trace(report))}</p>
+{body}
 </body>
 </html>
 """
 
 
+def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
+    gains = [(math.sqrt(max(lower, upper / 2) * upper), gain) for lower, upper, gain in planner.gains(plan.steps)]
+    most = max((gain for _, gain in gains), default=0.0)
+    if most <= 0:
+        return
+    # So small a gain is none; on a logarithmic axis it would take most of the room.
+    lines = [Series("next GiB", "p0", [(x, gain) for x, gain in gains if gain > most * _LEAST_GAIN])]
+    if planner.has_rates and planner.has_seconds:
+        lines.append(Series("price", "price", [(x, planner.budget.host_price_s) for x, _ in (gains[0], gains[-1])]))
+    yield (
+        f"<h2>What the next GiB is worth</h2><p>What one more GiB of host memory brings, in {escape(unit_of_gain(planner))}. "
+        f"It pays where the line is above the price.</p>"
+        + line_chart(lines, _plan_axes("What the next GiB brings against size", _three_digits, is_log_y=True))
+    )
+    judged = [step for step in plan.steps if step.is_judged]
+    found = {plan.policy: [step.result for step in judged]}
+    found.setdefault(BASELINE, [step.baseline for step in judged if step.baseline is not None])
+    found[OPTIMUM] = [step.optimum for step in judged if step.optimum is not None]
+    lines = [
+        Series(
+            name,
+            OPTIMUM if name == OPTIMUM else f"p{at}",
+            _points(planner, results, lambda r: 100 * r.prefix_hit_ratio),
+        )
+        for at, (name, results) in enumerate(found.items())
+        if results
+    ]
+    yield (
+        "<h2>Prefix hits</h2><p>Blocks found with all blocks before them, once the cache is full. Only the optimum knows the "
+        "future.</p>" + line_chart(lines, _plan_axes("Prefix-hit ratio against size", lambda y: f"{y:g}%"))
+    )
+    pairs = [step.with_disk for step in plan.steps if step.with_disk is not None]
+    if pairs:
+        lines = [
+            Series(name, style, _points(planner, results, lambda r: 100 * planner.saved_share(r)))
+            for name, style, results in (
+                ("host alone", "p0", [alone for alone, _ in pairs]),
+                ("with disk", "p1", [both for _, both in pairs]),
+            )
+        ]
+        disk = format_bytes(planner.budget.disk_bytes or 0)
+        yield (
+            f"<h2>Host memory and disk together</h2><p>Share of prefill saved, by host memory alone and with {disk} of disk "
+            f"below it.</p>" + line_chart(lines, _plan_axes("Prefill saved against size", lambda y: f"{y:g}%"))
+        )
+
+
+def _three_digits(number: float) -> str:
+    return f"{float(f'{number:.3g}'):,g}"
+
+
+def _plan_axes(title: str, show_y: Callable[[float], str], *, is_log_y: bool = False) -> Axes:
+    return Axes(title=title, x_title="host memory", show_x=format_bytes, show_y=show_y, is_log_y=is_log_y)
+
+
+def _points(
+    planner: Planner, results: Sequence[ReplayResult], value: Callable[[ReplayResult], float]
+) -> list[tuple[float, float]]:
+    return [(float(result.capacities[0] * planner.chunk_bytes), max(0.0, value(result))) for result in results]
+
+
 def _colours(report: Report) -> str:
     """Style rules with a colour per policy; bounds are grey."""
-    rules = [f".{bound} {{ --c: var(--soft); }}" for bound in (OPTIMUM, INFINITE)]
-    own = [policy for policy in report.policies if policy not in (OPTIMUM, INFINITE)]
+    rules = [f".{bound} {{ --c: var(--soft); }}" for bound in (*BOUNDS, "price")]
+    own = [policy for policy in report.policies if policy not in BOUNDS]
     rules += [f".p{at} {{ --c: var(--c{at % _NUM_STYLES}); }}" for at in range(len(own))]
     return "\n".join([*rules, ".line { stroke: var(--c); } .dot, .name { fill: var(--c); }"])
 

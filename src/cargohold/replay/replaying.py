@@ -1,21 +1,74 @@
-"""Replays one workload: with a policy at a size, or for a bound that no policy can beat."""
+"""Replays workloads with policies at sizes, and for bounds that no policy can beat; many of them in parallel processes."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from cargohold.cache.policies import find_policy
 from cargohold.cache.policies.offline import OfflineTrace
-from cargohold.errors import ConfigError
-from cargohold.replay.results import BOUNDS, INFINITE, OPTIMUM, ReplayResult
-from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierTraffic, run_tiers
-from cargohold.replay.workload import Ints, Workload
+from cargohold.errors import CargoholdError, ConfigError
+from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierLog, TierRun, TierTraffic, run_tiers
+from cargohold.replay.workload import Workload
+from cargohold.worker_pool import WorkerPool
+
+INFINITE: Final = "infinite"
+"""Name of a bound, not of a policy: nothing is ever evicted."""
+OPTIMUM: Final = "optimum"
+"""Name of a bound, not of a policy: the future is known."""
+BOUNDS: Final = (OPTIMUM, INFINITE)
 
 Capacities = tuple[int, ...]
 """Slots of each tier, first tier first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """The result of one policy at one size.
+
+    Attributes:
+        policy: the policy's name, or one of ``BOUNDS``.
+        capacities: slots of each tier, first tier first; of an infinite cache, the number of different chunks.
+        num_requests: requests that are counted.
+        num_lookups: chunks of their prompts.
+        num_prefix_hits: chunks found with all chunks before them: the hits that save prefill.
+        num_block_hits: chunks found, behind a hole or not.
+        num_hit_tokens: tokens of the prefix hits; ``None`` if the trace does not tell how many a block has.
+        tiers: traffic of each tier; empty for the optimum, for which it is not known.
+        seconds: real time that the replay took.
+        run: what these numbers were counted in, request by request.
+    """
+
+    policy: str
+    capacities: Capacities
+    num_requests: int
+    num_lookups: int
+    num_prefix_hits: int
+    num_block_hits: int
+    num_hit_tokens: int | None
+    tiers: tuple[TierTraffic, ...]
+    seconds: float
+    run: TierRun = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def prefix_hit_ratio(self) -> float:
+        """Prefix hits per look-up."""
+        return self.num_prefix_hits / self.num_lookups
+
+    @property
+    def block_hit_ratio(self) -> float:
+        """Block hits per look-up."""
+        return self.num_block_hits / self.num_lookups
 
 
 def replay(
@@ -48,10 +101,32 @@ def check_policies(policies: Sequence[str]) -> None:
             find_policy(policy, besides=BOUNDS)
 
 
+def count(
+    workload: Workload, policy: str, capacities: Capacities, run: TierRun, first: int, seconds: float
+) -> ReplayResult:
+    """The result of a run from the request ``first`` on."""
+    hits = run.hits[first:]
+    return ReplayResult(
+        policy=policy,
+        capacities=capacities,
+        num_requests=len(hits),
+        num_lookups=workload.lookups_from(first),
+        num_prefix_hits=int(hits.sum()),
+        num_block_hits=int(run.present[first:].sum()),
+        num_hit_tokens=workload.tokens_in(run.hits, first),
+        tiers=run.traffic(first),
+        seconds=seconds,
+        run=run,
+    )
+
+
+def _counted(workload: Workload, policy: str, capacities: Capacities, run: TierRun, started: float) -> ReplayResult:
+    return count(workload, policy, capacities, run, workload.num_warm, time.perf_counter() - started)
+
+
 def _production(workload: Workload, policy: str, capacities: Capacities, disk_policy: str) -> ReplayResult:
     started = time.perf_counter()
-    run = run_tiers(workload, policy, capacities, disk_policy)
-    return _result(workload, policy, capacities, run.hits, started, num_present=run.num_present, tiers=run.tiers)
+    return _counted(workload, policy, capacities, run_tiers(workload, policy, capacities, disk_policy), started)
 
 
 def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[ReplayResult]:
@@ -66,7 +141,7 @@ def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[R
         ) from error
     for sizes in capacities:
         hits = np.array(trace.optimal_hits(sum(sizes)), dtype=np.int64)
-        yield _result(workload, OPTIMUM, sizes, hits, started)
+        yield _counted(workload, OPTIMUM, sizes, TierRun(hits, hits, ()), started)
         started = time.perf_counter()
 
 
@@ -82,30 +157,100 @@ def _infinite(workload: Workload) -> ReplayResult:
     starts, prompt_ends = workload.starts, workload.prompt_ends
     hits = np.minimum(misses[misses.searchsorted(starts)], prompt_ends) - starts
     hits_before = np.concatenate(([0], np.cumsum(is_hit)))
-    traffic = TierTraffic(HOST, len(first_uses), int(hits.sum()), len(first_uses), 0, len(first_uses))
-    num_present = int((hits_before[prompt_ends] - hits_before[starts]).sum())
-    return _result(workload, INFINITE, (len(first_uses),), hits, started, num_present=num_present, tiers=(traffic,))
+    stored = np.diff(np.searchsorted(np.sort(first_uses), workload.ends), prepend=0)
+    log = TierLog(HOST, len(first_uses), hits, stored, np.cumsum(stored))
+    run = TierRun(hits, hits_before[prompt_ends] - hits_before[starts], (log,))
+    return _counted(workload, INFINITE, (len(first_uses),), run, started)
 
 
-def _result(
-    workload: Workload,
-    policy: str,
-    capacities: Capacities,
-    hits: Ints,
-    started: float,
-    *,
-    num_present: int | None = None,
-    tiers: tuple[TierTraffic, ...] = (),
-) -> ReplayResult:
-    num_prefix_hits = int(hits.sum())
-    return ReplayResult(
-        policy=policy,
-        capacities=capacities,
-        num_requests=workload.num_requests,
-        num_lookups=workload.num_lookups,
-        num_prefix_hits=num_prefix_hits,
-        num_block_hits=num_prefix_hits if num_present is None else num_present,
-        num_hit_tokens=workload.tokens_in(hits),
-        tiers=tiers,
-        seconds=time.perf_counter() - started,
-    )
+_ARRAYS: Final = ("chunks", "prompt_ends", "ends", "prompt_tokens", "reused_blocks", "arrivals_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Replays that one process does together.
+
+    Attributes:
+        policy: name of a policy or bound.
+        capacities: the sizes to replay.
+        disk_policy: policy of a second tier.
+    """
+
+    policy: str
+    capacities: tuple[Capacities, ...]
+    disk_policy: str = DEFAULT_DISK_POLICY
+
+
+def plan_tasks(
+    policies: Sequence[str], capacities: Sequence[Capacities], disk_policy: str = DEFAULT_DISK_POLICY
+) -> list[Task]:
+    """Divide the replays of all policies at all sizes into tasks. Raises ``ConfigError`` for a policy that does not exist."""
+    check_policies(policies)
+    sizes = tuple(dict.fromkeys(capacities))
+    tasks: list[Task] = []
+    for policy in dict.fromkeys(policies):
+        if policy == INFINITE:
+            tasks.append(Task(policy, sizes[:1]))
+        elif policy == OPTIMUM:
+            tasks.append(Task(policy, sizes))  # what it computes about the future serves all sizes
+        else:
+            tasks += [Task(policy, (size,), disk_policy) for size in sizes]
+    return tasks
+
+
+def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1) -> Generator[list[ReplayResult]]:
+    """Yield the results of each task as tasks end. If it is closed early, processes that still replay are ended.
+
+    Args:
+        workload: the requests.
+        tasks: what to replay.
+        num_processes: processes to use; with 1, everything is replayed in this process.
+
+    Raises:
+        ConfigError: a tier has no slot, or the optimum is asked for where ids form no trie.
+        CargoholdError: a process died.
+    """
+    if num_processes <= 1 or len(tasks) <= 1:
+        for task in tasks:
+            yield list(replay(workload, task.policy, task.capacities, task.disk_policy))
+        return
+    with _shared(workload) as (paths, rest):
+        try:
+            with WorkerPool(min(num_processes, len(tasks)), _start_process, paths, rest) as pool:
+                for future in as_completed([pool.submit(_run_task, task) for task in tasks]):
+                    yield future.result()
+        except BrokenProcessPool as error:
+            raise CargoholdError("a replay process died; was it out of memory? Use fewer with --jobs") from error
+
+
+@contextmanager
+def _shared(workload: Workload) -> Iterator[tuple[dict[str, str], Workload]]:
+    """Write the workload's arrays to files that other processes can map into memory.
+
+    Yields the paths of the files by array, and the workload with empty arrays.
+    """
+    paths: dict[str, str] = {}
+    with ExitStack() as files:
+        for name in _ARRAYS:
+            # The file has no name, so that nothing is left however this process ends. Other processes open it through /proc.
+            file = files.enter_context(tempfile.TemporaryFile())
+            np.save(file, getattr(workload, name))
+            file.flush()
+            paths[name] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        empty: Mapping[str, Any] = {name: getattr(workload, name)[:0] for name in _ARRAYS}
+        yield paths, dataclasses.replace(workload, **empty)
+
+
+_workload: Workload | None = None
+"""In a process of the pool, the workload that all its tasks replay."""
+
+
+def _start_process(paths: dict[str, str], rest: Workload) -> None:
+    global _workload  # noqa: PLW0603  # how a pool gives its processes something once
+    arrays: Mapping[str, Any] = {name: np.load(path, mmap_mode="r") for name, path in paths.items()}
+    _workload = dataclasses.replace(rest, **arrays)
+
+
+def _run_task(task: Task) -> list[ReplayResult]:
+    assert _workload is not None
+    return list(replay(_workload, task.policy, task.capacities, task.disk_policy))

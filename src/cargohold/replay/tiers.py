@@ -56,18 +56,45 @@ class TierTraffic:
 
 
 @dataclass(frozen=True, slots=True)
+class TierLog:
+    """What a tier did, request by request, in chunks.
+
+    Attributes:
+        name, capacity: see ``TierTraffic``.
+        loaded, stored: per request, chunks read and written.
+        held: per request, chunks in the tier after it.
+    """
+
+    name: str
+    capacity: int
+    loaded: Ints
+    stored: Ints
+    held: Ints
+
+    def traffic(self, first: int) -> TierTraffic:
+        """The traffic from a request on."""
+        loaded, stored = int(self.loaded[first:].sum()), int(self.stored[first:].sum())
+        held, held_before = int(self.held[-1]), int(self.held[first - 1]) if first else 0
+        return TierTraffic(self.name, self.capacity, loaded, stored, stored + held_before - held, held)
+
+
+@dataclass(frozen=True, slots=True)
 class TierRun:
-    """The result of one run.
+    """The result of one run, request by request.
 
     Attributes:
         hits: per request, number of leading chunks of its prompt that were found in a tier.
-        num_present: chunks of prompts that were found in a tier, behind a hole or not.
-        tiers: traffic of each tier, first tier first.
+        present: per request, chunks of its prompt that were found in a tier, behind a hole or not.
+        tiers: what each tier did, first tier first; empty if that is not known.
     """
 
     hits: Ints
-    num_present: int
-    tiers: tuple[TierTraffic, ...]
+    present: Ints
+    tiers: tuple[TierLog, ...]
+
+    def traffic(self, first: int = 0) -> tuple[TierTraffic, ...]:
+        """The tiers' traffic from a request on."""
+        return tuple(tier.traffic(first) for tier in self.tiers)
 
 
 class _Tier:
@@ -80,6 +107,7 @@ class _Tier:
         self.manager: OffloadManager = make_manager(policy, min(capacity, num_unique))
         self.loaded = 0
         self.stored = 0
+        self._log: list[tuple[int, int, int]] = []
 
     def store(self, keys: Keys, parent: bytes | None) -> int:
         """Offer chunks to the tier. Returns how many leading ones are there afterwards."""
@@ -92,15 +120,19 @@ class _Tier:
             return len(keys)
         return len(self.manager.lookup_run(keys))
 
-    def traffic(self) -> TierTraffic:
-        """The counters at the end. Raises ``AssertionError`` if they or the manager's invariants do not hold."""
+    def end_request(self) -> None:
+        """Note the counters after a request."""
+        self._log.append((self.loaded, self.stored, self.manager.num_ready))
+
+    def log(self) -> TierLog:
+        """What the tier did. Raises ``AssertionError`` if the counters or the manager's invariants do not hold at the end."""
         manager = self.manager
         manager.check()
         assert manager.num_writing == manager.num_pins == manager.num_leaving == 0, "something is still in flight"
         assert manager.num_free + manager.num_ready == manager.capacity, "slots are lost"
         assert manager.num_ready <= self.stored, "chunks are there that nobody stored"
-        evicted = self.stored - manager.num_ready
-        return TierTraffic(self.name, self.capacity, self.loaded, self.stored, evicted, manager.num_ready)
+        loaded, stored, held = np.array(self._log, dtype=np.int64).T
+        return TierLog(self.name, self.capacity, np.diff(loaded, prepend=0), np.diff(stored, prepend=0), held)
 
 
 def run_tiers(
@@ -127,17 +159,17 @@ def run_tiers(
     if len(tiers) > 1:
         tiers[0].manager.admit_all()
     names = _names(workload.num_unique)
-    hits = np.zeros(workload.num_requests, dtype=np.int64)
-    num_present = 0
+    hits, present = np.zeros((2, len(workload.ends)), dtype=np.int64)
     for request, (start, prompt_end, end) in enumerate(workload.spans()):
         keys = tuple(names[workload.chunks[start:end]].tolist())
         prompt = keys[: prompt_end - start]
-        num_hits, present = _serve(tiers, prompt)
+        num_hits, present[request] = _serve(tiers, prompt)
         hits[request] = num_hits
-        num_present += present
         for first, last in _pieces(workload, num_hits, len(prompt), len(keys)):
             _store(tiers, keys[first:last], keys[first - 1] if first else None)
-    return TierRun(hits, num_present, tuple(tier.traffic() for tier in tiers))
+        for tier in tiers:
+            tier.end_request()
+    return TierRun(hits, present, tuple(tier.log() for tier in tiers))
 
 
 def _names(num_chunks: int) -> np.ndarray[tuple[int], np.dtype[np.object_]]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from cargohold.cache.policies import POLICIES
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
-from cargohold.errors import ConfigError, one_line
-from cargohold.named import import_named, search_current_directory
+from cargohold.connector.options import named_factory
+from cargohold.named import search_current_directory
 from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
 from cargohold.simulation.lower import MediumPlan
@@ -142,7 +142,7 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     Args:
         random: source of random numbers.
         name: a key of ``CONNECTORS``, ``MODULE:FACTORY``, or ``any``.
-        options: values that must not be drawn: ``tier_slots``, ``blocks_per_chunk``.
+        options: values that must not be drawn: ``tier_slots``, ``blocks_per_chunk``, ``eviction``, ``restore``.
         prefix_caching: whether the engine has a prefix cache. If not, lazy connectors are left out of ``any``.
     """
     if ":" in name:
@@ -158,34 +158,13 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
 
 
 def custom_factory(name: str) -> KVConnectorFactory:
-    """The factory that ``MODULE:FACTORY`` names: a ``KVConnectorFactory``, or a callable without arguments that gives one.
-
-    Modules in the current directory are found, too.
+    """The factory that ``MODULE:FACTORY`` names, see ``named_factory``. Modules in the current directory are found, too.
 
     Raises:
-        ConfigError: it cannot be imported, or is neither.
+        ConfigError: it cannot be imported, or is none.
     """
     search_current_directory()
-    found = import_named("connector", name)
-    if _is_factory(found):
-        return cast("KVConnectorFactory", found)
-    expected = "a KVConnectorFactory, or a callable without arguments that gives one"
-    if not callable(found):
-        raise ConfigError("connector", name, f"it must be {expected}")
-    try:
-        factory: KVConnectorFactory = found()
-    except TypeError as error:
-        raise ConfigError("connector", name, f"it must be {expected}: {one_line(error)}") from error
-    if not _is_factory(factory):
-        raise ConfigError("connector", name, f"it must be {expected}")
-    return factory
-
-
-def _is_factory(value: object) -> bool:
-    is_class = isinstance(value, type)
-    return not is_class and all(
-        callable(getattr(value, side, None)) for side in ("make_scheduler_side", "make_worker_side")
-    )
+    return named_factory(name)
 
 
 def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> TierPlan:
@@ -198,7 +177,7 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
     if is_lazy:
         return TierPlan(slots, random.choice((1, 4, 12, 40)), common)
     eager = {
-        "policy": random.choice(sorted(POLICIES)),
+        "policy": options.get("eviction", random.choice(sorted(POLICIES))),
         "blocks_per_chunk": options.get("blocks_per_chunk", random.choice((1, 1, 2, 3))),
         "store_generated": random.random() < 0.8,
     }

@@ -92,6 +92,7 @@ class SimulatedEngine:
             prefix_caching=self.config.prefix_caching,
             applies_locks=applies_locks,
             emits_events=self.config.emit_events,
+            give_up_loads_after_s=self.config.give_up_loads_after_s,
         )
         self.connector = factory.make_scheduler_side(environment)
         self.scheduler = Scheduler(self.config, layout, self.connector, self.clock, with_context=with_context)

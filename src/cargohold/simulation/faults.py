@@ -24,7 +24,7 @@ class Fault(Enum):
     LATE = "late"
     """A completion is reported some time after the copy has ended."""
     LOST = "lost"
-    """A completion is never reported. The transfer port forbids that: the connector must be turned off."""
+    """A completion is never reported, as if the copy never ended: its blocks and slots must stay out of service."""
     DUPLICATED = "duplicated"
     """A completion is reported twice. The transfer port forbids that."""
     SLOW = "slow"
@@ -43,10 +43,15 @@ class Fault(Enum):
     """For a minute, look-ups, loads or writes of a tier below host memory do not end before their deadlines."""
     RESTART = "restart"
     """The process dies and comes back; the tier outlives it."""
+    STALLS = "stalls"
+    """The process stands still between two readings of its clock, also within one call, sometimes past a deadline."""
 
 
-BREAKING = frozenset({Fault.LOST, Fault.DUPLICATED, Fault.RAISES})
+BREAKING = frozenset({Fault.DUPLICATED, Fault.RAISES})
 """Faults that end with the connector turned off, because it, or its copies, have broken a rule of the contract."""
+
+_RARE = BREAKING | {Fault.LOST}
+"""Faults after which little else can be found."""
 
 RATES: Mapping[Fault, tuple[float, float]] = {
     Fault.FAILED: (0.01, 0.3),
@@ -63,8 +68,10 @@ RATES: Mapping[Fault, tuple[float, float]] = {
     Fault.RAISES: (0.0003, 0.003),
     Fault.HANGS: (0.1, 0.6),
     Fault.RESTART: (0.1, 0.6),
+    Fault.STALLS: (0.001, 0.02),
 }
-"""Range of each fault's rate, its probability at every occasion: per copy, per look-up, per stretch of time.
+"""Range of each fault's rate, its probability at every occasion: per copy, per look-up, per stretch of time, per reading of the
+clock.
 
 The rate is drawn anew for every seed.
 """
@@ -89,8 +96,7 @@ def parse_faults(text: str) -> frozenset[Fault]:
 def draw_rates(allowed: Collection[Fault], random: Random) -> dict[Fault, float]:
     """Draw some of the allowed faults, each with a rate. Runs with few kinds of faults find more than runs with all of them."""
     chosen = [fault for fault in Fault if fault in allowed and random.random() < 0.4]
-    # Faults that turn the connector off are drawn more rarely: nothing else can be found after that.
-    kept = [fault for fault in chosen if fault not in BREAKING or random.random() < 0.4]
+    kept = [fault for fault in chosen if fault not in _RARE or random.random() < 0.4]
     return {fault: random.uniform(*RATES[fault]) for fault in kept}
 
 
@@ -150,3 +156,26 @@ class Spells:
             self._stretch = stretch
             self._is_on = self._source.strikes(self._fault)
         return self._is_on
+
+
+STALLS_S = (0.001, 0.01, 0.05, 0.2, 1.0)
+"""Longest seconds of a stall, of which one is drawn for each: a thread waits its turn, or the process is stopped."""
+TICK_S = 1e-6
+"""Longest seconds between two readings of a clock that stalls now and then: no two of them are equal."""
+
+
+class Stalls:
+    """Draws the seconds that pass before a reading of the clock.
+
+    Args:
+        source: decides when the process stalls.
+    """
+
+    def __init__(self, source: FaultSource) -> None:
+        self._source = source
+
+    def __call__(self) -> float:
+        """Seconds until the next reading."""
+        random = self._source.random
+        longest_s = random.choice(STALLS_S) if self._source.strikes(Fault.STALLS) else TICK_S
+        return longest_s * random.random()

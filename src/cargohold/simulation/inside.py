@@ -38,6 +38,11 @@ def innermost_guards(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
     return [guards[-1] for part, guards in walk(connector) if guards and not _parts(part)]
 
 
+def num_stuck_jobs(connector: KVConnectorScheduler) -> int:
+    """How many jobs of connectors that are not turned off have not ended in time, and may never end."""
+    return sum(side.jobs.num_stuck for side in live_sides(connector))
+
+
 def forget_engine(connector: KVConnectorScheduler) -> None:
     """End the jobs of a connector whose process has died, so that its tiers give up their pins and reservations."""
     for side, _ in offloading_sides(connector):

@@ -16,7 +16,7 @@ from cargohold.protocol import ConnectorGuard
 from cargohold.simulation.clock import VirtualClock
 from cargohold.simulation.engine import STEP_S
 from cargohold.simulation.faults import BREAKING, Fault
-from cargohold.simulation.inside import forget_engine, innermost_guards, live_sides
+from cargohold.simulation.inside import forget_engine, innermost_guards, live_sides, num_stuck_jobs
 from cargohold.simulation.oracles import (
     ContainmentOracle,
     CopyOracle,
@@ -137,7 +137,7 @@ class Run:
             if self._engine.scheduler.has_work():
                 self._step(next_action)
             elif next_action < float("inf"):
-                self._clock.advance(next_action - self._clock.now)
+                self._clock.advance_to(next_action)
             else:
                 return
 
@@ -237,8 +237,7 @@ class Run:
             return
         nap_s = WAITING_NAP_S if any(self._engine.scheduler.waiting_requests()) else LONGEST_NAP_S
         wake_at = min(next_action, self._world.next_event(), self._clock.now + nap_s)
-        if wake_at > self._clock.now:
-            self._clock.advance(wake_at - self._clock.now)
+        self._clock.advance_to(wake_at)
 
     def _let_lower_tiers_settle(self) -> None:
         """Step on while chunks are on their way to lower tiers, or look-ups have answers of only some workers.
@@ -253,7 +252,10 @@ class Run:
         while lower and (
             not all(tiers.is_idle for tiers in lower)
             or self._engine.scheduler.has_work()
-            or (self._engine.num_half_reported and not self._is_excused())
+            or (
+                self._engine.num_half_reported > num_stuck_jobs(self._engine.scheduler.connector)
+                and not self._is_excused()
+            )
         ):
             self._step(float("inf"))
 
@@ -291,7 +293,7 @@ class Run:
         self._oracles.append(PoolOracle(engine))
         if scenario.connector.restores_if_faster:
             self._oracles.append(
-                PatienceOracle(engine, scenario.shape.link, self._world.source.struck, self._is_excused)
+                PatienceOracle(engine, scenario.shape.link, self._world.source.struck, self._is_slowed)
             )
         self._each_step = [oracle for oracle in self._oracles if type(oracle).after_step is not Oracle.after_step]
         self._each_update = [oracle for oracle in self._oracles if type(oracle).on_update is not Oracle.on_update]
@@ -299,7 +301,17 @@ class Run:
 
     def _is_excused(self) -> bool:
         """Whether a fault has struck that breaks a rule of the contract."""
-        return any(self._world.source.struck[fault] for fault in BREAKING)
+        struck = self._world.source.struck
+        return any(struck[fault] for fault in BREAKING) or (struck[Fault.LOST] > 0 and self._may_turn_off_for_stuck())
+
+    def _may_turn_off_for_stuck(self) -> bool:
+        """Whether stuck copies may turn a connector off: it cannot hold their blocks, or no request fits beside these."""
+        broken = self._engine.scheduler.connector.broken
+        return not self._scenario.connector.holds_copies or (broken is not None and broken.rule.startswith("kept "))
+
+    def _is_slowed(self) -> bool:
+        """Whether such a fault has struck, or one that lets requests wait until a load is given up."""
+        return self._is_excused() or self._world.source.struck[Fault.LOST] > 0
 
     def _on_update(self, update: RequestUpdate) -> None:
         for oracle in self._each_update:

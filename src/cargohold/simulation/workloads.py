@@ -154,7 +154,7 @@ def windows(load: Workload) -> None:
         GroupPlan(AttentionKind.SLIDING_WINDOW, 4, random.randint(1, 20)) if random.random() < 0.7 else FULL
         for _ in range(random.randint(1, 3))
     )
-    random.choice((shared_prefix, multi_turn, aborts))(load)
+    random.choice((shared_prefix, multi_turn, aborts, full_hit))(load)
 
 
 def mixed_groups(load: Workload) -> None:
@@ -205,11 +205,16 @@ def full_hit(load: Workload) -> None:
     prompts = [writer.text(4, 48) for _ in range(random.randint(1, 4))]
     prompts = [prompt[: len(prompt) // 4 * 4] if random.random() < 0.7 else prompt for prompt in prompts]
     load.options = {"num_spare_blocks": random.randint(0, 30)}
-    for _ in range(random.randint(6, 20)):
+    for _ in range(random.randint(8, 24)):
         writer.pause(0.3)
         ask = writer.ask(random.choice(prompts), random.randint(1, 6))
         if random.random() < 0.2:
             writer.abort(ask, 0.2)
+    if random.random() < 0.7:
+        # The last query sees one block more than the query behind the hit: it may be the only one that a small tier has lost.
+        load.groups = (GroupPlan(AttentionKind.SLIDING_WINDOW, 4, 4 * random.randint(1, 4) + 1),)
+        load.options |= {"tier_slots": random.randint(4, 16), "blocks_per_chunk": 1, "num_spare_blocks": 0}
+        load.options["eviction"] = "fifo"  # takes what others keep for what is behind it
 
 
 def remote_decode(load: Workload) -> None:

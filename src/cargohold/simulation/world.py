@@ -13,7 +13,7 @@ from cargohold.simulation.clock import VirtualClock
 from cargohold.simulation.connectors import TierPlan
 from cargohold.simulation.copies import CopiesInFlight, WatchedTransfers
 from cargohold.simulation.engine import SimulatedEngine
-from cargohold.simulation.faults import Fault, FaultSource, Spells
+from cargohold.simulation.faults import Fault, FaultSource, Spells, Stalls
 from cargohold.simulation.faulty_connector import FaultyFactory
 from cargohold.simulation.faulty_manager import FaultyManager
 from cargohold.simulation.faulty_transfers import ChecksummedTransfers, FaultyTransfers
@@ -21,7 +21,7 @@ from cargohold.simulation.layouts import layout_of
 from cargohold.simulation.links import LinkTransfers
 from cargohold.simulation.lower import LinkedQueue, MediumPlan, TieredOffloading
 from cargohold.simulation.offloading import SimulatedOffloading
-from cargohold.simulation.oracles import Oracle, StatsOracle
+from cargohold.simulation.oracles import Oracle, StatsOracle, WishOracle
 from cargohold.simulation.replica import Replica
 from cargohold.simulation.scenario import Scenario
 from cargohold.simulation.tiers import SimulatedMedium
@@ -41,7 +41,7 @@ class World:
         prepare: called with every engine before its first step; not with engines of vLLM.
 
     Attributes:
-        clock: virtual time.
+        clock: virtual time. The code under test reads it by calls, which may let time pass; what surrounds it does not.
         source: decides when faults strike.
         tiers: tiers without lower tiers, in the order of the plan.
     """
@@ -58,7 +58,9 @@ class World:
         self._checksums = checksums
         self.clock = VirtualClock()
         random = Random(f"{scenario.seed}/chance")  # noqa: S311  # repeatable, on purpose
-        self.source = FaultSource(scenario.rates, random, self.clock, scenario.quiet_from)
+        self.source = FaultSource(scenario.rates, random, self._now, scenario.quiet_from)
+        if Fault.STALLS in scenario.rates:
+            self.clock.before_reading = Stalls(self.source)
         self._is_gone = Spells(self.source, Fault.GONE)
         self._is_slow = Spells(self.source, Fault.SLOW)
         self.copies: list[CopiesInFlight] = []
@@ -97,7 +99,8 @@ class World:
 
     def oracles(self, engine: Replica) -> list[Oracle]:
         """Further oracles for this engine, besides those that every run has."""
-        return [] if self._scenario.connector.custom else [StatsOracle(engine)]
+        connector = self._scenario.connector
+        return [] if connector.custom else [StatsOracle(engine), WishOracle(engine, connector.tiers)]
 
     def next_event(self) -> float:
         """Virtual time of the next event in links and queues; infinity if nothing is in flight."""
@@ -105,6 +108,9 @@ class World:
             (thing.next_event() for things in (self._links, self._faulty, self._queues) for thing in things),
             default=float("inf"),
         )
+
+    def _now(self) -> float:
+        return self.clock.now
 
     def _make_tier(self, plan: TierPlan) -> KVConnectorFactory:
         if plan.lower:
@@ -145,7 +151,7 @@ class World:
 
     def _make_link(self, region: ByteRows, rows: ByteRows, rank: int) -> LinkTransfers:
         random = Random(f"{self._scenario.seed}/link {rank}/{len(self._links)}")  # noqa: S311  # repeatable, on purpose
-        link = LinkTransfers(region, rows, self.clock, self._scenario.shape.link, random)
+        link = LinkTransfers(region, rows, self._now, self._scenario.shape.link, random)
         link.slowness = self._slowness
         self._links.append(link)
         return link

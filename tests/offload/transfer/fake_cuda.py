@@ -8,15 +8,20 @@ for its stream and is counted: it holds up its caller.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from cargohold.offload.transfer import links
+from cargohold.offload.transfer.links import Addresses
 
 _aten = torch.ops.aten
 _DEFERRED = (_aten.copy_.default, _aten.index_copy_.default, _aten.index_select.out)
@@ -29,6 +34,11 @@ class Stream:
         self._cuda = cuda
         self.work: deque[Callable[[], bool]] = deque()
         cuda.streams.append(self)
+
+    @property
+    def cuda_stream(self) -> Stream:
+        """The handle, which drivers take."""
+        return self
 
     def add(self, act: Callable[[], object]) -> None:
         def work() -> bool:
@@ -102,8 +112,11 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._locked: dict[int, int] = {}
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(links, "driver_batch_copy", lambda: self._batch_copy)
+        monkeypatch.setattr(links, "map_rows", lambda rows, _device: rows)
         for name, value in {
-            "Stream": lambda _device: Stream(self),
+            "Stream": lambda _device, priority=0: Stream(self),  # the test chooses the order
+            "synchronize": self._synchronize,
             "Event": lambda: Event(self),
             "current_stream": lambda _device: self._current,
             "stream": self._use,
@@ -129,15 +142,40 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         kwargs = kwargs or {}
         if func not in _DEFERRED:
             return func(*args, **kwargs)
-        if self.fails_in is not None:
-            self.fails_in -= 1
-            if self.fails_in < 0:
-                raise RuntimeError("CUDA error: out of memory")
+        self._accept()
         self._current.add(lambda: func(*args, **kwargs))
         if func is _aten.copy_.default and self._holds_up(*args, **kwargs):
             self.num_waits += 1
             self._current.synchronize()
         return kwargs.get("out", args[0])
+
+    def _synchronize(self, _device: object) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+
+    def _batch_copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
+        """Copy like the driver, which takes locked pages alone."""
+        assert stream is self._current
+        copies = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+        for target, source, size in copies:
+            ends = [range(start, start + size) for start in (target, source)]
+            assert sorted(map(self._where, ends)) == ["device", "locked"], (
+                "a copy crosses between locked pages and device"
+            )
+            self._accept()
+            self._current.add(partial(ctypes.memmove, target, source, size))
+
+    def _where(self, addresses: range) -> str:
+        if any(addresses.start in known and addresses[-1] in known for known in self._on_device):
+            return "device"
+        return "locked" if self._are_locked(addresses) else "elsewhere"
+
+    def _accept(self) -> None:
+        """Accept a change, or raise if it cannot be enqueued."""
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in < 0:
+                raise RuntimeError("CUDA error: out of memory")
 
     def _holds_up(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> bool:
         places = [self._is_on_device(tensor) for tensor in (target, source)]
@@ -151,7 +189,9 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return any(_addresses(tensor).start in addresses for addresses in self._on_device)
 
     def _is_locked(self, tensor: torch.Tensor) -> bool:
-        wanted = _addresses(tensor)
+        return self._are_locked(_addresses(tensor))
+
+    def _are_locked(self, wanted: range) -> bool:
         return any(
             start <= wanted.start and wanted.stop <= start + num_bytes for start, num_bytes in self._locked.items()
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ from hypothesis import strategies as st
 
 from cargohold.offload.tier import HostMemory
 from cargohold.offload.transfer import Direction
-from cargohold.offload.transfer.block_copies import BlockCopies, DirectCopies, StagedCopies
+from cargohold.offload.transfer.block_copies import BlockCopies, DirectCopies, StagedCopies, num_buffer_rows
+from cargohold.offload.transfer.links import Addresses, BatchLink, KernelLink, RunLink
 from cargohold.offload.transfer.page_locks import PageLocks
 
 NUM_BLOCKS, NUM_ROWS = 9, 14
@@ -20,6 +24,18 @@ HALF_PAGE = mmap.PAGESIZE // 2
 Pairs = st.lists(st.tuples(st.integers(0, NUM_BLOCKS - 1), st.integers(0, NUM_ROWS - 1)), min_size=1, max_size=9).map(
     lambda pairs: list(zip({block: 0 for block, _ in pairs}, {row: 0 for _, row in pairs}, strict=False))
 )
+
+
+def copy_at_once(targets: Addresses, sources: Addresses, sizes: Addresses, _stream: object) -> None:
+    for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _stream() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=None))
+        yield
 
 
 @given(
@@ -42,15 +58,21 @@ def test_every_byte_goes_to_its_place_and_no_other(
     rows = torch.from_numpy(memory.rows)
     rows[:] = torch.randint(256, rows.shape, dtype=torch.uint8)
     locks = PageLocks(memory.rows, lambda *_: None, lambda _: None, piece_bytes=1)
-    copies: list[tuple[BlockCopies, list[torch.Tensor]]] = [
-        (StagedCopies(regions, memory, locks, buffer_rows * row_bytes), regions)
-    ]
     whole = torch.cat(regions, dim=1)
-    copies.append((DirectCopies(whole, memory, locks), [whole]))
+    plain = RunLink(rows, locks)
+    links = (plain, KernelLink(rows, locks, rows, plain), BatchLink(rows, locks, copy_at_once, plain))
+    copies: list[tuple[BlockCopies, list[torch.Tensor]]] = []
+    for link in links:
+        copies.append(
+            (StagedCopies(regions, link, num_buffer_rows(buffer_rows * row_bytes, row_bytes, NUM_ROWS)), regions)
+        )
+        copies.append((DirectCopies(whole, link), [whole]))
     blocks, places = [block for block, _ in pairs], [row for _, row in pairs]
     started = rows.clone(), whole.clone()
     for plan, parts in copies:
         rows.copy_(started[0])
+        for part, before in zip(parts, torch.split(started[1], [part.shape[1] for part in parts], dim=1), strict=True):
+            part.copy_(before)
         plan.enqueue(direction, blocks, places)
         expected_rows, expected_blocks = started[0].clone(), started[1].clone()
         if direction is Direction.STORE:
@@ -70,7 +92,7 @@ def test_kernels_move_the_widest_elements_that_fit(widths: tuple[int, int], elem
     memory = HostMemory(NUM_ROWS, sum(widths))
     locks = PageLocks(memory.rows, lambda *_: None, lambda _: None)
     regions = [torch.zeros((NUM_BLOCKS, width), dtype=torch.uint8) for width in widths]
-    copies = StagedCopies(regions, memory, locks, 1)
+    copies = StagedCopies(regions, RunLink(torch.from_numpy(memory.rows), locks), num_buffer_rows(1, 512, NUM_ROWS))
     assert {tensor.dtype for pair in copies._pairs for tensor in pair} == {element}
     assert len(copies._buffer) == 1, "no less than one row"
     locks.close()

@@ -166,6 +166,26 @@ def test_a_job_that_waits_too_long_is_abandoned(
     assert np.array_equal(device[2], before[2]), "an abandoned load writes nothing"
 
 
+def test_jobs_behind_a_copy_that_does_not_end_are_abandoned_when_it_is_time(
+    gate: Gate, worker: CpuTransferWorker, clock: VirtualClock, device: np.ndarray
+) -> None:
+    before = device.copy()
+    worker.submit(job(1, Direction.STORE, [1], [1], timeout_s=5))
+    assert gate.arrived.acquire(timeout=WAIT_S)
+    for job_id, direction in ((2, Direction.LOAD), (3, Direction.STORE)):
+        worker.submit(job(job_id, direction, [2], [2], timeout_s=5))
+    assert not worker.poll()
+    clock.advance(6)
+    assert {result.job.job_id: result.outcome for result in worker.poll()} == {
+        2: TransferOutcome.ABANDONED,
+        3: TransferOutcome.ABANDONED,
+    }
+    gate.open()
+    (result,) = results_of(worker, 1)
+    assert (result.job.job_id, result.outcome) == (1, TransferOutcome.DONE)
+    assert np.array_equal(device[2], before[2]), "an abandoned load writes nothing"
+
+
 def test_shutdown_ends_the_running_job_and_abandons_the_others(
     gate: Gate, worker: CpuTransferWorker, device: np.ndarray
 ) -> None:

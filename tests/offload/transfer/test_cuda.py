@@ -16,6 +16,7 @@ from cargohold.offload.transfer import CopyJob, CopyResult, Direction
 from cargohold.offload.transfer.block_copies import StagedCopies
 from cargohold.offload.transfer.cuda import CudaTransferWorker
 from cargohold.offload.transfer.factory import make_transfer_worker
+from cargohold.offload.transfer.links import Link
 from cargohold.protocol import TransferOutcome
 from cargohold.simulation import VirtualClock
 from tests.devices import needs_cuda
@@ -49,6 +50,9 @@ def outcomes(results: list[CopyResult]) -> list[tuple[int, TransferOutcome]]:
     return [(result.job.job_id, result.outcome) for result in results]
 
 
+LINKS = ("runs", "batch", "kernel")
+
+
 class Bench:
     """A worker on a device of CPU memory."""
 
@@ -78,18 +82,25 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench_of(widths: Widths) -> Iterator[Bench]:
+def bench_of(widths: Widths, link: str = "runs", *, refuses_locks: bool = False) -> Iterator[Bench]:
+    def chosen(links: list[Link], *_: object) -> dict[Direction, Link]:
+        names = [each.name for each in links]
+        return dict.fromkeys(Direction, links[names.index(link) if link in names else 0])
+
     with pytest.MonkeyPatch.context() as monkeypatch, FakeCuda() as cuda:
+        cuda.refuses_locks = refuses_locks
         cuda.install(monkeypatch)
+        monkeypatch.setattr("cargohold.offload.transfer.cuda.fastest_link", chosen)
         bench = Bench(cuda, widths)
         yield bench
         bench.worker.shutdown()
         assert cuda.num_locked_bytes == 0, "pages stay locked"
 
 
+@pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("widths", [ONE_REGION, SEVERAL, ODD])
-def test_copies_wait_for_what_the_model_computes_before_and_for_nothing_after(widths: Widths) -> None:
-    with bench_of(widths) as bench:
+def test_copies_wait_for_what_the_model_computes_before_and_for_nothing_after(widths: Widths, link: str) -> None:
+    with bench_of(widths, link) as bench:
         for block in (3, 4, 9):
             bench.compute(block, block)
         bench.worker.submit(job(1, Direction.STORE, [3, 4, 9, 0], [8, 9, 0, 15]))
@@ -200,11 +211,11 @@ ACTIONS: st.SearchStrategy[Callable[[Model], object]] = st.one_of(
 )
 
 
-@given(st.sampled_from([ONE_REGION, SEVERAL, ODD]), st.lists(ACTIONS, max_size=40))
+@given(st.sampled_from([ONE_REGION, SEVERAL, ODD]), st.sampled_from(LINKS), st.lists(ACTIONS, max_size=40))
 def test_whatever_the_streams_do_first_every_byte_arrives(
-    widths: Widths, actions: list[Callable[[Model], object]]
+    widths: Widths, link: str, actions: list[Callable[[Model], object]]
 ) -> None:
-    with bench_of(widths) as bench:
+    with bench_of(widths, link) as bench:
         model = Model(bench)
         for act in actions:
             act(model)
@@ -213,9 +224,11 @@ def test_whatever_the_streams_do_first_every_byte_arrives(
         assert bench.cuda.num_waits == 0, "nobody was held up"
 
 
-def test_without_locked_pages_copies_hold_their_caller_up_and_arrive(caplog: pytest.LogCaptureFixture) -> None:
-    with bench_of(SEVERAL) as bench:
-        bench.cuda.refuses_locks = True
+@pytest.mark.parametrize("link", LINKS)
+def test_without_locked_pages_copies_hold_their_caller_up_and_arrive(
+    link: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bench_of(SEVERAL, link, refuses_locks=True) as bench:
         bench.compute(3, 33)
         bench.worker.submit(job(1, Direction.STORE, [3, 5], [2, 4]))
         assert bench.cuda.num_waits == 2
@@ -224,9 +237,12 @@ def test_without_locked_pages_copies_hold_their_caller_up_and_arrive(caplog: pyt
     assert "cannot be page-locked (CUDA error 2)" in caplog.text
 
 
+@pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("direction", list(Direction))
-def test_a_job_that_cannot_be_enqueued_has_failed_and_writes_nothing_afterwards(direction: Direction) -> None:
-    with bench_of(SEVERAL) as bench:
+def test_a_job_that_cannot_be_enqueued_has_failed_and_writes_nothing_afterwards(
+    direction: Direction, link: str
+) -> None:
+    with bench_of(SEVERAL, link) as bench:
         bench.worker.submit(job(1, direction, [0, 1], [0, 1]))
         bench.cuda.fails_in = 4  # in the second half of the next
         bench.worker.submit(job(2, direction, [3, 4, 5, 6], [6, 7, 8, 9]))

@@ -146,3 +146,21 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
     with pytest.raises(RuntimeError, match="not locked in time"):
         list(locks.parts(0, 1))
     locks.close()
+
+
+def test_the_first_piece_alone_is_locked_before_anything_is_copied() -> None:
+    locked: list[int] = []
+    another = threading.Event()
+
+    def lock(address: int, _num_bytes: int) -> None:
+        locked.append(address)
+        if len(locked) > 1:
+            another.set()
+
+    memory = HostMemory(8, PAGE)
+    locks = PageLocks(memory.rows, lock, lambda _: None, piece_bytes=PAGE)
+    assert locks.lock_first()
+    assert locks.lock_first(), "asked again, it is locked already"
+    assert not another.wait(0.1), "a page is locked that nobody has asked for"
+    locks.close()
+    assert locked == [memory.rows.ctypes.data]

@@ -24,8 +24,8 @@ class LazyOffloadConfig:
         lookahead_blocks: number of blocks ahead of eviction that are kept safe. By default twice what one step can allocate.
         max_inflight_fraction: fraction of the device pool that stores in flight may hold.
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
-        job_timeout_s: if a transfer has not ended on all workers after this time, something is broken, and the connector
-            turns itself off.
+        job_timeout_s: nobody waits longer for a transfer to end on all workers, nor than half of the engine's
+            ``load_timeout_s``; its blocks and slots stay out of service until it ends.
         tiers: the tiers below host memory, the fastest first; see ``OffloadConfig``.
         restore: see ``OffloadConfig``.
         restore_timeout_s: see ``OffloadConfig``.

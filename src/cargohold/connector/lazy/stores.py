@@ -33,6 +33,11 @@ class LazyStores:
         self._lookahead = lookahead
         self._scout: FreeQueueScout | None = None
 
+    def begin_request(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> None:
+        """Do nothing: what the device has and the tier lacks is found when it comes near eviction."""
+
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield the store of the blocks that would be evicted next.
 

@@ -194,6 +194,10 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         """Whether any child has pending work, or keeps blocks of which the workers do not know yet."""
         return bool(self._new_sends) or any(child.has_pending_work() for child in self._children)
 
+    def num_stuck_references(self) -> int:
+        """Return the references that all children hold for copies that did not end in time."""
+        return sum(child.num_stuck_references() for child in self._children)
+
     def reset_cache(self) -> bool:
         """Reset every child, whatever the others answer; return whether all could."""
         answers = [child.reset_cache() for child in self._children]

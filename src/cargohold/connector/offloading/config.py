@@ -29,8 +29,8 @@ class OffloadConfig:
         store_generated: whether KV of generated tokens is kept too; otherwise only that of prompts.
         max_inflight_fraction: fraction of the device pool that stores in flight may hold; above it, new chunks wait.
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
-        job_timeout_s: if a transfer has not ended on all workers after this time, something is broken, and the connector
-            turns itself off.
+        job_timeout_s: nobody waits longer for a transfer to end on all workers, nor than half of the engine's
+            ``load_timeout_s``; its blocks and slots stay out of service until it ends.
         tiers: the tiers below host memory, the fastest first. They keep chunks that host memory has no room for, and chunks
             in them outlive the process.
         restore: whether chunks are brought up from lower tiers only ``if_faster`` than computing them, judged by the recent

@@ -84,6 +84,7 @@ class JobTable:
 
     Attributes:
         num_store_blocks: number of device blocks that stores in flight hold.
+        num_stuck_blocks: number of device blocks that stuck jobs hold.
         version: changes whenever the answer of ``load_of_any`` may have changed.
     """
 
@@ -99,6 +100,8 @@ class JobTable:
         self._loading: Counter[OffloadKey] = Counter()
         self.version = 0
         self.num_store_blocks = 0
+        self._stuck: set[int] = set()
+        self.num_stuck_blocks = 0
 
     def __bool__(self) -> bool:
         return bool(self._loads or self._stores)
@@ -110,6 +113,16 @@ class JobTable:
     def num_loads(self) -> int:
         """Number of loads in flight."""
         return len(self._loads)
+
+    @property
+    def num_stuck(self) -> int:
+        """Number of jobs in flight that nobody waits for any more, because they did not end in time."""
+        return len(self._stuck)
+
+    @property
+    def num_awaited(self) -> int:
+        """Number of jobs in flight that are not stuck."""
+        return len(self) - len(self._stuck)
 
     def new_id(self) -> int:
         """Return an id for a new job."""
@@ -132,37 +145,65 @@ class JobTable:
     def end(self, job_id: int) -> Load | Store | None:
         """Remove a job that has ended, and return it; ``None`` if it is not in flight."""
         self._since.pop(job_id, None)
+        is_stuck = job_id in self._stuck
+        self._stuck.discard(job_id)
         if (load := self._loads.pop(job_id, None)) is not None:
-            self._forget_loading(load.handle.keys)
+            if is_stuck:
+                self.num_stuck_blocks -= len(load.block_ids)
+            else:
+                self._forget_loading(load.handle.keys)
             return load
         if (store := self._stores.pop(job_id, None)) is not None:
             self.num_store_blocks -= len(store.block_ids)
+            if is_stuck:
+                self.num_stuck_blocks -= len(store.block_ids)
             return store
         return None
 
-    def find_lost(self, after_s: float) -> int | None:
-        """Return the id of a job that the workers have lost; ``None`` if there is none. Call it once in every step.
+    def take_overdue(self, after_s: float) -> list[Load | Store]:
+        """Return the jobs that have not ended ``after_s`` seconds after they began. Call it once in every step.
 
-        A job is lost if it has not ended ``after_s`` seconds after it began, and is found so at several steps; see
-        ``Patience``.
+        They are stuck from now on: in flight until they end, but not awaited. The oldest must be found overdue at several
+        steps; see ``Patience``.
         """
         overdue = None
         if self._since:
             oldest, since = next(iter(self._since.items()))
             if self._clock() - since > after_s:
                 overdue = oldest
-        return overdue if self._patience.has_run_out(overdue, after_s) else None
+        if not self._patience.has_run_out(overdue, after_s):
+            return []
+        end = self._clock() - after_s
+        return [self._note_stuck(job_id) for job_id, since in list(self._since.items()) if since < end]
+
+    def is_stuck(self, job_id: int) -> bool:
+        """Whether a job is in flight, and nobody waits for it any more."""
+        return job_id in self._stuck
+
+    def _note_stuck(self, job_id: int) -> Load | Store:
+        del self._since[job_id]
+        self._stuck.add(job_id)
+        load = self._loads.get(job_id)
+        if load is not None:
+            self._forget_loading(load.handle.keys)  # nobody is to wait for it
+        job: Load | Store = load or self._stores[job_id]
+        self.num_stuck_blocks += len(job.block_ids)
+        return job
 
     def is_loading(self, job_id: int | None) -> bool:
-        """Whether this job is a load in flight."""
-        return job_id in self._loads
+        """Whether this job is a load in flight that is not stuck."""
+        return job_id in self._loads and job_id not in self._stuck
 
     def load_of_any(self, keys: Sequence[OffloadKey]) -> int | None:
         """Return the id of a load of at least one of these chunks; ``None`` if none of them is being loaded."""
         if not self._loading or self._loading.keys().isdisjoint(keys):
             return None
         wanted = set(keys)
-        return next(job_id for job_id, load in self._loads.items() if not wanted.isdisjoint(load.handle.keys))
+        return next(
+            job_id
+            for job_id, load in self._loads.items()
+            if job_id not in self._stuck and not wanted.isdisjoint(load.handle.keys)
+        )
 
     def _forget_loading(self, keys: Sequence[OffloadKey]) -> None:
         self.version += 1

@@ -97,6 +97,12 @@ class Loads:
             for load in self._shared.jobs.loads():
                 self._invalid_block_ids |= block_ids.intersection(load.block_ids)
 
+    def end_stuck(self, load: Load) -> None:
+        """Release the pins and blocks of a load that its request has not waited for."""
+        self._invalid_block_ids.difference_update(load.block_ids)
+        load.handle.release()
+        self._shared.holder.release(load.block_ids)
+
     def end(self, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
         """Release the load's pins and blocks. Chunks that could not be read are removed: they are misses from now on."""
         bad_blocks = self._invalid_block_ids.intersection(load.block_ids)

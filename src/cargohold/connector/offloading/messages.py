@@ -56,6 +56,8 @@ class OffloadingMetadata:
         release: ended requests whose blocks no store reads any more; workers report them as ``finished_sending``.
         tier_commands: jobs for the tiers below host memory, to start at once.
         cancelled_tier_jobs: ids of jobs for these tiers that nobody needs any more.
+        given_up_loads: ids of loads that did not end in time. Workers whose copy has not ended report their requests' loads as
+            failed now, and the job when its copy has ended.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -64,6 +66,7 @@ class OffloadingMetadata:
     release: tuple[str, ...] = ()
     tier_commands: tuple[TierCommand, ...] = ()
     cancelled_tier_jobs: tuple[int, ...] = ()
+    given_up_loads: tuple[int, ...] = ()
 
 
 NOTHING_TO_DO = OffloadingMetadata()

@@ -33,7 +33,12 @@ from typing import NamedTuple
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.connector.offloading.jobs import Origins
 from cargohold.connector.offloading.pacing import StepPace
-from cargohold.connector.offloading.recall_plan import chains_to_promote, needed_keys, sources_per_token
+from cargohold.connector.offloading.recall_plan import (
+    chains_to_promote,
+    needed_keys,
+    num_tokens_in_time,
+    sources_per_token,
+)
 from cargohold.connector.offloading.requests import Recall, RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
@@ -91,7 +96,8 @@ class Recalls:
         self._live: list[Recall] = []
         # Those that wait for slots in host memory, first come, first served.
         self._line: list[Recall] = []
-        self._last_step = self._clock()
+        # Within one call time stands still: what was compared with a deadline is not compared with a later time behind it.
+        self._now = self._last_step = self._clock()
         self._num_steps = 0
         self._num_sizes = 0
 
@@ -101,7 +107,7 @@ class Recalls:
         The engine has not asked for them since the last step, or has asked for as many before them as it has places for. So
         they have not spent the time since then waiting for lower tiers.
         """
-        now = self._clock()
+        now = self._now = self._clock()
         self._live = [recall for recall in self._live if not recall.is_over]
         self._line = [recall for recall in self._line if recall.is_in_line and not recall.is_over]
         for recall in self._live:
@@ -146,11 +152,11 @@ class Recalls:
             num_computed_tokens: leading tokens that are on the device.
             limit_tokens: maximum length in tokens of a hit, computed tokens included.
         """
+        now = self._now = self._clock()
         recall = state.recall or self._new_recall(state)
         if recall.is_over:
             return False
         limit_tokens = min(limit_tokens, num_computed_tokens + self._max_tokens(state))
-        now = self._clock()
         if recall.promotion is not None and not recall.promotion.num_running:
             recall.is_over = True
         elif now >= recall.deadline:
@@ -174,7 +180,7 @@ class Recalls:
 
     def _new_recall(self, state: RequestState) -> Recall:
         """Let a request begin to wait."""
-        now, timeout_s = self._clock(), self._lower.config.restore_timeout_s
+        now, timeout_s = self._now, self._lower.config.restore_timeout_s
         recall = state.recall = Recall(
             now,
             deadline=now + timeout_s,
@@ -247,21 +253,20 @@ class Recalls:
             return False
         limit_s = MAX_COMPUTE_RATIO * compute_s
         excuse = f"lower tiers took longer than {limit_s:.3g} s, and computing is expected to take {compute_s:.3g} s"
-        self._bring_forward(recall, self._clock() + limit_s, excuse)
+        self._bring_forward(recall, self._now + limit_s, excuse)
         return True
 
     def _bring_forward(self, recall: Recall, deadline: float, excuse: str) -> None:
         """Let a request wait no longer than until ``deadline``, and note ``excuse`` for it if it stops then."""
         if deadline < recall.deadline:
-            now = self._clock()
             recall.deadline, recall.excuse = deadline, excuse
-            recall.ask_until = min(recall.ask_until, now + MAX_ASKING_PART * (deadline - now))
-            recall.alarm_at = now  # to be set anew
+            recall.ask_until = min(recall.ask_until, self._now + MAX_ASKING_PART * (deadline - self._now))
+            recall.alarm_at = self._now  # to be set anew
 
     def _limit_trial(self, recall: Recall, tiers: Iterable[int], access: Access) -> None:
         """Let a request wait for one step only if jobs for it try whether one of these tiers works again."""
         if any(self._lower.tiers[at].is_tried(access) for at in tiers):
-            self._bring_forward(recall, self._clock(), "lower tiers are only being tried again")
+            self._bring_forward(recall, self._now, "lower tiers are only being tried again")
 
     def _stop_asking(self, recall: Recall, state: RequestState) -> None:
         """Make do with what the tiers have said: from now on, what is not known to be in one of them is not there.
@@ -309,13 +314,13 @@ class Recalls:
 
     def _asking_s(self, recall: Recall) -> float:
         """Return the seconds that a request may still wait for answers. In line for slots, it is on nobody's account."""
-        return (recall.deadline if recall.is_in_line else recall.ask_until) - self._clock()
+        return (recall.deadline if recall.is_in_line else recall.ask_until) - self._now
 
     def _is_time(self, recall: Recall) -> bool:
         """Whether it is time to look again for a request that waits for answers, slots or other requests' chunks."""
         if recall.probes:
             return all(probe.has_ended for probe in recall.probes)
-        return self.is_next_in_line(recall) if recall.is_in_line else self._clock() >= recall.look_again_at
+        return self.is_next_in_line(recall) if recall.is_in_line else self._now >= recall.look_again_at
 
     def is_next_in_line(self, recall: Recall) -> bool:
         """Whether it is the turn of a request that waits for slots in host memory to look whether it can have them."""
@@ -334,14 +339,14 @@ class Recalls:
         return next(waiting, recall) is recall
 
     def _stand_in_line(self, recall: Recall) -> None:
-        recall.look_again_at = self._clock() + LOOK_AGAIN_S
+        recall.look_again_at = self._now + LOOK_AGAIN_S
         if not recall.is_in_line:
             recall.is_in_line = True
             self._line.append(recall)
 
     def _look_again_later(self, recall: Recall) -> None:
         if not recall.probes:
-            recall.look_again_at = self._clock() + LOOK_AGAIN_S
+            recall.look_again_at = self._now + LOOK_AGAIN_S
             self._lower.wake_at(recall.look_again_at)
 
     def _max_tokens(self, state: RequestState) -> int:
@@ -362,14 +367,12 @@ class Recalls:
     def _worth_while(self, recall: Recall, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> _Plan:
         """Return what is worth bringing up for a hit: all of it, a part, or nothing."""
         plan = self._soonest(state, num_computed_tokens, self._plan(state, num_computed_tokens, num_hit_tokens))
-        limit_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, recall.deadline - self._clock())
-        if plan.load_s <= limit_s:
+        limit_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, recall.deadline - self._now)
+        num_in_time = num_tokens_in_time(plan.num_tokens - num_computed_tokens, plan.load_s, limit_s)
+        limit_tokens = num_computed_tokens + num_in_time
+        if limit_tokens == plan.num_tokens:
             return plan
-        # Only as many tokens as are likely to come in time.
-        part = int(limit_s / plan.load_s * (plan.num_tokens - num_computed_tokens))
-        return self._soonest(
-            state, num_computed_tokens, self._cut(state, num_computed_tokens, num_computed_tokens + part)
-        )
+        return self._soonest(state, num_computed_tokens, self._cut(state, num_computed_tokens, limit_tokens))
 
     def _soonest(self, state: RequestState, num_computed_tokens: int, plan: _Plan) -> _Plan:
         """Return ``plan``, the part of it before the chunks of a tier, or nothing: whatever is expected to take least time.

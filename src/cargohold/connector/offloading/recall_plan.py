@@ -38,6 +38,21 @@ def chains_to_promote(
     return chains, first_tokens
 
 
+def num_tokens_in_time(num_tokens: int, load_s: float, limit_s: float) -> int:
+    """Return how many of ``num_tokens`` tokens are likely to be loaded in time, if loading all of them takes ``load_s``.
+
+    All of them if nothing is known of the speed, for which ``load_s`` is 0; none if there is no time left.
+
+    Args:
+        num_tokens: number of tokens, from 0.
+        load_s: estimated seconds to load all of them, from 0.
+        limit_s: seconds that are left; 0 or less once the deadline has passed.
+    """
+    if limit_s <= 0:
+        return 0
+    return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
+
+
 def sources_per_token(
     state: RequestState, sources: Mapping[OffloadKey, int], num_computed_tokens: int, num_hit_tokens: int
 ) -> bytes:

@@ -107,6 +107,7 @@ class RequestState:
         params: the client's parameters.
         keys: offload keys per group.
         next_chunk: per group, the number of the first chunk not offered for storing yet.
+        hit_tokens: number of leading tokens that were on the device, or were loaded, when it was admitted last.
         due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups.
         lookup: the last look-up's answer.
         recall: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
@@ -120,6 +121,7 @@ class RequestState:
     keys: tuple[ChunkKeys, ...]
     next_chunk: list[int]
     due_tokens: int = field(init=False)  # read for every request in every step, and seldom changed
+    hit_tokens: int = 0
     lookup: Lookup | None = None
     recall: Recall | None = None
     was_admitted: bool = False
@@ -159,10 +161,9 @@ class RequestState:
             self.next_chunk[group] = min(self.next_chunk[group], num_tokens // keys.chunk_tokens)
         self._note_due()
 
-    def skip_offers(self, num_tokens: int) -> None:
-        """Do not offer for storing the chunks that lie wholly in the first ``num_tokens`` tokens."""
-        for group, keys in enumerate(self.keys):
-            self.next_chunk[group] = max(self.next_chunk[group], num_tokens // keys.chunk_tokens)
+    def offer_from(self, chunks: Sequence[int]) -> None:
+        """Offer for storing the chunks from these numbers on, one number per group, and none before them."""
+        self.next_chunk[:] = chunks
         self._note_due()
 
     def _note_due(self) -> None:

@@ -93,6 +93,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._stores = make_stores(self._shared, self._requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
+        self._give_up_after_s = environment.give_up_loads_after_s
         self._levels: dict[str, int] = {}
 
     @property
@@ -158,6 +159,8 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the computed ones the tier can give back; loads are asynchronous."""
+        if self._shared.jobs.num_stuck_blocks > self.max_store_blocks:
+            return 0, False  # a load might get stuck, too, and take more blocks out of service
         lookup = self._lookup.find(self._requests[request.request_id], num_computed_tokens)
         if lookup.undecided:
             return None, False
@@ -172,15 +175,13 @@ class OffloadingScheduler(KVConnectorScheduler):
             state.was_admitted = True
             return  # no look-up came before: the load has ended, or the engine did not ask
         # Chunks are marked as used only now that the request is admitted: a look-up may be repeated any number of times.
-        for keys in state.keys:
-            self._shared.manager.touch(keys.keys)
+        num_ready = [self._shared.manager.touch(keys.keys) for keys in state.keys]
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Counter[str] = Counter()
         if num_external_tokens:
             sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
         state.end_recall()
-        if not state.params.do_remote_decode:
-            state.skip_offers(num_hit_tokens)
+        self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = self._lookup.why_no_more(state, lookup.num_computed_tokens, num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
         state.was_admitted = True
@@ -188,21 +189,17 @@ class OffloadingScheduler(KVConnectorScheduler):
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         """Return this step's loads, and the stores of the chunks that its tokens complete.
 
-        Raises ``ContractError`` if the workers have lost a job: its blocks and slots can be released only once they have
-        stopped.
+        Raises ``ContractError`` if a job does not end in time, and its blocks are held by its request alone: they can be
+        released only once the workers have stopped.
         """
-        lost = self._shared.jobs.find_lost(self._shared.config.job_timeout_s)
-        if lost is not None:
-            raise ContractError(
-                self.name, f"its workers did not end job {lost} within {self._shared.config.job_timeout_s:g} s"
-            )
+        given_up = self._give_up_overdue()
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
         loads, release = self._loads.take_planned(), self._take_released()
         if self._lower is None:
-            if not (loads or stores or finish_stores or release):
+            if not (loads or stores or finish_stores or release or given_up):
                 return NOTHING_TO_DO  # most steps
-            return OffloadingMetadata(loads, stores, finish_stores, release)
+            return OffloadingMetadata(loads, stores, finish_stores, release, given_up_loads=given_up)
         tier_commands, cancelled = self._lower.begin_step(step, self._shared.jobs.new_id)
         return OffloadingMetadata(
             loads=loads,
@@ -211,6 +208,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             release=release,
             tier_commands=tier_commands,
             cancelled_tier_jobs=cancelled,
+            given_up_loads=given_up,
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -223,8 +221,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         for job_id, outcome in output.finished.jobs.items():
             if self._lower is not None and self._lower.end(job_id, outcome):
                 continue
+            is_stuck = self._shared.jobs.is_stuck(job_id)
             job = self._shared.jobs.end(job_id)
-            if isinstance(job, Load):
+            if isinstance(job, Load) and is_stuck:
+                self._loads.end_stuck(job)
+            elif isinstance(job, Load):
                 self._loads.end(job, outcome, output)
             elif isinstance(job, Store):
                 self._stores.end(job, outcome)
@@ -242,7 +243,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
         Also whether lower tiers need further steps for a short while; see ``LowerTiers.is_settling``.
         """
-        is_busy = bool(self._shared.jobs or self._lingering) or self._stores.has_pending_work
+        is_busy = bool(self._shared.jobs.num_awaited or self._lingering) or self._stores.has_pending_work
         return is_busy or (self._lower is not None and self._lower.has_pending_work)
 
     # --- on demand ----------------------------------------------------------------------------------------------------
@@ -253,6 +254,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         own = () if events is None else events.take()
         return own if self._lower is None else (*own, *self._lower.take_events())
 
+    def num_stuck_references(self) -> int:
+        """Return the number of references that it holds for copies that did not end in time."""
+        return self._shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
+
     def reset_cache(self) -> bool:
         """Forget every chunk, unless a job is in flight."""
         return not self._shared.jobs and self._shared.manager.reset()
@@ -261,6 +266,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Return counters since the last call."""
         stats, self._shared.stats = dict(self._shared.stats), Counter()
         levels = {"removed_chunks": self.manager.num_removed, "num_ready_chunks": self.manager.num_ready}
+        levels["num_stuck_copies"] = self.jobs.num_stuck
         # Differences, so that the counters of all steps sum up to the level.
         stats |= {
             name: level - before for name, level in levels.items() if level != (before := self._levels.get(name, 0))
@@ -269,6 +275,40 @@ class OffloadingScheduler(KVConnectorScheduler):
         return stats if self._lower is None else {**stats, **self._lower.take_stats()}
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _give_up_overdue(self) -> tuple[int, ...]:
+        """Stop waiting for jobs that have not ended in time; return the loads among them.
+
+        Their blocks and slots stay held until all workers have reported them, however late: a copy may still be at work.
+        """
+        shared = self._shared
+        is_safe = self._give_up_after_s is not None and self.holds_outlive_requests
+        limit_s = shared.config.job_timeout_s
+        if self._give_up_after_s is not None and is_safe:
+            limit_s = min(limit_s, self._give_up_after_s)
+        overdue = shared.jobs.take_overdue(limit_s)
+        if overdue and not is_safe:
+            raise ContractError(self.name, f"its workers did not end job {overdue[0].job_id} within {limit_s:g} s")
+        for job in overdue:
+            self._note_stuck(job, limit_s)
+        return tuple(job.job_id for job in overdue if isinstance(job, Load))
+
+    def _note_stuck(self, job: Load | Store, limit_s: float) -> None:
+        shared = self._shared
+        is_load = isinstance(job, Load)
+        shared.stats["loads_failed" if is_load else "stores_failed"] += 1
+        shared.failures.warning(
+            "a %s of %d blocks did not end within %g s; they and their slots in %s are out of service until it ends",
+            "load" if is_load else "store",
+            len(job.block_ids),
+            limit_s,
+            shared.tier,
+        )
+        if isinstance(job, Load) and (state := self._requests.get(job.request_id)) is not None:
+            num_tokens = len(job.origins.tiers)
+            state.notes.append(
+                f"the load from {shared.tier} did not end within {limit_s:g} s; {num_tokens} tokens are computed instead"
+            )
 
     def _spoil_stores(self, spoiled_requests: AbstractSet[str]) -> None:
         """Give up stores in flight: a step computed with KV that was not there, and its chunks must never be found.

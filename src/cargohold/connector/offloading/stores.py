@@ -16,12 +16,26 @@ from cargohold.connector.offloading.leftovers import Leftovers
 from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
+from cargohold.offload.keys import ChunkKeys
 from cargohold.offload.manager.base import OffloadKey, StoreOffer
 from cargohold.protocol import BlockIds, StepView, TransferOutcome
 
 
 class StorePlanner(Protocol):
     """Decides which chunks are copied down in a step."""
+
+    def begin_request(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> None:
+        """Learn that a request is admitted.
+
+        Args:
+            state: the request.
+            num_ready: number of its leading chunks that the tier has, per group.
+            num_computed_tokens: number of its leading tokens that are on the device.
+            num_hit_tokens: number of its leading tokens that are on the device, or are loaded now.
+        """
+        ...
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield the stores to start after this step's forward pass."""
@@ -68,6 +82,11 @@ class _Offered:
         index = next(iter(self.chunks.values())).index if self.chunks else 0
         return StoreOffer(tuple(self.chunks), self.state.keys[self.group].keys[index - 1] if index else None)
 
+    def num_again(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of these chunks were not computed for the request, because they were on the device."""
+        num_hit = self.state.hit_tokens // self.state.keys[self.group].chunk_tokens
+        return sum(self.chunks[key].index < num_hit for key in keys) if self.first < num_hit else 0
+
     def next_chunk(self, deferred: AbstractSet[OffloadKey]) -> int:
         """Return the number of the chunk to offer next: the first in ``deferred``, or ``end`` if none of these chunks is."""
         waiting = (chunk.index for key, chunk in self.chunks.items() if key in deferred)
@@ -76,6 +95,10 @@ class _Offered:
 
 class EagerStores:
     """Stores chunks as they are computed. All chunks that a step completes go in one job, of whichever requests they are.
+
+    Chunks that were not computed, because the device had them, are stored again if the tier has lost them: as many as it holds,
+    and then no more than are computed. Otherwise a tier smaller than what is hot on the device would be written anew by every
+    request.
 
     Args:
         shared: the state that the connector's parts share.
@@ -86,11 +109,26 @@ class EagerStores:
         self._shared = shared
         self._requests = requests
         self._leftovers = Leftovers()
+        # How many chunks may be stored again.
+        self._allowance = shared.manager.capacity
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether chunks of ended requests are still to be offered."""
-        return len(self._leftovers) > 0
+        """Whether chunks of ended requests are still to be offered. They may wait for ever for what stuck copies hold."""
+        return len(self._leftovers) > 0 and not self._shared.jobs.num_stuck
+
+    def begin_request(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> None:
+        """Offer from the first chunk on that the device has and the tier lacks, or else behind the hit."""
+        if state.params.do_remote_decode:
+            return
+        state.hit_tokens = num_hit_tokens
+        firsts = []
+        for keys, num_leading in zip(state.keys, num_ready, strict=True):
+            first = self._first_hole(keys, num_leading, num_computed_tokens) if self._allowance > 0 else None
+            firsts.append(num_hit_tokens // keys.chunk_tokens if first is None else first)
+        state.offer_from(firsts)
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
@@ -128,6 +166,14 @@ class EagerStores:
         context, num_tokens = self._shared.context, self._num_wanted_tokens(state)
         if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
             self._leftovers.add(state, block_ids, num_tokens, context)
+
+    def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
+        """Return the number of a group's first chunk that the device has and the tier lacks; ``None`` if there is none."""
+        first, end = num_ready, num_computed_tokens // keys.chunk_tokens
+        num_behind = keys.group.num_skipped_tokens(num_computed_tokens) // keys.chunk_tokens
+        if first < num_behind:  # what a window has left behind is not on the device
+            first = num_behind + len(self._shared.manager.lookup_run(keys.keys[num_behind:end]))
+        return first if first < end else None
 
     def _plan_leftovers(self) -> Iterator[StoreJob]:
         assert self._shared.context is not None, "without it there are none"
@@ -200,6 +246,7 @@ class EagerStores:
             return
         by_key: dict[OffloadKey, ChunkBlocks] = {}
         request_ids: set[str] = set()
+        num_again = 0
         placed = frozenset(handle.keys)
         for offer in offered:
             stored = [key for key in offer.chunks if key in placed]
@@ -207,8 +254,12 @@ class EagerStores:
                 continue
             by_key.update(offer.chunks)
             request_ids.add(offer.state.request.request_id)
+            num_again += offer.num_again(stored)
             if self._shared.events is not None:
                 self._shared.events.note_store(offer.state.request, offer.state.keys[offer.group], stored, offer.first)
+        num_computed = len(handle.keys) - num_again
+        self._allowance = min(self._allowance + num_computed - num_again, self._shared.manager.capacity)
+        self._shared.stats["stored_again_chunks"] += num_again
         block_ids, rows = self._shared.places([by_key[key] for key in handle.keys], handle.slots)
         self._shared.holder.hold(block_ids)
         yield start_store(self._shared, Store(self._shared.jobs.new_id(), request_ids, handle, block_ids), rows)

@@ -40,6 +40,8 @@ class OffloadingWorker(KVConnectorWorker):
         self._metadata = NOTHING_TO_DO
         # Requests whose loads have not ended, by job.
         self._waiting: dict[int, str] = {}
+        # Requests whose loads were given up in this step.
+        self._given_up: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._stats: dict[str, float] = {}
 
@@ -60,7 +62,10 @@ class OffloadingWorker(KVConnectorWorker):
             self._running.finish_stores()
 
     def start_load_kv(self) -> None:
-        """Start the loads and the jobs of lower tiers, and cancel jobs of lower tiers that nobody needs any more."""
+        """Start the loads and the jobs of lower tiers; give up loads and cancel jobs of lower tiers that nobody waits for."""
+        for job_id in self._metadata.given_up_loads:
+            if (request_id := self._waiting.pop(job_id, None)) is not None:
+                self._given_up.add(request_id)
         for load in self._metadata.loads:
             self._waiting[load.job_id] = load.request_id
             self._running.submit(CopyJob(load.job_id, Direction.LOAD, load.block_ids, load.rows, load.timeout_s))
@@ -78,16 +83,15 @@ class OffloadingWorker(KVConnectorWorker):
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
         """Return the jobs that ended since the last call, and the requests whose loads they were."""
         results = self._running.poll()
-        if not results and self._tiers is None and not self._metadata.release:
+        if not results and self._tiers is None and not self._metadata.release and not self._given_up:
             return NOTHING_ENDED  # most steps
-        received: set[str] = set()
-        failed: set[str] = set()
+        received, failed, self._given_up = set(self._given_up), self._given_up, set()
         jobs: dict[int, TransferOutcome] = {}
         for result in results:
             jobs[result.job.job_id] = result.outcome
             self._count(result)
-            if result.job.direction is Direction.LOAD:
-                request_id = self._waiting.pop(result.job.job_id)
+            request_id = self._waiting.pop(result.job.job_id, None)
+            if request_id is not None:
                 received.add(request_id)
                 if result.failed_block_ids:
                     self._invalid_block_ids |= result.failed_block_ids

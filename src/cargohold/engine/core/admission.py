@@ -32,6 +32,9 @@ class Admission:
     """Admits waiting requests.
 
     Looks up the device pool first, then asks the connector for more; allocates; tells the connector.
+
+    Attributes:
+        num_deferred_lookups: number of requests that the connector has answered "not yet" so far.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Admission:
         self._roster = roster
         self._connector = connector
         self._clock = clock
+        self.num_deferred_lookups = 0
         # When requests were deferred, by id: those of this step, and those of the step before.
         self._deferred: dict[str, float] = {}
         self._deferred_before: dict[str, float] = {}
@@ -76,6 +80,8 @@ class Admission:
         if request.ask_connector:
             answer, is_async = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
             if answer is None:
+                self.num_deferred_lookups += not request.was_deferred
+                request.was_deferred = True
                 return Verdict.DEFERRED
             num_external = answer
         if is_async:

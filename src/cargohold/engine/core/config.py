@@ -41,3 +41,8 @@ class SchedulerConfig:
     load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
     load_timeout_s: float = 120.0
     emit_events: bool = False
+
+    @property
+    def give_up_loads_after_s(self) -> float:
+        """See ``SchedulerEnvironment``: early enough that a connector that gives a load up is not turned off for it."""
+        return self.load_timeout_s / 2

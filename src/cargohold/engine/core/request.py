@@ -94,6 +94,7 @@ class Request:
         num_first_device_tokens: the same, when it was admitted for the first time.
         num_external_tokens: tokens behind ``num_device_tokens`` that a connector loaded, or is loading, since then.
         ask_connector: whether the connector may be asked for this request; ``False`` after a load for it has failed.
+        was_deferred: whether a connector has told it to ask again.
         finish_reason, error: why the request ended.
     """
 
@@ -116,6 +117,7 @@ class Request:
     num_external_tokens: int = 0
     num_preemptions: int = 0
     ask_connector: bool = True
+    was_deferred: bool = False
     finish_reason: FinishReason | None = None
     error: str | None = None
     block_hashes: list[bytes] = field(default_factory=list)

@@ -108,6 +108,11 @@ class Scheduler:
         return RequestUpdate(request, kv_transfer_params=params, cache_report=report)
 
     @property
+    def num_deferred_lookups(self) -> int:
+        """Requests so far that the connector has told to ask again: they waited for a tier, or for another request's load."""
+        return self._admission.num_deferred_lookups
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
         return len(self._roster)
@@ -186,9 +191,8 @@ class Scheduler:
         assert not self._roster.running and not self._roster.waiting
         self.kv.check()
         pool = self.kv.pool
-        assert pool.num_free_blocks == pool.num_usable_blocks, (
-            f"{pool.num_usable_blocks - pool.num_free_blocks} device blocks are still referenced"
-        )
+        num_used, num_stuck = pool.num_usable_blocks - pool.num_free_blocks, len(self.connector.held_references())
+        assert num_used == num_stuck, f"{num_used} device blocks are referenced, {num_stuck} of them for stuck copies"
 
     # --- deciding -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +227,7 @@ class Scheduler:
 
     def _expects_blocks(self) -> bool:
         """Whether transfers use blocks that will be free, or can be taken back, once they end."""
-        return bool(self._roster.transfers) or self.connector.num_held_references > 0
+        return bool(self._roster.transfers) or self.connector.expects_blocks
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         roster = self._roster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,8 @@ class HFRunners:
         from cargohold.engine.model.parallel import join_ranks  # noqa: PLC0415  # imports torch
 
         device = join_ranks(place, self.device)
-        if place.world_size > 1:
-            _quiet_transformers()  # the loading bars of several processes would write over each other
+        if place.world_size > 1 or sys.stderr is None or not sys.stderr.isatty():
+            _quiet_transformers()  # the loading bars of several processes would write over each other, and fill a log
         return HFModelRunner(self.info, self.layout, device, place.rank)
 
 

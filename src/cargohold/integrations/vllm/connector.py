@@ -394,6 +394,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             emits_events=bool(events is not None and events.enable_kv_cache_events),
             full_hits=all(map(bears_full_hits, layout.groups)),
             keeps_partial_loads=False,
+            # Told by request that a load failed, vLLM frees all of the request's blocks. Told by block, it computes into them.
+            give_up_loads_after_s=None if compat.TransferResults is None else self._settings.adapter.load_timeout_s / 2,
         )
         try:
             check_chunks(self._settings.offload, layout, int(self._vllm_config.model_config.max_model_len))

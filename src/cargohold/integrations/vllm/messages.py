@@ -20,12 +20,14 @@ class StepMessage(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's class, o
         inner: the connector's own message.
         new_loads: requests whose load starts in this step, with the blocks that it fills.
         new_sends: requests that ended, whose blocks the connector keeps.
+        synchronous: those of the new loads that end within this step.
         stop: the connector was turned off: let its transfers end and do without it.
     """
 
     inner: ConnectorMetadata = field(default_factory=EmptyMetadata)
     new_loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     new_sends: tuple[str, ...] = ()
+    synchronous: tuple[str, ...] = ()
     stop: bool = False
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
+from collections.abc import Sequence
+from multiprocessing import parent_process
 from typing import Final
 
 logger = logging.getLogger("vllm.cargohold")  # vLLM shows only loggers below its own name
 
 NAME: Final = "CargoholdConnector"
 MODULE: Final = "cargohold.integrations.vllm.connector"
+
+_REPLACED: Final = (
+    f"--kv-offloading-size makes vLLM use a connector of its own instead of {NAME}, so Cargohold does nothing: leave it out, "
+    'and say in kv_connector_extra_config how much memory Cargohold may use, as "host_bytes": "8GiB"'
+)
 
 _ran_first_at_s: float | None = None
 """When ``register`` ran first in this process, or, if the process was forked since, when it began."""
@@ -40,6 +48,8 @@ def register() -> None:
     """
     global _ran_first_at_s  # noqa: PLW0603  # it is the process's, as the registration is
     _ran_first_at_s = _ran_first_at_s or time.time()
+    if parent_process() is None and is_replaced(sys.argv):
+        logger.error("%s", _REPLACED)
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM is there now
 
@@ -48,3 +58,13 @@ def register() -> None:
         return  # an earlier call did
     except (ImportError, AttributeError, TypeError) as error:
         logger.error("this vLLM takes no connectors by name, so it does not know %s: %s", NAME, error)  # noqa: TRY400  # one line
+
+
+def is_replaced(command: Sequence[str]) -> bool:
+    """Whether a command that names our connector has an option because of which vLLM replaces it by one of its own, silently.
+
+    No code of ours runs once vLLM has done that, and before, the command is all that can be seen of its configuration.
+    """
+    options = [word.replace("_", "-") for word in command]
+    has_size = any(option.split("=")[0] == "--kv-offloading-size" for option in options)
+    return has_size and any(NAME in word for word in command)

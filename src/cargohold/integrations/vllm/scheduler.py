@@ -25,6 +25,7 @@ from cargohold.protocol import (
     CacheReport,
     ConnectorGuard,
     KVCacheLayout,
+    KVConnectorOutput,
     KVConnectorScheduler,
     KVEvent,
     OutputAggregator,
@@ -52,10 +53,12 @@ class _Load:
         since: when it began.
         num_tokens: prompt tokens that were not counted as computed because they are loaded. 0 once a rank has failed the load,
             when they are counted after all, and for a request that was admitted before, whose prompt is counted already.
+        ends_in_step: whether it is over when the workers' step is: the connector called it synchronous.
     """
 
     since: float
     num_tokens: int
+    ends_in_step: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +116,21 @@ class SchedulerSide:
         self._loading: dict[str, _Load] = {}
         self._deferrals = Deferrals(clock)
         self._patience = Patience(clock)
+        # Since when nothing was computed although there are requests and stuck copies hold blocks.
+        self._starved_since: float | None = None
         # Requests that were given blocks for a load and have not run since.
         self._parked: dict[str, SeenRequest] = {}
         # Requests whose load failed: asking again might fail again, for ever.
         self._failed: set[str] = set()
         # By request id, tokens on the device when vLLM last asked.
         self._num_computed: dict[str, int] = {}
+        # Requests for which the connector has just promised a synchronous load.
+        self._synchronous: set[str] = set()
         # Requests whose prompt was counted: after a failed load or a preemption they are admitted again.
         self._admitted: set[str] = set()
         self._new_loads: dict[str, tuple[int, ...]] = {}
         self._new_sends: list[str] = []
+        self._new_synchronous: list[str] = []
         self._stopped_ranks: set[int] = set()
         self._has_seen_request = False
         self._stats: Counter[str] = Counter()
@@ -166,6 +174,7 @@ class SchedulerSide:
         self._parked.pop(request_id, None)
         self._deferrals.forget(request_id)
         self._num_computed.pop(request_id, None)
+        self._synchronous.discard(request_id)
         self._admitted.discard(request_id)
         seen = self._requests.pop(request_id, None)
         if seen is None:
@@ -183,7 +192,11 @@ class SchedulerSide:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded, always asynchronously."""
+        """Tokens that can be loaded, for vLLM always asynchronously.
+
+        vLLM can tell the requests whose asynchronous load failed in any model, those of a synchronous one only in some, and has
+        no synchronous loads of whole prompts. So synchronous loads of a connector are asynchronous ones of one step.
+        """
         request_id = request.request_id
         self._num_computed[request_id] = num_computed_tokens
         if not self._may_load_for(request):
@@ -195,16 +208,15 @@ class SchedulerSide:
             self._stats["deferred_lookups"] += self._deferrals.note(request_id)
             return None, False
         self._deferrals.forget(request_id)
-        if num_tokens and not is_async:
-            self.guard.break_off("wants to load within a step, which the adapter for vLLM does not carry")
-            return 0, False
         is_full_hit = num_computed_tokens + num_tokens == request.num_tokens
         # Of a full hit vLLM drops the last token, too, because it must be computed, and with it the block that ends with it.
         if num_tokens <= self._dropped_tokens * (1 + is_full_hit):
             return 0, False
         if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._parked.values()):
             return None, False  # ask again: for as long as vLLM keeps the parked requests waiting, without a deadline
-        return num_tokens, is_async
+        if num_tokens and not is_async:
+            self._synchronous.add(request_id)
+        return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks allocated for a request, those to be loaded included; count where its prompt comes from."""
@@ -223,7 +235,11 @@ class SchedulerSide:
             return
         tables = block_ids(blocks.blocks)
         if num_external_tokens:
-            self._loading[request_id] = _Load(self._clock(), num_external_tokens if is_first else 0)
+            is_synchronous = request_id in self._synchronous
+            self._synchronous.discard(request_id)
+            self._loading[request_id] = _Load(self._clock(), num_external_tokens if is_first else 0, is_synchronous)
+            if is_synchronous:
+                self._new_synchronous.append(request_id)
             self._parked[request_id] = seen
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
         self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
@@ -231,6 +247,7 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> StepMessage:
         """This step's message to the workers."""
         self._check_deadlines()
+        self._check_room(is_idle=not output.num_scheduled_tokens)
         # While a reset is due, the connector sees no requests and no free blocks, so that it stores nothing: the reset would
         # drop it, and if every step stored something, the connector would always be in use and never be reset.
         is_reset_due = self._resets.is_due()
@@ -242,7 +259,9 @@ class SchedulerSide:
         inner = self.guard.build_connector_meta(Step(output, requests, self.layout, self._tables))
         new_loads, self._new_loads = self._new_loads, {}
         new_sends, self._new_sends = tuple(self._new_sends), []
-        return StepMessage(inner, new_loads, new_sends, stop=self.guard.stop_workers() or self.guard.is_stopping)
+        synchronous, self._new_synchronous = tuple(self._new_synchronous), []
+        stop = self.guard.stop_workers() or self.guard.is_stopping
+        return StepMessage(inner, new_loads, new_sends, synchronous, stop)
 
     def update_connector_output(self, message: WorkerMessage | None, *, step_failed: bool) -> None:
         """Take the ranks' reports of a step.
@@ -269,8 +288,7 @@ class SchedulerSide:
         if step_failed:
             output = replace(output, finished=replace(output.finished, step_failed=True))
         self._stats.update(dict(output.stats))
-        for request_id in output.finished.finished_recving:
-            self._loading.pop(request_id, None)
+        output = self._without_synchronous(output)
         if not output.is_empty():
             self.guard.update_connector_output(output)
         if self.guard.is_winding_up and self._stopped_ranks.issuperset(ranks):
@@ -290,7 +308,7 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will become free soon without a preemption."""
-        return self._context.would_free(self.guard.held_references())
+        return self.guard.expects_blocks and self._context.would_free(self.guard.held_references())
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 
@@ -335,6 +353,15 @@ class SchedulerSide:
         waiting = [seen for seen in self._requests.values() if not seen.own.status.name.startswith("RUNNING")]
         return sorted(waiting, key=lambda seen: seen.own.status.name != "PREEMPTED")
 
+    def _without_synchronous(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        """Note the loads that ended; return the output as the connector expects it, to which synchronous loads need no end."""
+        ended = output.finished.finished_recving
+        loads = {request_id: self._loading.pop(request_id, None) for request_id in ended}
+        own = frozenset(request_id for request_id, load in loads.items() if load is None or not load.ends_in_step)
+        if len(own) == len(ended):
+            return output
+        return replace(output, finished=replace(output.finished, finished_recving=own))
+
     def _note_failed(self, request_ids: AbstractSet[str]) -> None:
         """Note requests whose load failed on a rank. They stay parked: the requests behind them run only after them."""
         self._failed |= request_ids & self._requests.keys()
@@ -352,6 +379,16 @@ class SchedulerSide:
         undecided = self._deferrals.note_step(self._timeout_s)
         if undecided is not None:
             self.guard.break_off(f"did not decide on request {undecided} within {self._timeout_s:g} s")
+
+    def _check_room(self, *, is_idle: bool) -> None:
+        """Turn the connector off if no request fits beside the blocks of its stuck copies."""
+        if not (is_idle and self._requests and self.guard.num_stuck_references()):
+            self._starved_since = None
+        elif self._starved_since is None:
+            self._starved_since = self._clock()
+        elif self._clock() - self._starved_since > self._timeout_s:
+            waiting = f"kept {len(self._requests)} request(s) waiting for {self._timeout_s:g} s"
+            self.guard.break_off(f"{waiting}: copies that do not end hold the blocks that they need")
 
     def _release(self) -> None:
         """Give back all references of the connector. All workers have stopped: nothing reads or writes its blocks any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -73,6 +74,15 @@ def serving(
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             _stop(process)
+
+
+def why_turned_off(log: Path) -> str | None:
+    """Return what an engine's output says of a connector that was turned off, and why; ``None`` if none was.
+
+    The connector is in another process, the log's line says so at once, and vLLM's metrics only with the next step.
+    """
+    found = re.search(r"connector \S+ is turned off: .*", log.read_text(encoding="utf-8", errors="replace"))
+    return None if found is None else found[0]
 
 
 @contextmanager

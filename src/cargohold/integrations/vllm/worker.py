@@ -14,6 +14,7 @@ from cargohold.integrations.vllm.regions import regions_of
 from cargohold.protocol import (
     KVCacheLayout,
     KVConnectorFactory,
+    KVConnectorOutput,
     NullConnectorWorker,
     WorkerConnectorGuard,
     WorkerEnvironment,
@@ -52,6 +53,7 @@ class WorkerSide:
         self._rank = rank
         self._guard = WorkerConnectorGuard(NullConnectorWorker())
         self._guard.stop()  # messages are ignored until the connector is made, and for good if it cannot be made
+        self._layer_names: tuple[str, ...] = ()
         self._message: StepMessage | None = None
         self._has_saved = False
         self._report = RankReport()
@@ -83,6 +85,7 @@ class WorkerSide:
             # are more of them than it will use.
             own = replace(layout, block_bytes=_checked(sum(region.shape[1] for region in regions), layout))
             self._guard = WorkerConnectorGuard(factory.make_worker_side(WorkerEnvironment(own, self._rank, clock)))
+            self._layer_names = tuple(name for group in own.groups for name in group.layer_names)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         except Exception as error:  # whatever it is, vLLM can serve without offloading
@@ -110,15 +113,21 @@ class WorkerSide:
     def start_load(self) -> None:
         """Start the loads. Their blocks are not part of this step's forward pass, so they need not wait for it."""
         self._guard.start_load_kv()
+        if self._message is not None and self._message.synchronous:
+            for name in self._layer_names:
+                self._guard.wait_for_layer_load(name)
 
     def save(self) -> None:
         """The forward pass is over: start the stores."""
         self._has_saved = True
+        if self._guard.listens_to_layers:
+            for name in self._layer_names:
+                self._guard.save_kv_layer(name)
         self._guard.wait_for_save()
 
     def collect(self, finished_req_ids: AbstractSet[str]) -> Ended:
         """The transfers that ended since the last call. Also prepares this step's report for ``build_meta``."""
-        output = self._guard.collect(finished_req_ids)
+        output = self._with_synchronous(self._guard.collect(finished_req_ids))
         error = self._guard.take_error() or self._untold_error
         self._untold_error = None
         stopped = self._message is not None and self._message.stop
@@ -136,6 +145,16 @@ class WorkerSide:
             del self._loading[request_id]
         self._report = RankReport(output, failed, error, stopped)
         return Ended(sent, received, failed, invalid)
+
+    def _with_synchronous(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        """Add the end of the loads that ended within this step: nobody else reports them."""
+        synchronous = () if self._message is None else self._message.synchronous
+        if not synchronous:
+            return output
+        if self._guard.is_stopped:
+            self._failed.update(synchronous)  # maybe before it had loaded them
+        received = output.finished.finished_recving.union(synchronous)
+        return replace(output, finished=replace(output.finished, finished_recving=received))
 
     def build_meta(self) -> WorkerMessage | None:
         """This rank's report; ``None`` if there is nothing to report."""

@@ -158,8 +158,8 @@ class OffloadManager(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> int:
         """Mark chunks that a request uses as used now, and return how many leading ones are ready. Absent ones are ignored.
 
-        ``keys`` are in prefix order, and the last is the request's last chunk. Call it once when a request starts; again, when
-        it ends, if it ran for long.
+        ``keys`` are in prefix order, and the last is the request's last chunk. Called each time that a request is admitted, and
+        never by a look-up, which may be repeated any number of times.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,11 +26,11 @@ RUN_BYTES = 4 * 1024**2
 """Maximum number of bytes copied at a time: a load waits for a store under way only as long as one such copy takes."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pending:
     job: CopyJob
     submitted: float
-    runs: Iterator[tuple[int, int, int]] = field(init=False)
+    runs: Iterator[tuple[int, int, int]] | None = None
     started: bool = False
 
 
@@ -69,10 +69,14 @@ class CpuTransferWorker(TransferWorker):
             self._changed.notify_all()
 
     def poll(self) -> list[CopyResult]:
-        """Return the results since the last call. If the thread has died, all its jobs are among them, as failed."""
+        """Return the results since the last call. If the thread has died, all its jobs are among them, as failed.
+
+        Jobs past their timeouts are abandoned here, too: the copy that the thread is busy with may never end.
+        """
         with self._changed:
             if not self._thread.is_alive():
                 self._end_all(TransferOutcome.FAILED)
+            self._abandon_late()
             results = list(self._results)
             self._results.clear()
         return results
@@ -116,16 +120,15 @@ class CpuTransferWorker(TransferWorker):
                     return None
                 if pending is None:
                     self._changed.wait()
-                elif not pending.started and self._clock() - pending.submitted > pending.job.timeout_s:
-                    self._queues[pending.job.direction].popleft()
-                    self._end(pending, TransferOutcome.ABANDONED)
+                elif self._is_late(pending):
+                    self._abandon_late()
                 else:
+                    pending.started = True
                     return pending
 
     def _advance(self, pending: _Pending) -> bool:
         """Copy the next run of rows; return whether none was left."""
-        if not pending.started:
-            pending.started = True
+        if pending.runs is None:
             pending.runs = consecutive_runs(pending.job.block_ids, pending.job.rows, self._max_run)
         run = next(pending.runs, None)
         if run is None:
@@ -149,6 +152,15 @@ class CpuTransferWorker(TransferWorker):
     def _end(self, pending: _Pending, outcome: TransferOutcome) -> None:
         self._results.append(CopyResult(pending.job, outcome, frozenset(), self._clock() - pending.submitted))
         self._changed.notify_all()
+
+    def _is_late(self, pending: _Pending) -> bool:
+        return not pending.started and self._clock() - pending.submitted > pending.job.timeout_s
+
+    def _abandon_late(self) -> None:
+        for queue in self._queues.values():
+            for pending in [pending for pending in queue if self._is_late(pending)]:
+                queue.remove(pending)
+                self._end(pending, TransferOutcome.ABANDONED)
 
     def _end_all(self, outcome: TransferOutcome) -> None:
         for queue in self._queues.values():

@@ -6,25 +6,38 @@
     store stream     |            waits for it --->| copies of step n's stores
     load stream      | copies of loads (into blocks that nobody reads or writes before they have arrived)
 
-The thread that enqueues copies waits neither for them nor for the model: see ``block_copies``.
+The thread that enqueues copies waits neither for them nor for the model: see ``block_copies``. Requests wait for loads, but
+nobody waits for stores, so the load stream has the higher priority.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from cargohold.offload.tier.host import HostMemory
 from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.offload.transfer.block_copies import BUFFER_BYTES, BlockCopies, DirectCopies, StagedCopies
+from cargohold.offload.transfer.block_copies import (
+    BUFFER_BYTES,
+    BlockCopies,
+    DirectCopies,
+    StagedCopies,
+    num_buffer_rows,
+)
+from cargohold.offload.transfer.links import Link, cuda_links, fastest_link
 from cargohold.offload.transfer.page_locks import PageLocks
 from cargohold.protocol import Clock, TransferOutcome
 
 logger = logging.getLogger(__name__)
+
+_PRIORITIES = {Direction.LOAD: -1, Direction.STORE: 0}
+"""Of streams: a lower number is served first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +74,14 @@ class CudaTransferWorker(TransferWorker):
     ) -> None:
         self._clock = clock
         self._device = regions[0].device
-        self._locks = PageLocks(memory.rows, self._lock_pages, _unlock_pages)
-        self._lanes = {direction: self._lane(regions, memory, buffer_bytes) for direction in Direction}
+        self._locks = PageLocks(memory.rows, partial(lock_pages, self._device), unlock_pages)
+        rows = torch.from_numpy(memory.rows)
+        links = cuda_links(rows, self._locks, self._device)
+        chosen = fastest_link(links, min(len(rows), self._locks.piece_rows), memory.row_bytes, self._measure)
+        num_rows = num_buffer_rows(buffer_bytes, memory.row_bytes, len(rows))
+        self._lanes = {
+            direction: self._lane(regions, chosen[direction], direction, num_rows) for direction in Direction
+        }
         self._results: list[CopyResult] = []
 
     def submit(self, job: CopyJob) -> None:
@@ -105,11 +124,22 @@ class CudaTransferWorker(TransferWorker):
             self._drain(lane)
         self._locks.close()
 
-    def _lane(self, regions: Sequence[torch.Tensor], memory: HostMemory, buffer_bytes: int) -> _Lane:
-        stream = torch.cuda.Stream(self._device)
+    def _lane(self, regions: Sequence[torch.Tensor], link: Link, direction: Direction, num_rows: int) -> _Lane:
+        stream = torch.cuda.Stream(self._device, priority=_PRIORITIES[direction])
         if len(regions) == 1:
-            return _Lane(stream, DirectCopies(regions[0], memory, self._locks))
-        return _Lane(stream, StagedCopies(regions, memory, self._locks, buffer_bytes))
+            return _Lane(stream, DirectCopies(regions[0], link))
+        return _Lane(stream, StagedCopies(regions, link, num_rows))
+
+    def _measure(self, link: Link, direction: Direction, rows: Sequence[int]) -> float:
+        """Seconds that a link takes to carry rows from or to memory of the device that nobody uses."""
+        width = link.row_bytes
+        scratch = torch.empty((len(rows), width), dtype=torch.uint8, device=self._device)
+        torch.cuda.synchronize(self._device)
+        started = time.perf_counter()
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            link.copy(direction, scratch, range(len(rows)), rows)
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
 
     def _drain(self, lane: _Lane) -> None:
         """Wait until nothing enqueued on a lane's stream reads or writes any more, and end all its jobs."""
@@ -129,12 +159,15 @@ class CudaTransferWorker(TransferWorker):
     def _end(self, job: CopyJob, submitted: float, outcome: TransferOutcome) -> None:
         self._results.append(CopyResult(job, outcome, frozenset(), self._clock() - submitted))
 
-    def _lock_pages(self, address: int, num_bytes: int) -> str | None:
-        # A failure stays the last error of the thread that called this, and would be taken for an error of its next kernel.
-        with torch.cuda.device(self._device):
-            error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-        return f"CUDA error {error}" if error else None
+
+def lock_pages(device: torch.device, address: int, num_bytes: int) -> str | None:
+    """Lock pages of host memory for all devices. Returns why that failed, or ``None``."""
+    # A failure stays the last error of the thread that called this, and would be taken for an error of its next kernel.
+    with torch.cuda.device(device):
+        error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+    return f"CUDA error {error}" if error else None
 
 
-def _unlock_pages(address: int) -> None:
+def unlock_pages(address: int) -> None:
+    """Unlock the pages that were locked from this address on."""
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -11,7 +11,7 @@ import logging
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import gcd
 from typing import Final
 
@@ -52,7 +52,7 @@ class PageLocks:
         num_rows, row_bytes = rows.shape
         # The smallest number of rows that ends where a page ends.
         unit = mmap.PAGESIZE // gcd(mmap.PAGESIZE, row_bytes)
-        self._piece_rows = unit * max(1, piece_bytes // (unit * row_bytes))
+        self._piece_rows: int = unit * max(1, piece_bytes // (unit * row_bytes))
         self._row_bytes, self._end = row_bytes, rows.nbytes
         self._address = rows.ctypes.data
         self._lock, self._unlock = lock, unlock
@@ -80,6 +80,22 @@ class PageLocks:
             yield row, stop - row, self._is_locked(piece)
             row = stop
 
+    @property
+    def piece_rows(self) -> int:
+        """Number of rows that are locked together; the last piece may have fewer."""
+        return self._piece_rows
+
+    def all_locked(self, rows: Iterable[int]) -> bool:
+        """Return whether the pages of all of these rows are locked. Waits as ``parts`` does, and raises what it raises."""
+        return all(self._is_locked(piece) for piece in {row // self._piece_rows for row in rows})
+
+    def lock_first(self) -> bool:
+        """Lock the first piece and nothing ahead of it, wait for that, and return whether it is locked.
+
+        For the time when nothing is copied yet: an engine may be capturing graphs soon, and no page may be locked meanwhile.
+        """
+        return (self._states[0] or self._wait_for(0, num_ahead=0)) == _LOCKED
+
     def close(self) -> None:
         """Stop the thread, and unlock all pages. No copy may be under way."""
         with self._changed:
@@ -97,10 +113,10 @@ class PageLocks:
             state = self._wait_for(piece)
         return state == _LOCKED
 
-    def _wait_for(self, piece: int) -> int:
+    def _wait_for(self, piece: int, num_ahead: int = _NUM_AHEAD) -> int:
         with self._changed:
             self._wanted.append(piece)
-            self._end_ahead = max(self._end_ahead, piece + 1 + _NUM_AHEAD)
+            self._end_ahead = max(self._end_ahead, piece + 1 + num_ahead)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._states[piece] != _UNKNOWN or self._is_closed, _MAX_WAIT_S)
             if self._states[piece] == _UNKNOWN:

@@ -8,6 +8,7 @@ from cargohold.simulation.oracles.patience import PatienceOracle
 from cargohold.simulation.oracles.requests import Expectation, RequestOracle
 from cargohold.simulation.oracles.stats import StatsOracle
 from cargohold.simulation.oracles.tiers import LimitOracle, TierOracle
+from cargohold.simulation.oracles.wishes import WishOracle
 
 __all__ = [
     "ContainmentOracle",
@@ -23,4 +24,5 @@ __all__ = [
     "RequestOracle",
     "StatsOracle",
     "TierOracle",
+    "WishOracle",
 ]

@@ -76,6 +76,7 @@ class CopyOracle(Oracle):
         self._copies = engine.copies
         self._pool = engine.scheduler.kv.pool
         self._holds = holds
+        self._connector = engine.scheduler.connector
         self._guards = guards_of(engine.scheduler.connector)
         self._num_broken = 0
         self._is_stopping = False
@@ -99,9 +100,11 @@ class CopyOracle(Oracle):
                 copies.check_free(free, "there is in the free queue")
 
     def at_end(self) -> None:
-        """No block is being copied any more."""
+        """No block is being copied any more, but for those that stuck copies keep out of service."""
+        held = set(self._connector.held_references())
         for copies in self._copies:
-            self.require(not copies.num_jobs, f"blocks {sorted(copies.block_ids())} are still being copied")
+            left = sorted(copies.block_ids() - held)
+            self.require(not left, f"blocks {left} are still being copied, and not held for that")
 
     def _allocate_watched(self, num_blocks: int) -> Sequence[KVCacheBlockView]:
         blocks = self._allocate(num_blocks)

@@ -143,9 +143,8 @@ class SchedulerView:
         assert not scheduler.requests, f"vLLM still knows {sorted(scheduler.requests)}"
         assert not (scheduler.running or scheduler.waiting or scheduler.kv_holding_waiting)
         self.kv.check()
-        assert pool.num_free_blocks == pool.num_usable_blocks, (
-            f"{pool.num_usable_blocks - pool.num_free_blocks} device blocks are still referenced"
-        )
+        num_used, num_stuck = pool.num_usable_blocks - pool.num_free_blocks, len(self.connector.held_references())
+        assert num_used == num_stuck, f"{num_used} device blocks are referenced, {num_stuck} of them for stuck copies"
 
     def _watched(self, take: Callable[[], Any], medium: str) -> Callable[[], Any]:
         """Wrap ``take`` so that events taken are noted here, too. ``medium`` is for vLLM's event of a cleared medium."""

@@ -1,0 +1,22 @@
+"""Benchmarks that need vLLM, at tiny sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import generating
+from cargohold.connector.offloading import OffloadingScheduler
+
+
+def test_generating() -> None:
+    (row,) = generating.run(quick=True)["rows"]
+    assert set(row["generating_us_per_step"]) == set(generating.CONTENDERS)
+
+
+def test_generating_fails_at_once_when_the_connector_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(OffloadingScheduler, "get_num_new_matched_tokens", fails)
+    with pytest.raises(RuntimeError, match="cargohold was turned off"):
+        generating.run(quick=True)
