@@ -16,10 +16,12 @@ from cargohold.connector.lazy.scout import FreeQueueScout
 from cargohold.engine.core.context import EngineContext
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
+from cargohold.offload.manager import TierManager
 from cargohold.offload.transfer import CopyResult, Direction
 from cargohold.protocol import NULL_CONNECTOR, Clock, KVConnectorFactory, SchedulerEnvironment, TransferOutcome
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.simulation.transfers import HeldTransfers
+from tests.conformance.oldest_ends import OldestEnds
 from tests.connector.common import alone, evict_everything, finish, prompt
 
 
@@ -185,12 +187,19 @@ def test_without_a_view_of_the_pool_it_turns_itself_off() -> None:
     [
         ({"host_bytes": "lots"}, "host_bytes='lots'"),
         ({"host_bytes": "1GiB", "lookahead_blocks": 0}, "lookahead_blocks=0"),
+        ({"host_bytes": "1GiB", "policy": "best"}, "policy='best'"),
         ({"host_bytes": "1GiB", "max_inflight_fraction": 2}, "max_inflight_fraction=2"),
     ],
 )
 def test_impossible_options_are_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         LazyOffloadConfig(**options)
+
+
+def test_host_memory_has_the_policy_that_the_options_name() -> None:
+    config = LazyOffloadConfig(host_bytes="1MiB", policy="tests.conformance.oldest_ends:OldestEnds")
+    side = LazyOffloadingFactory(config).make_scheduler_side(SchedulerEnvironment(simulated_layout(20), lambda: 0.0))
+    assert isinstance(side._shared.manager, TierManager) and isinstance(side._shared.manager.policy, OldestEnds)
 
 
 def test_it_needs_a_prefix_cache_to_keep_what_that_evicts() -> None:

@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], key: str) ->
         ({"mode": "multi", "connectors": [{"host_bytes": 1}], "recrod": "x"}, "did you mean record"),
         ({"colour": "red"}, "there are blocks_per_chunk, host_bytes, if_unsupported, .* mode, "),
         ({"host_bytes": 1, "lookahead_blocks": 3}, "an option of mode=lazy, and this is eager"),
-        ({"mode": "lazy", "host_bytes": 1, "policy": "lru"}, "an option of mode=eager, and this is lazy"),
+        ({"mode": "lazy", "host_bytes": 1, "blocks_per_chunk": 2}, "an option of mode=eager, and this is lazy"),
     ],
 )
 def test_the_refusal_says_what_there_is(options: dict[str, Any], expected: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cargohold.cache.policies.recency import LRUPolicy
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.errors import ConfigError
 from cargohold.offload.tier import TierConfig
@@ -22,6 +23,8 @@ class LazyOffloadConfig:
     Attributes:
         host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
         lookahead_blocks: number of blocks ahead of eviction that are kept safe. By default twice what one step can allocate.
+        policy: what host memory evicts; see ``OffloadConfig``. Blocks come without the blocks before them, so a policy that
+            learns from prefixes has little to learn.
         max_inflight_fraction: fraction of the device pool that stores in flight may hold.
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
         job_timeout_s: nobody waits longer for a transfer to end on all workers, nor than half of the engine's
@@ -34,6 +37,7 @@ class LazyOffloadConfig:
 
     host_bytes: int | str
     lookahead_blocks: int | None = None
+    policy: str = LRUPolicy.name
     max_inflight_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
     job_timeout_s: float = 120.0
@@ -51,6 +55,7 @@ class LazyOffloadConfig:
         """Return the options that eager offloading has too, checked."""
         return OffloadConfig(
             host_bytes=self.host_bytes,
+            policy=self.policy,
             max_inflight_fraction=self.max_inflight_fraction,
             transfer_timeout_s=self.transfer_timeout_s,
             job_timeout_s=self.job_timeout_s,

@@ -24,8 +24,8 @@ _NAME: Final = "lazy"
 class LazyOffloadingFactory:
     """Makes the lazy offloading connector. Satisfies ``cargohold.protocol.KVConnectorFactory``.
 
-    Loads and the worker side are those of the eager connector. What differs is which blocks are stored, and that host memory is
-    managed by a block pool like the device's.
+    Loads, the worker side and the manager of host memory are those of the eager connector. What differs is which blocks are
+    stored, and when.
 
     Attributes:
         config: options.
@@ -41,7 +41,7 @@ class LazyOffloadingFactory:
             )
         common = self.config.common()
         num_slots = OffloadingFactory(common).num_slots(environment.layout)
-        host = make_manager("lru", num_slots, record_events=environment.emits_events)
+        host = make_manager(common.policy, num_slots, record_events=environment.emits_events)
         scheduler = scheduler_side(
             common,
             environment,
