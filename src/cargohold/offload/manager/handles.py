@@ -11,6 +11,8 @@ from cargohold.offload.manager.base import OffloadKey
 class _Handle:
     """Chunks in slots, and the moves of the handle so far, for errors."""
 
+    __slots__ = ("_history", "keys", "slots")
+
     def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], history: tuple[str, ...]) -> None:
         self.keys = keys
         self.slots = slots
@@ -33,6 +35,8 @@ class SlotReservation(_Handle):
         deferred: chunks to be offered again.
         end: called once, when the handle is given back, with the handle and whether the chunks were written.
     """
+
+    __slots__ = ("_end", "deferred")
 
     def __init__(
         self,
@@ -64,6 +68,8 @@ class ChunkPins(_Handle):
         slots: their slots, parallel to ``keys``.
         end: called once, when the handle is given back, with the handle and the corrupt chunks.
     """
+
+    __slots__ = ("_end",)
 
     def __init__(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], end: Callable[[ChunkPins, Sequence[OffloadKey]], None]
