@@ -171,7 +171,7 @@ def _check_fits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: 
             raise ConfigError("answer_tokens", answer_tokens, expected)
         reason = f"the longest conversation has about {longest:,} tokens, and it is for at most {info.max_positions:,}"
         raise UnsupportedModelError(info.name, reason)
-    if longest > llm.engine.limits.max_model_len:
+    if longest > llm.plan.scheduler.max_model_len:
         needed = -(-longest // config.block_tokens) + 1
         expected = f"the longest conversation alone needs about {needed} blocks"
         raise ConfigError("num_device_blocks", config.num_device_blocks, expected)
