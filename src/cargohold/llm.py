@@ -166,6 +166,7 @@ class LLM(BaseLLM):
             if asked:
                 self._engine.submit(asked, mailbox)
             while not mailbox.is_done:
+                self._engine.check_process()
                 arrived.get()
                 yield from mailbox.take()
         finally:

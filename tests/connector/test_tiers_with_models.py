@@ -137,7 +137,7 @@ def test_weights_that_were_replaced_after_they_were_loaded_are_refused_tiers(
         return info
 
     with monkeypatch.context() as training:
-        training.setattr("cargohold.llm.describe_model", replaced_meanwhile)
+        training.setattr("cargohold.base_llm.describe_model", replaced_meanwhile)
         with pytest.raises(ConfigError, match="changed or replaced while the engine started"):
             LLM(model, offload=offload(tiers), **OPTIONS, **workers)
     assert not list((tmp_path / "kv").rglob("shard.json"))
@@ -254,7 +254,7 @@ def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # whic
     tiny_model: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("cargohold.base_llm.make_executor", lambda *_: pytest.fail("a worker was started"))
     config = kind(host_bytes="16MiB", tiers=[replace(disk(tmp_path), **option)])
     with pytest.raises(ConfigError) as caught:
         LLM(tiny_model("llama"), offload=[config], **OPTIONS)
@@ -265,7 +265,7 @@ def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # whic
 def test_stores_that_cannot_be_are_refused_before_the_weights_are_loaded(
     url: str, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("cargohold.base_llm.make_executor", lambda *_: pytest.fail("a worker was started"))
     with pytest.raises(ConfigError) as caught:
         LLM(tiny_model("llama"), offload=offload(SharedTierConfig(url=url)), **OPTIONS)
     assert caught.value.key == "url"

@@ -225,9 +225,13 @@ class EngineThread:
         if error is not None:
             raise error
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def check_process(self) -> None:
+        """Raise ``EngineDeadError`` in a process that was forked: it has no such thread, and would wait for ever."""
         if os.getpid() != self._process:
             raise EngineDeadError(f"this LLM belongs to process {self._process}; make one in each process")
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self.check_process()
         if threading.current_thread() is self._thread:  # a connector, or a prompt of the caller's own class
             raise RequestError("the engine cannot wait for itself: ask it from another thread")
         self._commands.put(command)
@@ -273,10 +277,10 @@ class EngineThread:
         pause_s: float | None = None
         while not self._is_closing:
             self._obey(pause_s)
-            if self._engine.has_work():
-                self._deliver(self._engine.step())
-            self._answer_settled()
+            outputs = self._engine.step() if self._engine.has_work() else []
             self.status = self._engine.status()
+            self._deliver(outputs)
+            self._answer_settled()
             pause_s = self._pause_after_step(pause_s)
 
     def _pause_after_step(self, before: float | None) -> float | None:
