@@ -136,6 +136,7 @@ def _visits(
     def ask(messages: list[dict[str, str]]) -> Answer:
         output = llm.chat(messages, sampling)
         require_offloading(llm)
+        llm.settle()  # what it writes must not slow the other engine down
         return Answer(output.text, output.token_ids, output.metrics)
 
     yield from visits(conversations, ask, tick)
