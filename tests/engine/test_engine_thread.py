@@ -303,17 +303,13 @@ def test_close_waits_for_writes_no_longer_than_it_may(make: MakeLLM, watched: Wa
 def test_close_lets_writes_end(make: MakeLLM, watched: Watched) -> None:
     llm = make(shutdown_timeout_s=PATIENCE_S)
     watched.is_writing = True
-    with held(llm), ThreadPoolExecutor(1) as threads:
-        closing = threads.submit(llm.close)
-        wait_for_posts(llm, 1)
-        watched.batches.clear()
 
-        def end_writing() -> None:
-            watched.is_writing = False
+    def end_writing_after_five_steps() -> None:
+        watched.is_writing = len(watched.batches) < 5
+        watched.act = end_writing_after_five_steps
 
-        watched.act = end_writing
-        threads.submit(lambda: None)
-    closing.result(PATIENCE_S)
+    watched.act = end_writing_after_five_steps
+    llm.close()
     assert not watched.is_writing
 
 
@@ -336,7 +332,7 @@ def test_what_is_posted_while_the_engine_ends_is_answered(make: MakeLLM) -> None
     llm = make()
     with ThreadPoolExecutor(2) as threads, held(llm):
         llm._engine.start_closing()
-        late = [threads.submit(llm.generate, PROMPT), threads.submit(llm.settle)]
+        late: list[Future[Any]] = [threads.submit(llm.generate, PROMPT), threads.submit(llm.settle)]
         wait_for_posts(llm, 3)
     assert isinstance(late[0].exception(PATIENCE_S), EngineDeadError)
     assert late[1].exception(PATIENCE_S) is None or isinstance(late[1].exception(), EngineDeadError)

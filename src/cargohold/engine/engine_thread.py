@@ -168,6 +168,7 @@ class EngineThread:
         except Exception:
             raise
         except BaseException:  # Ctrl-C, which only the main thread gets
+            self.start_closing()  # if it has just started
             interrupt_thread(self._thread)
             self._thread.join(_INTERRUPTED_START_S)
             raise
