@@ -256,6 +256,10 @@ def test_an_error_of_a_step_reaches_everybody_who_waits(
     make: MakeLLM, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
+        calls.extend(
+            [threads.submit(llm.generate, PROMPT), threads.submit(llm.settle), threads.submit(llm.reset_cache)]
+        )
+        wait_for_posts(llm, 3)
         raise ValueError("of the model")
 
     llm = make()
@@ -263,17 +267,18 @@ def test_an_error_of_a_step_reaches_everybody_who_waits(
     stream = llm.stream(PROMPT, LONG)
     next(stream)
     calls: list[Future[Any]] = []
-    with ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(6) as threads:
         with held(llm):
             monkeypatch.setattr("cargohold.engine.model.hf_runner.HFModelRunner.execute", fail)
             calls += [threads.submit(llm.generate, PROMPT), threads.submit(llm.generate, [PROMPT, PROMPT])]
             calls += [threads.submit(lambda: list(stream))]
             wait_for_posts(llm, 2)
+        calls[0].exception(PATIENCE_S)  # by then, the others have been asked
         errors = [call.exception(PATIENCE_S) for call in calls]
     with pytest.raises(EngineDeadError) as later:
         llm.stats()
     errors.append(later.value)
-    assert len({id(error) for error in errors}) == 4, "each adds its own traceback"
+    assert len({id(error) for error in errors}) == 7, "each adds its own traceback"
     for error in errors:
         assert isinstance(error, EngineDeadError)
         assert str(error) == "a step failed, the engine has stopped: of the model"

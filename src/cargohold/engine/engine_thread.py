@@ -236,9 +236,8 @@ class EngineThread:
         if threading.current_thread() is self._thread:  # a connector, or a prompt of the caller's own class
             raise RequestError("the engine cannot wait for itself: ask it from another thread")
         self._commands.put(command)
-        if (
-            self._end is not None
-        ):  # looked at afterwards: the thread says that it ends before it looks for the last time
+        # Looked at afterwards: the thread says that it ends before it looks at its commands for the last time.
+        if self._end is not None:
             raise self._death()
 
     def _death(self) -> EngineDeadError:
@@ -364,11 +363,11 @@ class EngineThread:
         self._receivers.clear()
         for mailbox in mailboxes.values():
             mailbox.fail(self._death())
+        for _ in range(self._commands.qsize()):
+            self._commands.get()()
         questions, self._settling = self._settling, []
         for question in questions:
             self._answer(question)
-        for _ in range(self._commands.qsize()):
-            self._commands.get()()
 
     def _stop(self) -> None:
         """Let transfers end, for ``shutdown_timeout_s`` at most, and stop the engine."""
