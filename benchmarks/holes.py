@@ -34,8 +34,8 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     TransferOutcome,
 )
-from cargohold.replay.workload import load_workload
 from cargohold.replay.traces import read_trace
+from cargohold.replay.workload import load_workload
 from cargohold.simulation.run import quiet_logging
 
 Requests: TypeAlias = Sequence[Sequence[int]]

@@ -227,14 +227,15 @@ class LLMEngine:
         return {**self._stats, **({"deferred_lookups": num_deferred} if num_deferred else {})}
 
     def status(self) -> EngineStatus:
-        """How busy the engine is."""
-        pool = self.scheduler.kv.pool
+        """How busy the engine is, and whether its connector works."""
+        pool, broken = self.scheduler.kv.pool, self.scheduler.connector.broken
         return EngineStatus(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_loading=self.scheduler.num_loading,
             num_blocks=pool.num_usable_blocks,
             num_free_blocks=pool.num_free_blocks,
+            connector_error=None if broken is None else str(broken),
         )
 
     def shutdown(self) -> None:
