@@ -1,7 +1,7 @@
 """A spec for vLLM's own offloading connector whose worker copies on a CPU, which vLLM's specs do not.
 
-Everything that decides is vLLM's: the connector, its scheduler side and its manager. The copies are made at once, with numpy, in
-the step that asks for them: on a CPU that is the quickest way for the request that waits.
+Everything that decides is vLLM's: the connector, its scheduler side and its manager. The copies are made at once, with numpy,
+in the step that asks for them: on a CPU that is the quickest way for the request that waits.
 """
 
 from __future__ import annotations
