@@ -20,7 +20,7 @@ ENGINES = {"own process": "1", "in process": "0"}
 """Where vLLM's engine runs, and the value of ``VLLM_ENABLE_V1_MULTIPROCESSING`` for it."""
 
 QUICK = Workload(conversations=4, in_pool=1, context_tokens=420, question_tokens=24, answer_tokens=8, revisits=1)
-FULL = Workload(conversations=8, revisits=4)
+FULL = Workload(conversations=8)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
