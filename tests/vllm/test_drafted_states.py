@@ -19,8 +19,8 @@ from tests.vllm.test_speculation import acceptance
 
 PROMPT_TOKENS, ANSWER_TOKENS = 250, 160
 FOLLOW_UP_TOKENS = 8
-"""A wrong state shows in the first token. After a dozen, vLLM's own device hits differ too, on processors without AVX-512, by the
-block that they go on from: in bfloat16, what is computed behind it is rounded otherwise."""
+"""A wrong state shows in the first token. After a dozen, vLLM's own device hits differ too on processors without AVX-512, by
+the block that they go on from: in bfloat16, what is computed behind it is rounded otherwise."""
 
 
 @pytest.mark.skipif(probe.vllm_version() != (0, 32), reason="what vLLM's CPUs lack was written for vLLM 0.32")
