@@ -56,6 +56,7 @@ bench-vllm: $(VENV)/.dev $(VENV)/.demo $(VLLM_VENV)/.installed $(LMCACHE_VENV)/.
 	$(VLLM_VENV)/bin/python -m benchmarks bookkeeping $(ARGS)
 	$(VLLM_VENV)/bin/python -m benchmarks generating $(ARGS)
 	$(BIN)/python -m benchmarks vllm $(ARGS)
+	$(BIN)/python -m benchmarks vllm_load $(ARGS)
 
 gpu-packages: ## Fetch what a machine with CUDA's PyTorch, transformers and pytest may lack, for its Python: FOR=3.12
 	$(PYTHON) -m pip --quiet install --constraint constraints.txt --no-deps --upgrade --target $(GPU_PACKAGES) --only-binary :all: \

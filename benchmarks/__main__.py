@@ -27,6 +27,7 @@ NAMES = (
     "gpu",
     "generating",
     "vllm",
+    "vllm_load",
 )
 
 

@@ -23,7 +23,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     plain = AutoModelForCausalLM.from_pretrained(locate_model(MODEL), dtype=torch.float32).eval()
     # Few blocks, so that they are used again and again: the first touch of memory takes time of the system, not of the engine.
     with LLM(MODEL, dtype="float32", prefix_caching=False, num_device_blocks=160) as llm:
-        vocab = llm.engine.limits.vocab_size
+        vocab = llm.plan.info.vocab_size
         single = [
             _compare(plain, llm, [generator.randrange(vocab) for _ in range(length)], num_decodes, repeats)
             for length in lengths

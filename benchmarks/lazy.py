@@ -52,7 +52,10 @@ def _measure(
 ) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     with LLM(MODEL, num_device_blocks=num_blocks, block_tokens=BLOCK_TOKENS, offload=offload) as llm:
-        outputs = [llm.generate(prompt, sampling)[0] for prompt in visits]
+        outputs = []
+        for prompt in visits:
+            outputs += llm.generate(prompt, sampling)
+            llm.settle()
         require_offloading(llm)
         stats = llm.stats()
         mib = llm.plan.layout.block_bytes / 2**20

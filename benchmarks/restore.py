@@ -36,6 +36,7 @@ def _measure(length: int, repeats: int) -> dict[str, Any]:
         with LLM(MODEL, **options) as plain, LLM(MODEL, **options_with_disk) as offloading:
             for context in contexts:
                 offloading.generate([context], SAMPLING)
+                offloading.settle()
             for at in range(repeats):
                 context = contexts[at % len(contexts)]
                 plain.generate([contexts[(at + 1) % len(contexts)]], SAMPLING)
@@ -72,6 +73,7 @@ class Visits:
         """Ask once. Asserts that the context came from where ``name`` says."""
         output = llm.generate([context], SAMPLING)[0]
         require_offloading(llm)
+        llm.settle()
         metrics, least = output.metrics, self._length - BLOCK_TOKENS - 1
         assert metrics.ttft_s is not None
         match name:

@@ -172,13 +172,16 @@ class Engine:
 
 
 @contextmanager
-def running(contender: Contender, options: Mapping[str, Any], log: Path) -> Iterator[Engine]:
+def running(
+    contender: Contender, options: Mapping[str, Any], log: Path, environment: Mapping[str, str]
+) -> Iterator[Engine]:
     """Start a contender, without waiting until it can be asked; stop it and all its processes at the end.
 
     Args:
         contender: the contender.
         options: options of vLLM's ``LLM``.
         log: file for its output other than answers.
+        environment: environment variables besides those of all contenders.
     """
     options = dict(options)
     if contender.transfer_config:
@@ -189,7 +192,7 @@ def running(contender: Contender, options: Mapping[str, Any], log: Path) -> Iter
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=_environment(),
+            env={**_environment(), **environment},
             cwd=ROOT,
             text=True,
             start_new_session=True,  # so that processes it starts can be ended with it, whatever happens

@@ -1,7 +1,7 @@
 """A spec for vLLM's own offloading connector whose worker copies on a CPU, which vLLM's specs do not.
 
-Everything that decides is vLLM's: the connector, its scheduler side and its manager. Our own transfer worker carries out the
-copies, so that connectors are compared and not copying.
+Everything that decides is vLLM's: the connector, its scheduler side and its manager. The copies are made at once, with numpy,
+in the step that asks for them: on a CPU that is the quickest way for the request that waits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,6 @@ from typing import Any
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-from cargohold.offload.transfer import CopyJob, Direction
-from cargohold.offload.transfer.cpu import CpuTransferWorker
-from cargohold.protocol import TransferOutcome
-
-TIMEOUT_S = 600.0
 
 
 class CopyingSpec(CPUOffloadingSpec):  # type: ignore[misc]  # vLLM ships no types
@@ -39,41 +33,45 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM ships no ty
 
     def __init__(self, kv_caches: Any, num_chunks: int) -> None:
         regions = [entry.tensor.numpy().view(np.uint8) for entry in kv_caches.tensors]
-        self._block_bytes = sum(region.shape[1] for region in regions)
-        rows = np.zeros((num_chunks, self._block_bytes), dtype=np.uint8)
-        self._copies = CpuTransferWorker(regions, rows, time.monotonic)
+        ends = np.cumsum([0] + [region.shape[1] for region in regions]).tolist()
+        rows = np.zeros((num_chunks, ends[-1]), dtype=np.uint8)
+        self._block_bytes = ends[-1]
+        self._pairs = [(region, rows[:, ends[at] : ends[at + 1]]) for at, region in enumerate(regions)]
+        self._finished: list[Any] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Start a copy from the device to host memory."""
-        self._submit(job_id, Direction.STORE, blocks=src_spec, chunks=dst_spec)
-        return True
+        """Copy from the device to host memory."""
+        started = time.monotonic()
+        for block, chunk in _pairs(src_spec, dst_spec):
+            for device, host in self._pairs:
+                np.copyto(host[chunk], device[block])
+        return self._finish(job_id, src_spec, started)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Start a copy from host memory to the device."""
-        self._submit(job_id, Direction.LOAD, blocks=dst_spec, chunks=src_spec)
-        return True
+        """Copy from host memory to the device."""
+        started = time.monotonic()
+        for chunk, block in _pairs(src_spec, dst_spec):
+            for device, host in self._pairs:
+                np.copyto(device[block], host[chunk])
+        return self._finish(job_id, src_spec, started)
 
     def get_finished(self) -> list[Any]:
         """Copies that ended."""
-        return [
-            TransferResult(
-                result.job.job_id,
-                result.outcome is TransferOutcome.DONE,
-                len(result.job.block_ids) * self._block_bytes,
-                result.duration_s,
-            )
-            for result in self._copies.poll()
-        ]
+        finished, self._finished = self._finished, []
+        return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when these jobs are done. vLLM only waits for stores."""
-        self._copies.finish_stores()
+        """Do nothing: copies end when they are asked for."""
 
     def shutdown(self) -> None:
-        """Stop copying."""
-        self._copies.shutdown()
+        """Do nothing: there is nothing to stop."""
 
-    def _submit(self, job_id: int, direction: Direction, blocks: Any, chunks: Any) -> None:
-        block_ids, rows = blocks.block_ids.tolist(), chunks.block_ids.tolist()
-        assert len(block_ids) == len(rows), "a chunk is a block here"
-        self._copies.submit(CopyJob(job_id, direction, tuple(block_ids), tuple(rows), TIMEOUT_S))
+    def _finish(self, job_id: int, blocks: Any, started: float) -> bool:
+        num_bytes = len(blocks.block_ids) * self._block_bytes
+        self._finished.append(TransferResult(job_id, True, num_bytes, time.monotonic() - started))
+        return True
+
+
+def _pairs(source: Any, target: Any) -> list[tuple[int, int]]:
+    """Block and chunk, or chunk and block, of each copy."""
+    return list(zip(source.block_ids.tolist(), target.block_ids.tolist(), strict=True))

@@ -12,8 +12,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cargohold import LLM
+from cargohold.base_llm import build_engine
+from cargohold.connector.factory import connector_factory
+from cargohold.engine.config import EngineConfig, plan_engine
+from cargohold.engine.llm_engine import LLMEngine
+from cargohold.engine.model.info import describe_model
 from cargohold.garbage import made_for_good
 from tests.command import cargohold, chat_model
+from tests.llms import SettledLLM, scheduler_of
 from tests.servers import Server, s3_server
 
 __all__ = ["cargohold", "chat_model"]
@@ -83,18 +89,41 @@ def tiny_model(models_dir: Path) -> Callable[[str], str]:
 
 @pytest.fixture
 def make_llm() -> Iterator[Callable[..., LLM]]:
-    """Makes LLMs, and asserts at the end of the test that they leave nothing behind: no block, slot, pin or job."""
+    """Makes LLMs, and asserts at the end of the test that they leave nothing behind: no block, slot, pin or job.
+
+    Their calls return when copies and writes have ended, unless ``settled`` is false.
+    """
     made: list[LLM] = []
 
-    def make(model: str, **options: Any) -> LLM:
-        llm = LLM(model, **options)
+    def make(model: str, *, settled: bool = True, **options: Any) -> LLM:
+        llm = (SettledLLM if settled else LLM)(model, **options)
         made.append(llm)
         return llm
 
     yield make
     for llm in made:
         llm.close()
-        llm.engine.scheduler.check_settled()
+        scheduler_of(llm).check_settled()
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., LLMEngine]]:
+    """Makes engines for tests that make the steps themselves; asserts at the end that they leave nothing behind."""
+    made: list[LLMEngine] = []
+
+    def make(model: str, *, offload: Any = None, **options: Any) -> LLMEngine:
+        config = EngineConfig(model=model, **options)
+        plan = plan_engine(config, describe_model(config.model, config.dtype))
+        made.append(build_engine(plan, connector_factory(offload)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.abort_all()
+        while engine.has_work():
+            engine.step()
+        engine.shutdown()
+        engine.scheduler.check_settled()
 
 
 @pytest.fixture(scope="session")

@@ -91,7 +91,7 @@ def test_an_engine_that_ends_is_shown_with_its_log(tmp_path: Path) -> None:
     # This environment has no vLLM: what the child says about that must not be lost.
     contender = vllm_contenders.Contender("no vLLM", python=Path(sys.executable))
     with (
-        vllm_contenders.running(contender, {"model": "none"}, tmp_path / "log") as engine,
+        vllm_contenders.running(contender, {"model": "none"}, tmp_path / "log", {}) as engine,
         pytest.raises(vllm_contenders.EngineError, match="No module named 'vllm'"),
     ):
         engine.await_start()

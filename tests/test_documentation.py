@@ -13,7 +13,9 @@ import pytest
 
 from cargohold import (
     LLM,
+    AsyncLLM,
     DiskTierConfig,
+    EngineStatus,
     LazyOffloadConfig,
     OffloadConfig,
     RequestMetrics,
@@ -153,7 +155,11 @@ def test_the_manual_does_not_mention_what_is_not_there() -> None:
     names = {
         name for kind in (EngineConfig, OffloadConfig, LazyOffloadConfig, SamplingParams) for name in _fields(kind)
     }
-    methods = {name for kind in (LLM, RequestOutput, RequestMetrics) for name in (*dir(kind), *_fields(kind))}
+    methods = {
+        name
+        for kind in (LLM, AsyncLLM, EngineStatus, RequestOutput, RequestMetrics)
+        for name in (*dir(kind), *_fields(kind))
+    }
     written = set(re.findall(r"`(\w+_\w+)`", USAGE))
     elsewhere = {"add_request", "has_work", "if_faster"}
     assert written - names - methods - elsewhere - COUNTERS == set()

@@ -6,14 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from cargohold import LLM, EngineDeadError, OffloadConfig, SamplingParams
-from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.interrupts import deferred_interrupt, held_back_in_processes
-from tests.models import VOCAB_SIZE
+from cargohold.interrupts import deferred_interrupt, held_back_in_processes, interrupt_thread
 
 
 def ctrl_c() -> None:
@@ -103,49 +99,19 @@ def test_processes_begin_with_it_held_back_and_here_it_waits_for_them() -> None:
         ctrl_c()
 
 
-PROMPTS = [[token] * 30 for token in range(VOCAB_SIZE - 3, VOCAB_SIZE)]
-SAMPLING = SamplingParams(max_tokens=12)
-OFFLOAD = OffloadConfig(host_bytes="8MiB")
+def test_a_thread_is_interrupted_at_its_next_line() -> None:
+    interrupted, started = threading.Event(), threading.Event()
 
+    def work() -> None:
+        try:
+            while True:
+                started.set()
+        except KeyboardInterrupt:
+            interrupted.set()
 
-def interrupt_at(llm: LLM, at_step: int, num_interrupts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Ctrl-C be pressed in the middle of a step."""
-    executor = llm.engine._executor
-    assert executor is not None
-    execute, steps = executor.execute, 0
-
-    def interrupted(step: SchedulerStep) -> StepOutput:
-        nonlocal steps
-        steps += 1
-        for _ in range(num_interrupts if steps == at_step else 0):
-            ctrl_c()
-        return execute(step)
-
-    monkeypatch.setattr(executor, "execute", interrupted)
-
-
-@pytest.mark.parametrize("at_step", [1, 3, 9])
-def test_a_model_can_be_used_again(
-    at_step: int,
-    tiny_model: Callable[[str], str],
-    make_llm: Callable[..., LLM],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    llm = make_llm(tiny_model("llama"), block_tokens=4, offload=OFFLOAD)
-    expected = [output.token_ids for output in llm.generate(PROMPTS, SAMPLING)]
-    interrupt_at(llm, at_step, 1, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, SAMPLING)
-    assert llm.engine.num_unfinished == 0 and not llm.engine.has_work()
-    assert [output.token_ids for output in llm.generate(PROMPTS, SAMPLING)] == expected
-
-
-def test_a_step_broken_off_by_a_second_one_ends_the_engine_and_says_so(
-    tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with LLM(tiny_model("llama"), block_tokens=4, offload=OFFLOAD) as llm:
-        interrupt_at(llm, 3, 2, monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, SAMPLING)
-        with pytest.raises(EngineDeadError, match="the engine has stopped: KeyboardInterrupt"):
-            llm.generate(PROMPTS, SAMPLING)
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(60)
+    interrupt_thread(thread)
+    thread.join(60)
+    assert interrupted.is_set()

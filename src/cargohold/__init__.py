@@ -17,9 +17,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cargohold.async_llm import AsyncLLM
     from cargohold.connector.lazy import LazyOffloadConfig
     from cargohold.connector.offloading import OffloadConfig
-    from cargohold.engine.outputs import RequestMetrics, RequestOutput
+    from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput
     from cargohold.engine.sampling_params import SamplingParams
     from cargohold.errors import (
         CargoholdError,
@@ -37,10 +38,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CargoholdError",
     "ConfigError",
     "DiskTierConfig",
     "EngineDeadError",
+    "EngineStatus",
     "LazyOffloadConfig",
     "ModelError",
     "ModelNotFoundError",
@@ -55,9 +58,10 @@ __all__ = [
 ]
 
 _NAMES = {
+    "cargohold.async_llm": ("AsyncLLM",),
     "cargohold.connector.lazy": ("LazyOffloadConfig",),
     "cargohold.connector.offloading": ("OffloadConfig",),
-    "cargohold.engine.outputs": ("RequestMetrics", "RequestOutput"),
+    "cargohold.engine.outputs": ("EngineStatus", "RequestMetrics", "RequestOutput"),
     "cargohold.engine.sampling_params": ("SamplingParams",),
     "cargohold.errors": (
         "CargoholdError",

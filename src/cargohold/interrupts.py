@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 from collections.abc import Iterator
@@ -49,3 +50,9 @@ def held_back_in_processes() -> Iterator[None]:
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def interrupt_thread(thread: threading.Thread) -> None:
+    """Raise ``KeyboardInterrupt`` in a thread, at its next line of Python: what Ctrl-C does to the main thread alone."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))

@@ -53,7 +53,7 @@ def test_what_may_be_filled_is_not_refused(kind: AttentionKind, blocks_per_chunk
 def test_an_engine_refuses_it_before_the_weights_are_loaded(
     tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("it is too late"))
+    monkeypatch.setattr("cargohold.base_llm.make_executor", lambda *_: pytest.fail("it is too late"))
     offload = OffloadConfig(host_bytes="64MiB", blocks_per_chunk=32)
     with pytest.raises(ConfigError, match=r"blocks_per_chunk=32 .* use at most 30"):
         LLM(tiny_model("llama"), num_device_blocks=32, offload=offload)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from cargohold.blocks import ABSENT, READY, GroupUnits, longest_hit
 from cargohold.connector.offloading.chunks import (
     BlocksToLoad,
-    ChunkBlocks,
+    BlocksToStore,
     blocks_to_load,
-    chunk_rows,
-    chunks_to_store,
+    blocks_to_store,
     rows_to_load,
+    rows_to_store,
 )
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
@@ -42,11 +42,12 @@ def to_load(table: Sequence[int], per_chunk: int, num_computed_tokens: int, num_
     return blocks_to_load(table, BLOCK_TOKENS, per_chunk, num_computed_tokens, num_hit_tokens)
 
 
-def flat(chunks: Sequence[ChunkBlocks], per_chunk: int) -> Iterator[tuple[int, int]]:
-    """Block index and id of every block that takes part."""
-    for chunk in chunks:
-        assert chunk.positions, "a chunk without blocks is no chunk"
-        yield from zip((chunk.index * per_chunk + at for at in chunk.positions), chunk.block_ids, strict=True)
+def stored_blocks(blocks: BlocksToStore, per_chunk: int) -> dict[int, int]:
+    """Ids of the blocks that are copied, by their number in the request."""
+    numbers = [chunk * per_chunk + at for chunk in blocks.chunks for at in range(per_chunk)]
+    stored = {number: block_id for number, block_id in zip(numbers, blocks.block_ids, strict=True) if block_id}
+    assert {number // per_chunk for number in stored} == set(blocks.chunks), "a chunk without blocks is no chunk"
+    return stored
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,8 +76,7 @@ def test_whatever_a_hit_needs_was_stored_however_late(kind: tuple[AttentionKind,
     for index in range(num_chunks):
         for start in range(num_chunks * chunk_tokens):
             table = table_at(group, num_chunks * per_chunk, start)
-            stored = dict(flat(chunks_to_store(group, table, per_chunk, index, index + 1), per_chunk))
-            assert all(block_id for block_id in stored.values()), "null blocks are never copied"
+            stored = stored_blocks(blocks_to_store(group, table, per_chunk, index, index + 1), per_chunk)
             if not stored:
                 continue  # left out as a whole: a miss, which is always right
             for num_hit_tokens in range((index + 1) * chunk_tokens, num_chunks * chunk_tokens + 1, chunk_tokens):
@@ -100,7 +100,7 @@ def test_a_chunk_that_is_complete_when_it_is_offered_is_stored(
     for index in range(4):
         for start in range(index * chunk_tokens, (index + 1) * chunk_tokens):
             table = table_at(group, (index + 1) * per_chunk, start)
-            assert [chunk.index for chunk in chunks_to_store(group, table, per_chunk, index, index + 1)] == [index]
+            assert list(blocks_to_store(group, table, per_chunk, index, index + 1).chunks) == [index]
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS[1:5], repeat=2)))
@@ -142,8 +142,9 @@ class Present:
         return self.states[first:end]
 
 
-def test_rows_of_a_chunk_are_those_of_its_slot() -> None:
-    assert list(chunk_rows(ChunkBlocks(7, (1, 2), (10, 11)), slot=4, blocks_per_chunk=3)) == [13, 14]
+def test_rows_of_a_chunk_are_those_of_its_slot_without_null_blocks() -> None:
+    assert rows_to_store([7, 8, 9, 0, 10, 11], [3, 0], [4, 2], 3) == ((10, 11, 7, 8, 9), (13, 14, 6, 7, 8))
+    assert rows_to_store([7, 8, 9], [2, 0], [4, 2], 1) == ((9, 7), (4, 2))
 
 
 def test_rows_to_load_are_those_of_the_blocks_places_in_their_chunks() -> None:

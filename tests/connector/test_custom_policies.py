@@ -10,6 +10,7 @@ import pytest
 from cargohold import LLM
 from tests.conformance.oldest_ends import OldestEnds
 from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
+from tests.llms import SettledLLM
 
 OLDEST_ENDS = "tests.conformance.oldest_ends:OldestEnds"
 FAILING = f"{__name__}:Failing"
@@ -26,7 +27,7 @@ def test_a_policy_of_ones_own_decides_in_host_memory_and_on_disk(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     config = offload(disk(tmp_path, policy=OLDEST_ENDS), policy=OLDEST_ENDS)
-    with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
+    with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
         expected = tokens(ask(first, prompts()))
     again = ask(make_llm(tiny_model("llama"), offload=config, **OPTIONS), prompts())
     assert tokens(again) == expected
@@ -41,7 +42,7 @@ def test_one_that_fails_costs_what_it_was_to_keep(
     make_llm: Callable[..., LLM],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with LLM(tiny_model("llama"), **OPTIONS) as plain:
+    with SettledLLM(tiny_model("llama"), **OPTIONS) as plain:
         expected = tokens(ask(plain, prompts()))
         block_bytes = plain.plan.layout.block_bytes
     # Room for one prompt of three, and for what a disk keeps beside it.

@@ -12,6 +12,7 @@ from cargohold import LLM, ConfigError
 from cargohold.connector.offloading.make_tiers import tier_options
 from tests.conformance.folder import FolderConfig
 from tests.connector.test_tiers_with_models import OPTIONS, ask, offload, prompts, restored, tokens
+from tests.llms import SettledLLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ def test_chunks_come_back_from_a_tier_of_ones_own(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     config = offload(FolderConfig(path=str(tmp_path)))
-    with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
+    with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
         expected = tokens(ask(first, prompts()))
     second = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
     again = ask(second, prompts())
@@ -54,7 +55,7 @@ class Checked(FolderConfig):
 
 def test_it_is_checked_before_anything_is_loaded(tiny_model: Callable[[str], str]) -> None:
     with pytest.raises(ConfigError, match="somewhere else"):
-        LLM(tiny_model("llama"), offload=offload(Checked(path="x")), **OPTIONS)
+        SettledLLM(tiny_model("llama"), offload=offload(Checked(path="x")), **OPTIONS)
 
 
 @pytest.mark.parametrize(

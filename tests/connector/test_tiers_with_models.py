@@ -31,6 +31,7 @@ from cargohold.offload.tier import (
     open_tier,
 )
 from cargohold.protocol import BlockStored, SchedulerEnvironment
+from tests.llms import SettledLLM
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
 
 SAMPLING = SamplingParams(max_tokens=9)
@@ -69,10 +70,10 @@ def restored(outputs: list[RequestOutput]) -> list[dict[str, int]]:
 def test_a_restarted_engine_restores_from_disk(
     kind: str, blocks_per_chunk: int, tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
-    with LLM(tiny_model(kind), **OPTIONS) as plain:
+    with SettledLLM(tiny_model(kind), **OPTIONS) as plain:
         expected = tokens(ask(plain, prompts()))
     config = offload(disk(tmp_path), blocks_per_chunk=blocks_per_chunk)
-    with LLM(tiny_model(kind), offload=config, **OPTIONS) as first:
+    with SettledLLM(tiny_model(kind), offload=config, **OPTIONS) as first:
         assert tokens(ask(first, prompts())) == expected
     again = ask(make_llm(tiny_model(kind), offload=config, **OPTIONS), prompts())
     assert tokens(again) == expected
@@ -110,7 +111,7 @@ def test_other_weights_under_the_same_name_find_nothing(
 ) -> None:
     path = Path(save_model("llama", tmp_path / "models"))
     config = offload(disk(tmp_path / "kv"))
-    with LLM(str(path), offload=config, **OPTIONS) as first:
+    with SettledLLM(str(path), offload=config, **OPTIONS) as first:
         ask(first, prompts())
     (weights,) = path.glob("*.safetensors")
     contents = bytearray(weights.read_bytes())
@@ -137,11 +138,11 @@ def test_weights_that_were_replaced_after_they_were_loaded_are_refused_tiers(
         return info
 
     with monkeypatch.context() as training:
-        training.setattr("cargohold.llm.describe_model", replaced_meanwhile)
+        training.setattr("cargohold.base_llm.describe_model", replaced_meanwhile)
         with pytest.raises(ConfigError, match="changed or replaced while the engine started"):
-            LLM(model, offload=offload(tiers), **OPTIONS, **workers)
+            SettledLLM(model, offload=offload(tiers), **OPTIONS, **workers)
     assert not list((tmp_path / "kv").rglob("shard.json"))
-    with LLM(model, offload=offload(tiers), **OPTIONS, **workers) as llm:
+    with SettledLLM(model, offload=offload(tiers), **OPTIONS, **workers) as llm:
         assert ask(llm, prompts(1))
 
 
@@ -149,7 +150,7 @@ def test_damaged_files_are_misses(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     config = offload(disk(tmp_path))
-    with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
+    with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
         expected = tokens(ask(first, prompts()))
     generator = random.Random(1)
     num_flipped = 0
@@ -169,7 +170,7 @@ def test_bytes_to_and_from_a_disk_and_damage_are_counted(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     config = offload(disk(tmp_path))
-    with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
+    with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
         ask(first, prompts(2))
         block_bytes, stats = first.plan.layout.block_bytes, first.stats()
         assert stats["disk_stored_bytes"] == 2 * 27 * block_bytes == stats["disk_stored_chunks"] * block_bytes
@@ -204,7 +205,7 @@ def test_two_engines_do_not_share_a_directory(
     config = offload(disk(tmp_path))
     make_llm(tiny_model("llama"), offload=config, **OPTIONS)
     with pytest.raises(ConfigError) as caught:
-        LLM(tiny_model("llama"), offload=config, **OPTIONS)
+        SettledLLM(tiny_model("llama"), offload=config, **OPTIONS)
     assert caught.value.key == "directory"
 
 
@@ -225,14 +226,14 @@ def test_an_engine_that_was_refused_leaves_its_directory_to_the_next(
     config = offload(disk(tmp_path, lock_wait_s=0.0))
     impossible: Any = TwoReports(config) if reason == "too many reports" else [config, config]
     with pytest.raises((ConfigError, ContractError)):
-        LLM(tiny_model("llama"), offload=impossible, **OPTIONS)
+        SettledLLM(tiny_model("llama"), offload=impossible, **OPTIONS)
     make_llm(tiny_model("llama"), offload=config, **OPTIONS)
 
 
 @pytest.mark.parametrize("directory", ["/proc/cargohold", "/dev/null/kv"])
 def test_a_directory_that_cannot_be_is_refused_by_name(directory: str, tiny_model: Callable[[str], str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        LLM(tiny_model("llama"), offload=offload(disk(Path(directory))), **OPTIONS)
+        SettledLLM(tiny_model("llama"), offload=offload(disk(Path(directory))), **OPTIONS)
     assert caught.value.key == "directory"
 
 
@@ -254,10 +255,10 @@ def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # whic
     tiny_model: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("cargohold.base_llm.make_executor", lambda *_: pytest.fail("a worker was started"))
     config = kind(host_bytes="16MiB", tiers=[replace(disk(tmp_path), **option)])
     with pytest.raises(ConfigError) as caught:
-        LLM(tiny_model("llama"), offload=[config], **OPTIONS)
+        SettledLLM(tiny_model("llama"), offload=[config], **OPTIONS)
     assert caught.value.key == key
 
 
@@ -265,9 +266,9 @@ def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # whic
 def test_stores_that_cannot_be_are_refused_before_the_weights_are_loaded(
     url: str, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.llm.make_executor", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("cargohold.base_llm.make_executor", lambda *_: pytest.fail("a worker was started"))
     with pytest.raises(ConfigError) as caught:
-        LLM(tiny_model("llama"), offload=offload(SharedTierConfig(url=url)), **OPTIONS)
+        SettledLLM(tiny_model("llama"), offload=offload(SharedTierConfig(url=url)), **OPTIONS)
     assert caught.value.key == "url"
 
 
@@ -277,7 +278,7 @@ def test_a_small_host_over_a_large_disk(
     """More conversations than host memory and device together hold: what comes back comes from disk, batched."""
     asked = prompts(12)
     options = OPTIONS | {"num_device_blocks": 60, "max_model_len": 120}
-    with LLM(tiny_model("llama"), **options) as plain:
+    with SettledLLM(tiny_model("llama"), **options) as plain:
         expected = tokens(ask(plain, asked))
     llm = make_llm(tiny_model("llama"), offload=offload(disk(tmp_path), host_bytes="400KiB"), **options)
     num_restored = 0
@@ -292,7 +293,7 @@ def test_as_one_of_several_connectors(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     offloads: list[Any] = [offload(disk(tmp_path)), LazyOffloadConfig(host_bytes="1MiB")]
-    with LLM(tiny_model("gemma3"), offload=offloads, **OPTIONS) as first:
+    with SettledLLM(tiny_model("gemma3"), offload=offloads, **OPTIONS) as first:
         expected = tokens(ask(first, prompts()))
     again = ask(make_llm(tiny_model("gemma3"), offload=offloads, **OPTIONS), prompts())
     assert tokens(again) == expected
@@ -336,9 +337,9 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
 
     monkeypatch.setattr("cargohold.connector.offloading.make_tiers.open_tier", opened)
     config = offload(disk(tmp_path), restore_timeout_s=0.1, transfer_timeout_s=0.5)
-    with LLM(tiny_model("llama"), **OPTIONS) as plain:
+    with SettledLLM(tiny_model("llama"), **OPTIONS) as plain:
         expected = tokens(ask(plain, prompts(6)))
-    with LLM(tiny_model("llama"), offload=config, **OPTIONS) as llm:
+    with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as llm:
         outputs = ask(llm, prompts(6))
         assert tokens(outputs) == expected
         assert not any(counts.get("disk") for counts in restored(outputs))
@@ -377,7 +378,7 @@ def test_what_is_being_written_when_the_engine_stops_is_there_after_a_restart(
         patched.setattr("cargohold.connector.offloading.make_tiers.open_tier", opened)
         patched.setattr("cargohold.offload.tiering.lower_tiers.PROGRESS_S", 0.05)
         patched.setattr(TierQueue, "shutdown", stop)
-        with LLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
+        with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
             expected = tokens(ask(first, prompts(1)))
             assert not is_stopping.is_set()
     again = ask(make_llm(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS), prompts(1))
@@ -409,7 +410,7 @@ def test_killed_in_the_middle_of_its_work(
         for _ in range(23):
             assert process.stdout.readline() == "served\n"
         process.kill()
-    with LLM(model, **OPTIONS) as plain:
+    with SettledLLM(model, **OPTIONS) as plain:
         newest_first = [*prompts(16)[6::-1], *prompts(16)[:6:-1]]
         expected = tokens(ask(plain, newest_first))
     llm = make_llm(model, offload=offload(disk(tmp_path, max_bytes="2MiB")), **OPTIONS)
@@ -428,9 +429,9 @@ def test_below_a_lazy_connector(
         host_bytes="16MiB", tiers=[disk(tmp_path)], restore="always", restore_timeout_s=60.0, transfer_timeout_s=60.0
     )
     options = OPTIONS | {"num_device_blocks": 100, "max_model_len": 110}
-    with LLM(tiny_model(kind), **options) as plain:
+    with SettledLLM(tiny_model(kind), **options) as plain:
         expected = tokens(ask(plain, prompts(8)))
-    with LLM(tiny_model(kind), offload=config, **options) as first:
+    with SettledLLM(tiny_model(kind), offload=config, **options) as first:
         assert tokens(ask(first, prompts(8))) == expected
     again = ask(make_llm(tiny_model(kind), offload=config, **options), prompts(8))
     assert tokens(again) == expected

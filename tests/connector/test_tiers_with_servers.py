@@ -17,6 +17,7 @@ from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier import SharedTierConfig
 from cargohold.offload.tier.object_tier import ObjectTier
 from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
+from tests.llms import SettledLLM
 from tests.models import VOCAB_SIZE
 from tests.servers import BUCKET, Server, key_value_server, set_credentials
 
@@ -24,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def expected_tokens(model: str, num: int = 3) -> list[tuple[int, ...]]:
-    with LLM(model, **OPTIONS) as plain:
+    with SettledLLM(model, **OPTIONS) as plain:
         return tokens(ask(plain, prompts(num)))
 
 

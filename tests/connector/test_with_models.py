@@ -14,6 +14,7 @@ from cargohold.connector.factory import connector_factory
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.offload.tier import HostMemory
 from tests.devices import DEVICES
+from tests.llms import SettledLLM
 from tests.models import CONFIGS, VOCAB_SIZE
 
 EAGER = OffloadConfig(host_bytes="64MiB")
@@ -65,7 +66,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(kind: str, device: str, tiny_model: Callable[[str], str]) -> list[tuple[int, ...]]:
-    with LLM(tiny_model(kind), device=device, block_tokens=4, prefix_caching=False) as llm:
+    with SettledLLM(tiny_model(kind), device=device, block_tokens=4, prefix_caching=False) as llm:
         return run(llm, batched=False)[0]
 
 
@@ -141,7 +142,7 @@ def answers_alone(device: str, tiny_model: Callable[[str], str]) -> Callable[[st
 
     @functools.cache
     def serve(kind: str) -> list[tuple[int, ...]]:
-        with LLM(tiny_model(kind), device=device, block_tokens=4, prefix_caching=False) as plain:
+        with SettledLLM(tiny_model(kind), device=device, block_tokens=4, prefix_caching=False) as plain:
             return [output.token_ids for output in serve_all(plain)]
 
     return serve

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, RequestError, SamplingParams
+from cargohold.engine.llm_engine import LLMEngine
 
 MakeLLM = Callable[..., LLM]
 PROMPT = list(range(5, 45))
@@ -125,12 +126,13 @@ def test_parameters_that_cannot_be_read_are_the_fault_of_their_client_alone(llam
     assert "connectors_off" not in llm.stats()
 
 
-def test_parameters_that_change_while_the_request_is_served_change_nothing(llama: MakeLLM) -> None:
-    llm = llama(block_tokens=4, offload=OffloadConfig(host_bytes="1MiB"))
+def test_parameters_that_change_while_the_request_is_served_change_nothing(
+    tiny_model: Callable[[str], str], make_engine: Callable[..., LLMEngine]
+) -> None:
+    engine = make_engine(tiny_model("llama"), block_tokens=4, offload=OffloadConfig(host_bytes="1MiB"))
     params: dict[str, Any] = {"max_store_tokens": 0}
-    engine = llm.engine
     engine.add_request(PROMPT, SamplingParams(max_tokens=2), kv_transfer_params=params)
     params["max_store_tokens"] = "nonsense"
     while engine.has_work():
         engine.step()
-    assert llm.stats().get("stored_chunks", 0) == 0
+    assert engine.stats().get("stored_chunks", 0) == 0

@@ -20,6 +20,7 @@ from cargohold import LLM, ConfigError, EngineDeadError, OffloadConfig, Sampling
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.engine.executor.multiprocess import MultiprocessExecutor
 from tests.executor.ranks import LoadsFailOnRank
+from tests.llms import in_engine
 from tests.models import save_model
 
 MakeModel = Callable[..., str]
@@ -117,7 +118,7 @@ def test_a_rank_killed_between_collectives_is_named(model_with_heads: MakeModel)
     llm = LLM(model_with_heads("llama", 2), **OPTIONS, tensor_parallel_size=2, step_timeout_s=60)
     with LLM(llm.plan.config.model, **OPTIONS) as whole:
         assert llm.plan.layout.block_bytes * 2 == whole.plan.layout.block_bytes
-    executor = llm.engine._executor
+    executor = in_engine(llm, lambda engine: engine._executor)
     assert isinstance(executor, MultiprocessExecutor)
     stream = llm.stream(prompts()[0], SAMPLING)
     next(stream)

@@ -17,6 +17,7 @@ import pytest
 from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.cache.policies import POLICIES
 from cargohold.connector.recording import RecordingFactory
+from cargohold.engine.llm_engine import LLMEngine
 from cargohold.offload.transfer.base import CopyResult
 from cargohold.offload.transfer.cpu import CpuTransferWorker
 from cargohold.protocol import (
@@ -31,6 +32,7 @@ from cargohold.replay.traces import TraceRequest, read_trace
 from cargohold.replay.workload import Selection, load_workload
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import finish, serve_and_lose
+from tests.llms import in_engine
 from tests.models import VOCAB_SIZE
 
 BLOCK_TOKENS = 4
@@ -61,8 +63,7 @@ def serve_conversations(llm: LLM, num_turns: int = 45) -> tuple[int, int]:
 
 def settle(llm: LLM) -> None:
     """Let transfers end, as they would before the next request of a real user."""
-    while llm.engine.scheduler.has_work():
-        llm.engine.step()
+    assert llm.settle()
 
 
 @pytest.fixture
@@ -245,8 +246,11 @@ def test_an_aborted_request_that_never_ran_leaves_no_line(
     tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], tmp_path: Path
 ) -> None:
     llm = make_llm(tiny_model("llama"), record=tmp_path / "trace", block_tokens=BLOCK_TOKENS)
-    request_id = llm.engine.add_request([1, 2, 3, 4, 5])
-    llm.engine.abort(request_id)
+
+    def add_and_abort(engine: LLMEngine) -> None:
+        engine.abort(engine.add_request([1, 2, 3, 4, 5]))
+
+    in_engine(llm, add_and_abort)
     settle(llm)
     assert recorded(tmp_path / "trace") == []
 

@@ -27,7 +27,7 @@ from cargohold.cache.policies.runs import Runs
 from cargohold.connector.lazy.stores import LazyStores
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
-from cargohold.connector.offloading.chunks import BlocksToLoad, ChunkBlocks, blocks_to_load, chunks_to_store
+from cargohold.connector.offloading.chunks import BlocksToLoad, BlocksToStore, blocks_to_load, blocks_to_store
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import TouchHolder
 from cargohold.connector.offloading.jobs import JobTable, Load, Store
@@ -138,18 +138,12 @@ def makes_failed_stores_visible(patch: Patch) -> None:
 def stores_chunks_with_null_blocks(patch: Patch) -> None:
     def all_chunks(
         group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
-    ) -> list[ChunkBlocks]:
+    ) -> BlocksToStore:
         del group
-        return [
-            ChunkBlocks(
-                index,
-                tuple(range(blocks_per_chunk)),
-                tuple(table[index * blocks_per_chunk : (index + 1) * blocks_per_chunk]),
-            )
-            for index in range(first_chunk, end_chunk)
-        ]
+        block_ids = table[first_chunk * blocks_per_chunk : end_chunk * blocks_per_chunk]
+        return BlocksToStore(range(first_chunk, end_chunk), block_ids)
 
-    patch.setattr(stores_module, "chunks_to_store", all_chunks)
+    patch.setattr(stores_module, "blocks_to_store", all_chunks)
 
 
 @mutant(workload="chunks")
@@ -171,13 +165,15 @@ def confuses_rows_inside_a_chunk(patch: Patch) -> None:
 def stores_a_state_that_was_advanced_past_its_boundary(patch: Patch) -> None:
     def with_the_latest_state(
         group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
-    ) -> list[ChunkBlocks]:
-        chunks = chunks_to_store(group, table, blocks_per_chunk, first_chunk, end_chunk)
-        if group.kind is AttentionKind.RECURRENT:
-            return [replace(chunk, block_ids=(*chunk.block_ids[:-1], table[-1])) for chunk in chunks]
-        return chunks
+    ) -> BlocksToStore:
+        blocks = blocks_to_store(group, table, blocks_per_chunk, first_chunk, end_chunk)
+        if group.kind is not AttentionKind.RECURRENT:
+            return blocks
+        is_last = [at % blocks_per_chunk == blocks_per_chunk - 1 for at in range(len(blocks.block_ids))]
+        latest = [table[-1] if last else own for last, own in zip(is_last, blocks.block_ids, strict=True)]
+        return replace(blocks, block_ids=latest)
 
-    patch.setattr(stores_module, "chunks_to_store", with_the_latest_state)
+    patch.setattr(stores_module, "blocks_to_store", with_the_latest_state)
 
 
 @mutant(workload="recurrent")

@@ -18,6 +18,9 @@ from tests.vllm.models import save_mtp
 from tests.vllm.test_speculation import acceptance
 
 PROMPT_TOKENS, ANSWER_TOKENS = 250, 160
+FOLLOW_UP_TOKENS = 8
+"""A wrong state shows in the first token. After a dozen, vLLM's own device hits differ too on processors without AVX-512, by
+the block that they go on from: in bfloat16, what is computed behind it is rounded otherwise."""
 
 
 @pytest.mark.skipif(probe.vllm_version() != (0, 32), reason="what vLLM's CPUs lack was written for vLLM 0.32")
@@ -45,7 +48,7 @@ def test_a_state_behind_accepted_drafts_is_that_without_drafts(
     reference = start(model, num_blocks=400, **options)
     answers = [reference.ask([prompt], ANSWER_TOKENS)[0] for prompt in prompts]
     longer = [[*prompt, *answer.tokens, 7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)]
-    hits = [reference.ask([prompt], 20)[0] for prompt in longer]
+    hits = [reference.ask([prompt], FOLLOW_UP_TOKENS)[0] for prompt in longer]
     assert acceptance(reference) < 0.01  # states of one token after the other
     engine = start(model, EAGER, num_blocks=40, **options)
     guess_well(engine, longer)
@@ -55,7 +58,7 @@ def test_a_state_behind_accepted_drafts_is_that_without_drafts(
         engine.ask(make_prompts(8, 400, seed=5 + scrambled), 1)
         engine.settle()
         faults.scramble_loads = scrambled
-        again = [engine.ask([prompt], 20)[0] for prompt in longer]
+        again = [engine.ask([prompt], FOLLOW_UP_TOKENS)[0] for prompt in longer]
         assert (tokens(again) == tokens(hits)) is not scrambled
         # vLLM computes the last block of a device hit again, for the head's sake.
         assert restored(again) >= sum(hit.device for hit in hits) > 2 * PROMPT_TOKENS

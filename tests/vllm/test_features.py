@@ -102,7 +102,11 @@ def test_logprobs_of_the_prompt_are_computed(
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_a_quantized_cache(kv_cache_dtype: str, llama: str, start: Callable[..., Any], faults: Faults) -> None:
     prompts = make_prompts(3, 330)
-    expected = tokens(ask_twice(start(llama, kv_cache_dtype=kv_cache_dtype), prompts))
+    try:
+        reference = start(llama, kv_cache_dtype=kv_cache_dtype)
+    except NotImplementedError as error:
+        pytest.skip(f"vLLM on this processor: {error}")
+    expected = tokens(ask_twice(reference, prompts))
     assert expected != tokens(ask_twice(start(llama), prompts)), "nothing is quantized: this proves nothing"
     for scrambled in (False, True):
         faults.scramble_loads = scrambled

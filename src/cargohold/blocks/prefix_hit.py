@@ -16,8 +16,7 @@ window of another group, so the groups take turns until a full round changes not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
@@ -44,8 +43,7 @@ class UnitStates(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class GroupUnits:
+class GroupUnits(NamedTuple):
     """One group's units.
 
     Attributes:
@@ -59,8 +57,7 @@ class GroupUnits:
     states: UnitStates
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
+class PrefixHit(NamedTuple):
     """How far a prefix can be reused.
 
     Attributes:

@@ -136,6 +136,7 @@ def _visits(
     def ask(messages: list[dict[str, str]]) -> Answer:
         output = llm.chat(messages, sampling)
         require_offloading(llm)
+        llm.settle()  # what it writes must not slow the other engine down
         return Answer(output.text, output.token_ids, output.metrics)
 
     yield from visits(conversations, ask, tick)
@@ -171,7 +172,7 @@ def _check_fits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: 
             raise ConfigError("answer_tokens", answer_tokens, expected)
         reason = f"the longest conversation has about {longest:,} tokens, and it is for at most {info.max_positions:,}"
         raise UnsupportedModelError(info.name, reason)
-    if longest > llm.engine.limits.max_model_len:
+    if longest > llm.plan.scheduler.max_model_len:
         needed = -(-longest // config.block_tokens) + 1
         expected = f"the longest conversation alone needs about {needed} blocks"
         raise ConfigError("num_device_blocks", config.num_device_blocks, expected)

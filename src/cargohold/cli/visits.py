@@ -38,9 +38,9 @@ class TurnedOffError(CargoholdError):
 
 def require_offloading(llm: LLM) -> None:
     """Raise ``TurnedOffError`` if the connector of ``llm`` was turned off."""
-    broken = llm.engine.scheduler.connector.broken
-    if broken is not None:
-        raise TurnedOffError(str(broken)) from broken
+    error = llm.status.connector_error
+    if error is not None:
+        raise TurnedOffError(error)
 
 
 @dataclass(frozen=True, slots=True)

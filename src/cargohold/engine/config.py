@@ -22,6 +22,7 @@ from cargohold.units import (
     format_bytes,
     format_count,
     is_int,
+    is_number,
     is_positive_int,
     is_positive_number,
     is_timeout,
@@ -64,6 +65,8 @@ class EngineConfig:
             By default inline for one worker, and multiprocess for several.
         ray_address: the Ray cluster to use; by default the one that this program is connected to, or a local one.
         step_timeout_s: workers in other processes that take longer for a step are taken for dead.
+        shutdown_timeout_s: how long ``close`` goes on until copies and writes to lower tiers have ended. What is being written
+            then gets the connector's own ``shutdown_timeout_s``.
     """
 
     model: str
@@ -84,6 +87,7 @@ class EngineConfig:
     executor: str | None = None
     ray_address: str | None = None
     step_timeout_s: float = 300.0
+    shutdown_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         self._require("model", isinstance(self.model, str), "a directory, a .gguf file, a hub id or smollm2")
@@ -104,6 +108,8 @@ class EngineConfig:
         self._require(
             "step_timeout_s", is_timeout(self.step_timeout_s), f"a number of seconds above 0, at most {MAX_TIMEOUT_S}"
         )
+        is_time = is_number(self.shutdown_timeout_s) and 0 <= self.shutdown_timeout_s <= MAX_TIMEOUT_S
+        self._require("shutdown_timeout_s", is_time, f"a number of seconds from 0 to {MAX_TIMEOUT_S}")
         for key in ("prefix_caching", "kv_events"):
             self._require(key, isinstance(getattr(self, key), bool), "True or False")
         self._check_endpoint()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
-import weakref
-from _thread import start_new_thread
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from threading import Thread
 from typing import Any
 
 from cargohold.engine.core.request import FinishReason, Request, RequestTimes
@@ -19,15 +15,12 @@ from cargohold.engine.event_publisher import ZmqEventPublisher
 from cargohold.engine.executor.base import Executor
 from cargohold.engine.kept_events import MAX_KEPT_EVENTS, KeptEvents
 from cargohold.engine.model.tokenizer import Tokenizer
-from cargohold.engine.outputs import RequestMetrics, RequestOutput
+from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.engine.text_stream import TextStream
 from cargohold.errors import EngineDeadError, RequestError, one_line
-from cargohold.protocol import Clock, ConnectorGuard, KVEvent, Stats, add_stats
+from cargohold.protocol import Clock, KVEvent, Stats, add_stats
 from cargohold.units import is_int
-
-IDLE_SLEEP_S = 0.0005
-"""Pause after a step in which nothing was computed and nothing ended: transfers run meanwhile."""
 
 
 def random_seed() -> int:
@@ -66,7 +59,7 @@ class LLMEngine:
     """Serves requests, step by step. One thread owns it.
 
     For every request that was added, ``step`` returns outputs. The last one is ``finished``, however the request ends, unless
-    the engine itself ends first. An engine that is forgotten without ``shutdown`` is stopped in the background.
+    the engine itself ends first.
 
     Args:
         scheduler: decides what each step computes.
@@ -74,13 +67,15 @@ class LLMEngine:
         tokenizer: text to tokens and back; ``None`` if the model has none.
         limits: limits that a request must fit into.
         clock: monotonic time in seconds.
-        sleep: waits for a number of seconds.
         draw_seed: draws the seed of a request that has none.
         publisher: where KV events go after each step; closed when the engine ends. Without one, ``take_events`` has them.
-        other_ids: ids that no new request may have although no request is alive under them, as somebody goes by them still.
+
+    Attributes:
+        made_progress: whether the last step computed something, ended something, or heard of the end of a transfer. If not,
+            there is no hurry to make the next one: transfers run meanwhile.
     """
 
-    def __init__(  # noqa: PLR0913  # one place where all of it meets
+    def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
@@ -88,31 +83,23 @@ class LLMEngine:
         limits: EngineLimits,
         *,
         clock: Clock = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
         draw_seed: Callable[[], int] = random_seed,
         publisher: ZmqEventPublisher | None = None,
-        other_ids: Container[str] = (),
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.limits = limits
         self._executor: Executor | None = executor
         self._clock = clock
-        self._sleep = sleep
         self._draw_seed = draw_seed
         self._publisher = publisher
-        self._other_ids = other_ids
         self._events = KeptEvents(MAX_KEPT_EVENTS)
         self._stats: Stats = {}
         self._live: dict[str, _Live] = {}
         self._undelivered: list[RequestOutput] = []
         self._num_requests = 0
         self._end: BaseException | None = None
-        # If a forgotten engine were not stopped, threads of transfers and tiers would keep the KV, host memory and a disk's
-        # directory for as long as the process lives.
-        running = (executor, scheduler.connector, publisher)
-        self._if_forgotten = weakref.finalize(self, _stop_in_background, os.getpid(), *running)
-        self._if_forgotten.atexit = False
+        self.made_progress = False
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +118,8 @@ class LLMEngine:
         Args:
             prompt: text, or token ids.
             sampling: how to choose tokens; greedy by default.
-            request_id: unique among the requests whose last output has not been returned; made up if ``None``.
+            request_id: unique among the requests whose last output has not been returned, and those whose blocks are still
+                being copied; made up if ``None``.
             priority: lower is served first, under the ``priority`` policy.
             salt: requests share cached KV only with requests of the same salt.
             kv_transfer_params: what to ask of the connectors; see the documentation of the connector.
@@ -164,7 +152,7 @@ class LLMEngine:
             kv_transfer_params=_copied(kv_transfer_params, request_id),
             stop_token_ids=self._stop_token_ids(sampling),
         )
-        if self._is_taken(request.request_id) or self.scheduler.kv.holds_blocks(request):
+        if self._is_taken(request.request_id):
             raise RequestError("a request with this id is being served already", request.request_id)
         self.scheduler.add_request(request)
         decoder = None if self.tokenizer is None else self.tokenizer.piece_decoder(token_ids)
@@ -178,6 +166,11 @@ class LLMEngine:
         update = None if self._end is not None else self.scheduler.finish_request(request_id, FinishReason.ABORT)
         if update is not None:
             self._undelivered += self._outputs([update])
+
+    def abort_all(self) -> None:
+        """End all requests."""
+        for request_id in self.scheduler.unfinished_ids:
+            self.abort(request_id)
 
     def take_outputs(self) -> list[RequestOutput]:
         """The last outputs of requests that were aborted since the last step; the next one does not return them any more."""
@@ -233,16 +226,21 @@ class LLMEngine:
         num_deferred = self.scheduler.num_deferred_lookups
         return {**self._stats, **({"deferred_lookups": num_deferred} if num_deferred else {})}
 
-    def shutdown(self, timeout_s: float = 30.0) -> None:
-        """End all requests, let transfers finish, stop the workers and let go of them. May be called twice."""
-        try:
-            for request_id in self.scheduler.unfinished_ids:
-                self.abort(request_id)
-            deadline = self._clock() + timeout_s
-            while self.has_work() and self._clock() < deadline:
-                self.step()
-        finally:
-            self._stop(EngineDeadError("it was shut down"))
+    def status(self) -> EngineStatus:
+        """How busy the engine is, and whether its connector works."""
+        pool, broken = self.scheduler.kv.pool, self.scheduler.connector.broken
+        return EngineStatus(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_loading=self.scheduler.num_loading,
+            num_blocks=pool.num_usable_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            connector_error=None if broken is None else str(broken),
+        )
+
+    def shutdown(self) -> None:
+        """Stop the workers, which end the writes that they were given, and let go of them. May be called twice."""
+        self._stop(EngineDeadError("it was shut down"))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -255,10 +253,14 @@ class LLMEngine:
         if self._end is None:
             self._end = reason
             self._live.clear()
-            self._if_forgotten.detach()
             executor, self._executor = self._executor, None  # lets go of weights and KV, too
             assert executor is not None
-            _stop_all(executor, self.scheduler.connector, self._publisher)
+            try:
+                executor.shutdown()
+            finally:
+                self.scheduler.connector.shutdown()
+                if self._publisher is not None:
+                    self._publisher.close()
 
     def _step(self) -> list[RequestOutput]:
         assert self._executor is not None
@@ -270,8 +272,7 @@ class LLMEngine:
             self._publish(self._publisher)
         elif self.scheduler.emits_events:
             self._events.add(self.scheduler.take_events())
-        if not step.scheduled and not updates and output.connector.is_empty() and self.scheduler.has_work():
-            self._sleep(IDLE_SLEEP_S)
+        self.made_progress = bool(step.scheduled or updates) or not output.connector.is_empty()
         return self._outputs(updates)
 
     def _publish(self, publisher: ZmqEventPublisher) -> None:
@@ -284,13 +285,13 @@ class LLMEngine:
         while True:
             self._num_requests += 1
             request_id = f"request-{self._num_requests}"
-            if not self._is_taken(request_id):
+            if not self._is_taken(request_id) and not self.scheduler.is_copying(request_id):
                 return request_id
 
     def _is_taken(self, request_id: str) -> bool:
         """Whether somebody goes by this id: its request is alive, or has a last output that was not returned yet."""
         is_undelivered = any(output.request_id == request_id for output in self._undelivered)
-        return request_id in self._live or is_undelivered or request_id in self._other_ids
+        return request_id in self._live or is_undelivered
 
     def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         token_ids = frozenset(sampling.stop_token_ids)
@@ -372,30 +373,6 @@ class LLMEngine:
             cache_notes=update.cache_report.notes,
             kv_transfer_params=update.kv_transfer_params,
         )
-
-
-def _stop_all(executor: Executor, connector: ConnectorGuard, publisher: ZmqEventPublisher | None) -> None:
-    try:
-        executor.shutdown()
-    finally:
-        connector.shutdown()
-        if publisher is not None:
-            publisher.close()
-
-
-def _stop_in_background(
-    process: int, executor: Executor, connector: ConnectorGuard, publisher: ZmqEventPublisher | None
-) -> None:
-    """Stop, in a thread of its own, what an engine of this process has started to which nobody refers any more.
-
-    The garbage collector calls this in any thread and in the middle of anything, so it must not wait.
-    """
-    if os.getpid() != process:
-        return  # a forked process has a copy of the engine; what that would stop is the original's
-    # A thread that is no ``Thread`` would be listed as a dummy for ever after.
-    stopping = Thread(target=_stop_all, args=(executor, connector, publisher), name="cargohold-stop", daemon=True)
-    # ``Thread.start`` takes a lock, which this thread may hold already.
-    start_new_thread(stopping.start, ())
 
 
 def _check_options(

@@ -65,3 +65,24 @@ class RequestOutput:
     metrics: RequestMetrics
     cache_notes: tuple[str, ...] = ()
     kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """How busy an engine is.
+
+    Attributes:
+        num_running: requests that compute.
+        num_waiting: requests in the queue.
+        num_loading: requests whose KV is being loaded, ended ones among them.
+        num_blocks: blocks of the device pool, without the null block.
+        num_free_blocks: blocks that nobody uses, though they may hold KV that can be found again.
+        connector_error: why the connector was turned off; ``None`` while it works, or if there is none.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_loading: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    connector_error: str | None = None

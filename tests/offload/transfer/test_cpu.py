@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from cargohold.offload.tier import HostMemory
 from cargohold.offload.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.offload.transfer.cpu import CpuTransferWorker
+from cargohold.offload.transfer.cpu import SHARE_S, CpuTransferWorker
 from cargohold.offload.transfer.runs import consecutive_runs
 from cargohold.protocol import TransferOutcome
 from cargohold.simulation import VirtualClock
@@ -120,7 +121,7 @@ def test_a_block_in_several_regions_is_one_row(host: HostMemory, clock: VirtualC
     assert np.array_equal(np.concatenate([region[1] for region in regions]), host.rows[3])
 
 
-def test_the_caller_does_not_wait_for_copies(gate: Gate, worker: CpuTransferWorker) -> None:
+def test_the_caller_does_not_wait_for_stores(gate: Gate, worker: CpuTransferWorker) -> None:
     worker.submit(job(1, Direction.STORE, [1], [1]))
     assert gate.arrived.acquire(timeout=WAIT_S)
     assert worker.poll() == []
@@ -137,6 +138,75 @@ def test_a_load_goes_before_the_rest_of_a_store(
     worker.submit(job(3, Direction.LOAD, [9], [9]))
     gate.open()
     assert [result.job.job_id for result in results_of(worker, 3)] == [3, 1, 2]
+
+
+@pytest.fixture
+def idle_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A background thread that gets no time."""
+
+    def wait_for_shutdown(worker: CpuTransferWorker) -> None:
+        with worker._changed:
+            worker._changed.wait_for(lambda: worker._is_closed)
+
+    monkeypatch.setattr(CpuTransferWorker, "_run", wait_for_shutdown)
+
+
+def test_a_load_ends_in_one_poll_even_if_the_background_thread_gets_no_time(
+    idle_thread: None, worker: CpuTransferWorker, device: np.ndarray, host: HostMemory
+) -> None:
+    worker.submit(job(1, Direction.LOAD, [1, 3, 5], [2, 4, 6]))
+    assert [result.outcome for result in worker.poll()] == [TransferOutcome.DONE]
+    assert np.array_equal(device[[1, 3, 5]], host.rows[[2, 4, 6]])
+
+
+def test_poll_copies_for_a_bounded_time(
+    idle_thread: None, worker: CpuTransferWorker, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+
+    def slow_copy(target: np.ndarray, source: np.ndarray) -> None:
+        copied.append(source)
+        clock.advance(0.7 * SHARE_S)
+
+    monkeypatch.setattr(np, "copyto", slow_copy)
+    worker.submit(job(1, Direction.LOAD, [1, 3, 5, 7, 9], [1, 3, 5, 7, 9]))  # five runs
+    counts = []
+    while not worker.poll():
+        counts.append(len(copied))
+    assert counts == [2, 4]
+
+
+def test_poll_copies_no_stores(idle_thread: None, worker: CpuTransferWorker) -> None:
+    worker.submit(job(1, Direction.STORE, [1], [1]))
+    assert worker.poll() == []
+
+
+def test_poll_does_not_wait_for_a_copy_that_hangs(gate: Gate, worker: CpuTransferWorker) -> None:
+    worker.submit(job(1, Direction.LOAD, [1], [1]))
+    assert gate.arrived.acquire(timeout=WAIT_S)
+    assert worker.poll() == []
+    gate.open()
+    assert len(results_of(worker, 1)) == 1
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_load_that_is_interrupted_between_its_runs_has_failed(
+    idle_thread: None,
+    worker: CpuTransferWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "copyto", fail)
+        worker.submit(job(1, Direction.LOAD, [1, 3, 5], [1, 3, 5]))
+        results = []
+        with suppress(KeyboardInterrupt):
+            results += worker.poll()
+    results += worker.poll()
+    assert [result.outcome for result in results] == [TransferOutcome.FAILED]
 
 
 def test_a_copy_that_fails_is_reported_and_the_next_goes_on(gate: Gate, worker: CpuTransferWorker) -> None:

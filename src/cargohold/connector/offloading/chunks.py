@@ -11,27 +11,23 @@ slot ``s`` is the tier's row ``s * k + i``::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cargohold.protocol import NULL_BLOCK_ID, KVCacheGroup
 
-_FIRST = (0,)
 
-
-@dataclass(slots=True)  # a frozen dataclass takes three times as long to create
-class ChunkBlocks:
-    """A chunk of a request, and those of its blocks that are stored.
+@dataclass(frozen=True, slots=True)
+class BlocksToStore:
+    """Chunks of one group of a request, and the blocks to copy. Columns, not one object per chunk: a prompt has hundreds.
 
     Attributes:
-        index: number of the chunk in its group, from the start of the request.
-        positions: positions of these blocks inside the chunk, ascending.
-        block_ids: ids of the device blocks, parallel to ``positions``.
+        chunks: numbers of the chunks in the group, ascending.
+        block_ids: ids of the device blocks, ``blocks_per_chunk`` for each chunk; null where nothing is copied.
     """
 
-    index: int
-    positions: tuple[int, ...]
-    block_ids: tuple[int, ...]
+    chunks: Sequence[int]
+    block_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +77,45 @@ def rows_to_load(blocks: BlocksToLoad, slots: Sequence[int], blocks_per_chunk: i
     ]
 
 
-def chunks_to_store(
+def blocks_to_store(
     group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
-) -> list[ChunkBlocks]:
+) -> BlocksToStore:
     """Return the chunks in ``[first_chunk, end_chunk)`` that can be stored.
 
     A chunk is left out if one of its blocks that a later request could need is null: its KV is gone. In a window group, blocks
     before the window of the chunk's last token are never needed, so they may be null; null blocks are not copied.
     """
-    if blocks_per_chunk == 1:
-        blocks = zip(range(first_chunk, end_chunk), table[first_chunk:end_chunk], strict=True)
-        return [ChunkBlocks(index, _FIRST, (block_id,)) for index, block_id in blocks if block_id != NULL_BLOCK_ID]
-    chunks: list[ChunkBlocks] = []
-    for index in range(first_chunk, end_chunk):
-        start, end = index * blocks_per_chunk, (index + 1) * blocks_per_chunk
+    block_ids = table[first_chunk * blocks_per_chunk : end_chunk * blocks_per_chunk]
+    if NULL_BLOCK_ID not in block_ids:
+        return BlocksToStore(range(first_chunk, end_chunk), block_ids)
+    chunks: list[int] = []
+    kept: list[int] = []
+    for chunk in range(first_chunk, end_chunk):
+        start, end = chunk * blocks_per_chunk, (chunk + 1) * blocks_per_chunk
         needed_from = group.num_skipped_tokens(end * group.block_tokens - 1) // group.block_tokens
         if NULL_BLOCK_ID not in table[max(start, needed_from) : end]:
-            kept = [at for at in range(start, end) if table[at] != NULL_BLOCK_ID]
-            if kept:
-                positions, block_ids = [at - start for at in kept], [table[at] for at in kept]
-                chunks.append(ChunkBlocks(index, tuple(positions), tuple(block_ids)))
-    return chunks
+            chunks.append(chunk)
+            kept += table[start:end]
+    return BlocksToStore(chunks, kept)
 
 
-def chunk_rows(chunk: ChunkBlocks, slot: int, blocks_per_chunk: int) -> Iterator[int]:
-    """Yield the tier's row for each of a chunk's stored blocks."""
-    return (slot * blocks_per_chunk + position for position in chunk.positions)
+def rows_to_store(
+    block_ids: Sequence[int], starts: Sequence[int], slots: Sequence[int], blocks_per_chunk: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the device blocks to copy for some chunks, and the tier's row for each. Null blocks are left out.
+
+    Args:
+        block_ids: ids of device blocks.
+        starts: for each chunk, where in ``block_ids`` its ``blocks_per_chunk`` blocks begin.
+        slots: the slots of the chunks, parallel to ``starts``.
+        blocks_per_chunk: blocks per chunk.
+    """
+    if blocks_per_chunk == 1:
+        return tuple([block_ids[start] for start in starts]), tuple(slots)
+    copies = [
+        (block_id, slot * blocks_per_chunk + at)
+        for start, slot in zip(starts, slots, strict=True)
+        for at, block_id in enumerate(block_ids[start : start + blocks_per_chunk])
+        if block_id != NULL_BLOCK_ID
+    ]
+    return tuple([block_id for block_id, _ in copies]), tuple([row for _, row in copies])

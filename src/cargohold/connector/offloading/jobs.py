@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cargohold.offload.manager.base import LoadHandle, OffloadKey, StoreHandle
 from cargohold.protocol import Clock, Patience
@@ -67,6 +67,7 @@ class Store:
         handle: slots reserved for the chunks that it writes.
         block_ids: sources, held until the store has ended on all workers.
         is_spoiled: whether a step failed that may have computed its blocks: its chunks must then never be found.
+        keys: the chunks that it writes; a set, because every admission asks whether its next chunk is among them.
     """
 
     job_id: int
@@ -74,6 +75,10 @@ class Store:
     handle: StoreHandle
     block_ids: tuple[int, ...]
     is_spoiled: bool = False
+    keys: AbstractSet[OffloadKey] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = frozenset(self.handle.keys)
 
 
 class JobTable:

@@ -7,7 +7,7 @@ from cargohold.connector.offloading.jobs import JobTable
 from cargohold.connector.offloading.recall import Recalls
 from cargohold.connector.offloading.requests import Lookup, RequestState
 from cargohold.connector.offloading.states import ExpectedStates, HostStates
-from cargohold.offload.manager.base import OffloadManager
+from cargohold.offload.manager.base import OffloadKey, OffloadManager
 
 
 class TierLookup:
@@ -57,7 +57,7 @@ class TierLookup:
     def num_loadable_tokens(self, state: RequestState) -> int:
         """Return how many leading tokens of a request can be loaded once the stores in flight have ended, if all succeed."""
         state.extend_keys()
-        storing = {key for store in self._jobs.stores() if not store.is_spoiled for key in store.handle.keys}
+        storing = set[OffloadKey]().union(*[store.keys for store in self._jobs.stores() if not store.is_spoiled])
         groups = [
             GroupUnits(keys.group, keys.chunk_tokens, ExpectedStates(self._manager, keys, storing))
             for keys in state.keys
@@ -77,7 +77,7 @@ class TierLookup:
             (key,) = keys.keys[at : at + 1] or (None,)  # the group's chunks may be larger than others'
             if key is not None and self._manager.lookup([key]) != bytes([READY]):
                 first_token = at * keys.chunk_tokens
-                if any(key in store.handle.keys for store in self._jobs.stores()):
+                if any(key in store.keys for store in self._jobs.stores()):
                     return f"because the chunk from token {first_token} on is still being stored"
                 return f"because the chunk from token {first_token} on is not there"
         return "because chunks that later windows reach back to are not there"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from cargohold.connector.offloading.params import TransferParams
 from cargohold.offload.keys import ChunkKeys
@@ -16,8 +16,7 @@ MAX_NOTES: Final = 32
 """A request that is preempted again and again gets a note each time; only so many are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(NamedTuple):
     """The answer of a look-up, and the values that it depended on: while they are the same, so is the answer.
 
     Attributes:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cargohold.connector.offloading.chunks import ChunkBlocks, chunk_rows
 from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import BlockHolder
@@ -62,14 +60,3 @@ class Shared:
     def num_storable_chunks(self) -> int:
         """Return how many more chunks stores may hold now, by their device blocks."""
         return self.num_storable_blocks() // self.config.blocks_per_chunk
-
-    def places(self, chunks: Sequence[ChunkBlocks], slots: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the device blocks of chunks and the tier's rows for them, in parallel."""
-        per_chunk = self.config.blocks_per_chunk
-        if per_chunk == 1:
-            return tuple([chunk.block_ids[0] for chunk in chunks]), tuple(slots)
-        block_ids = tuple(block_id for chunk in chunks for block_id in chunk.block_ids)
-        rows = tuple(
-            row for chunk, slot in zip(chunks, slots, strict=True) for row in chunk_rows(chunk, slot, per_chunk)
-        )
-        return block_ids, rows

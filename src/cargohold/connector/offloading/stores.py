@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, TypeAlias
 
-from cargohold.connector.offloading.chunks import ChunkBlocks, chunks_to_store
+from cargohold.connector.offloading.chunks import BlocksToStore, blocks_to_store, rows_to_store
 from cargohold.connector.offloading.jobs import Store
 from cargohold.connector.offloading.leftovers import Leftovers
 from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.offload.keys import ChunkKeys
-from cargohold.offload.manager.base import OffloadKey, StoreOffer
+from cargohold.offload.manager.base import OffloadKey, StoreHandle, StoreOffer
 from cargohold.protocol import BlockIds, StepView, TransferOutcome
 
 
@@ -59,7 +60,7 @@ MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], StorePlan
 """Makes a ``StorePlanner`` for the requests of a connector."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Offered:
     """Chunks of one request in one group that are offered to the manager for storing.
 
@@ -68,29 +69,36 @@ class _Offered:
         group: index of the group.
         first: number of the first chunk that is offered.
         end: number of the chunk to stop before: all chunks before it are offered now, or were before.
-        chunks: the chunks in ``[first, end)`` that can be stored, by key; in prefix order.
+        blocks: the chunks in ``[first, end)`` that can be stored, in prefix order, and their blocks.
+        keys: the offload key of each of these chunks.
     """
 
     state: RequestState
     group: int
     first: int
     end: int
-    chunks: Mapping[OffloadKey, ChunkBlocks]
+    blocks: BlocksToStore
+    keys: Sequence[OffloadKey]
 
     def for_manager(self) -> StoreOffer:
         """Return the offer in the form that managers take."""
-        index = next(iter(self.chunks.values())).index if self.chunks else 0
-        return StoreOffer(tuple(self.chunks), self.state.keys[self.group].keys[index - 1] if index else None)
+        index = self.blocks.chunks[0] if self.keys else 0
+        return StoreOffer(self.keys, self.state.keys[self.group].keys[index - 1] if index else None)
 
-    def num_again(self, keys: Sequence[OffloadKey]) -> int:
+    def num_again(self, keys: AbstractSet[OffloadKey]) -> int:
         """Return how many of these chunks were not computed for the request, because they were on the device."""
         num_hit = self.state.hit_tokens // self.state.keys[self.group].chunk_tokens
-        return sum(self.chunks[key].index < num_hit for key in keys) if self.first < num_hit else 0
+        if self.first >= num_hit:
+            return 0
+        return sum(key in keys for chunk, key in zip(self.blocks.chunks, self.keys, strict=True) if chunk < num_hit)
 
     def next_chunk(self, deferred: AbstractSet[OffloadKey]) -> int:
         """Return the number of the chunk to offer next: the first in ``deferred``, or ``end`` if none of these chunks is."""
-        waiting = (chunk.index for key, chunk in self.chunks.items() if key in deferred)
-        return next(waiting, self.end) if deferred else self.end
+        if deferred:
+            for chunk, key in zip(self.blocks.chunks, self.keys, strict=True):
+                if key in deferred:
+                    return chunk
+        return self.end
 
 
 class EagerStores:
@@ -136,8 +144,9 @@ class EagerStores:
             yield from self._plan_leftovers()
         offered: list[_Offered] = []
         num_allowed = self._shared.num_storable_chunks()
+        requests = self._requests
         for share in step.scheduled:
-            state = self._requests[share.request_id]
+            state = requests[share.request_id]
             num_computed = share.num_computed_tokens + share.num_scheduled_tokens
             if num_computed < state.due_tokens:
                 continue  # most, while generating
@@ -227,42 +236,60 @@ class EagerStores:
         if first >= end:
             return 0
         keys = state.keys[group]
-        chunks = chunks_to_store(keys.group, table, self._shared.config.blocks_per_chunk, first, end)
-        offered.append(_Offered(state, group, first, end, {keys.keys[chunk.index]: chunk for chunk in chunks}))
-        return len(chunks)
+        blocks = blocks_to_store(keys.group, table, self._shared.config.blocks_per_chunk, first, end)
+        whole = keys.keys[first:end]
+        offered_keys = whole if len(blocks.chunks) == len(whole) else [keys.keys[chunk] for chunk in blocks.chunks]
+        offered.append(_Offered(state, group, first, end, blocks, offered_keys))
+        return len(blocks.chunks)
 
     def _store(self, offered: Sequence[_Offered]) -> Iterator[StoreJob]:
         """Offer chunks to the manager; yield one job that copies those that it takes, as one step completes all of them."""
         if not offered:
             return
-        handle = self._shared.manager.prepare_stores([offer.for_manager() for offer in offered])
+        shared = self._shared
+        handle = shared.manager.prepare_stores([offer.for_manager() for offer in offered])
+        self._note_offered(offered, handle)
+        if not handle.keys:
+            handle.commit()
+            return
+        block_ids, rows = self._places(offered, handle)
+        shared.holder.hold(block_ids)
+        store = Store(shared.jobs.new_id(), self._note_taken(offered, handle), handle, block_ids)
+        yield start_store(shared, store, rows)
+
+    def _note_offered(self, offered: Sequence[_Offered], handle: StoreHandle) -> None:
+        """Let each request go on behind what was offered, or from the first chunk that is to be offered again."""
         deferred = frozenset(handle.deferred)
         for offer in offered:
             next_chunk = offer.next_chunk(deferred)
             self._shared.stats["stores_deferred"] += next_chunk < offer.end
             offer.state.note_offered(offer.group, next_chunk)
-        if not handle.keys:
-            handle.commit()
-            return
-        by_key: dict[OffloadKey, ChunkBlocks] = {}
+
+    def _places(self, offered: Sequence[_Offered], handle: StoreHandle) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the device blocks of the chunks that the manager takes, and the tier's rows for them, in parallel."""
+        per_chunk = self._shared.config.blocks_per_chunk
+        block_ids = list(chain.from_iterable([offer.blocks.block_ids for offer in offered]))
+        keys = chain.from_iterable([offer.keys for offer in offered])
+        start_of = dict(zip(keys, range(0, len(block_ids), per_chunk), strict=True))
+        return rows_to_store(block_ids, [start_of[key] for key in handle.keys], handle.slots, per_chunk)
+
+    def _note_taken(self, offered: Sequence[_Offered], handle: StoreHandle) -> AbstractSet[str]:
+        """Count the chunks that the manager takes, and remember them for events; return the requests that they are of."""
+        taken, events = frozenset(handle.keys), self._shared.events
         request_ids: set[str] = set()
         num_again = 0
-        placed = frozenset(handle.keys)
         for offer in offered:
-            stored = [key for key in offer.chunks if key in placed]
-            if not stored:
+            if taken.isdisjoint(offer.keys):
                 continue
-            by_key.update(offer.chunks)
             request_ids.add(offer.state.request.request_id)
-            num_again += offer.num_again(stored)
-            if self._shared.events is not None:
-                self._shared.events.note_store(offer.state.request, offer.state.keys[offer.group], stored, offer.first)
+            num_again += offer.num_again(taken)
+            if events is not None:
+                stored = [key for key in offer.keys if key in taken]
+                events.note_store(offer.state.request, offer.state.keys[offer.group], stored, offer.first)
         num_computed = len(handle.keys) - num_again
         self._allowance = min(self._allowance + num_computed - num_again, self._shared.manager.capacity)
         self._shared.stats["stored_again_chunks"] += num_again
-        block_ids, rows = self._shared.places([by_key[key] for key in handle.keys], handle.slots)
-        self._shared.holder.hold(block_ids)
-        yield start_store(self._shared, Store(self._shared.jobs.new_id(), request_ids, handle, block_ids), rows)
+        return request_ids
 
 
 def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob:

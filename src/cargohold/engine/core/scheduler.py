@@ -118,6 +118,25 @@ class Scheduler:
         return len(self._roster)
 
     @property
+    def num_running(self) -> int:
+        """Requests that compute."""
+        return len(self._roster.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._roster.waiting)
+
+    @property
+    def num_loading(self) -> int:
+        """Requests whose KV is being loaded, ended ones among them."""
+        return self._roster.transfers.num_loads
+
+    def is_copying(self, request_id: str) -> bool:
+        """Whether blocks of a request with this id are still being copied, although it may have ended."""
+        return self._roster.transfers.has(request_id)
+
+    @property
     def unfinished_ids(self) -> list[str]:
         """Ids of the requests that have not ended."""
         return self._roster.ids()

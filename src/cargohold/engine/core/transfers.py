@@ -57,7 +57,11 @@ class TransferTable:
 
     def holds(self, request: Request) -> bool:
         """Whether a transfer still uses the request's blocks."""
-        return request.request_id in self._loads or request.request_id in self._sending
+        return self.has(request.request_id)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a transfer still uses the blocks of a request with this id, which may have ended."""
+        return request_id in self._loads or request_id in self._sending
 
     def start_load(self, request: Request, now: float) -> None:
         """Note that a load begins: the request's destination blocks have been allocated."""

@@ -228,9 +228,9 @@ class PoolContext:
         return own
 
 
-def block_ids(tables: Iterable[Iterable[Any]]) -> BlockIds:
-    """Ids of vLLM's blocks."""
-    return tuple([block.block_id for block in table] for table in tables)
+def block_ids(tables: Iterable[Sequence[Any]]) -> BlockIds:
+    """Ids of vLLM's blocks, read when they are asked for."""
+    return tuple([BlockIdTable(table) for table in tables])
 
 
 def _is_free(block: Any) -> bool:

@@ -70,7 +70,7 @@ class TransferWorker(ABC):
 
     @abstractmethod
     def poll(self) -> list[CopyResult]:
-        """Return the jobs that ended since the last call, in the order of their ends."""
+        """Return the jobs that ended since the last call, in the order of their ends. May copy for a few milliseconds."""
 
     @abstractmethod
     def finish_stores(self) -> None:

@@ -1,4 +1,8 @@
-"""Copies between paged KV in CPU memory and host memory, in one background thread.
+"""Copies between paged KV in CPU memory and host memory, in a background thread and, for loads, in the owner's too.
+
+While a request waits for its load, the engine often has nothing to compute. It then makes empty steps as fast as it can, which
+keep the interpreter's lock from the background thread, and OpenMP's threads spin on the other cores. So ``poll`` copies for
+loads itself, for a short time; the thread goes on with what is left, and with stores.
 
 The copies are plain ``memcpy`` through numpy, which releases the interpreter's lock, for a run of neighbouring rows at a time.
 PyTorch operations are avoided: in a second thread they would start a second OpenMP team, which competes with the model for
@@ -10,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +29,9 @@ logger = logging.getLogger(__name__)
 RUN_BYTES = 4 * 1024**2
 """Maximum number of bytes copied at a time: a load waits for a store under way only as long as one such copy takes."""
 
+SHARE_S = 0.01
+"""Maximum time in seconds that ``poll`` copies for; the copy under way is completed."""
+
 
 @dataclass(slots=True, eq=False)
 class _Pending:
@@ -35,7 +42,7 @@ class _Pending:
 
 
 class CpuTransferWorker(TransferWorker):
-    """Carries out jobs in a thread of its own, loads first.
+    """Carries out jobs in a thread of its own, loads first; ``poll`` takes part in loads.
 
     Args:
         regions: the paged KV, as two-dimensional byte arrays of ``num_blocks`` rows. A block is its rows in all regions,
@@ -55,6 +62,8 @@ class CpuTransferWorker(TransferWorker):
         self._queues: dict[Direction, deque[_Pending]] = {Direction.LOAD: deque(), Direction.STORE: deque()}
         self._results: deque[CopyResult] = deque()
         self._is_closed = False
+        # Held while copying: one thread at a time.
+        self._copying = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="cargohold-transfer", daemon=True)
         self._thread.start()
 
@@ -69,10 +78,13 @@ class CpuTransferWorker(TransferWorker):
             self._changed.notify_all()
 
     def poll(self) -> list[CopyResult]:
-        """Return the results since the last call. If the thread has died, all its jobs are among them, as failed.
+        """Copy loads for a short time, and return the results since the last call.
 
-        Jobs past their timeouts are abandoned here, too: the copy that the thread is busy with may never end.
+        If the thread has died, all its jobs are among them, as failed. Jobs past their timeouts are abandoned here, too: the
+        copy that the thread is busy with may never end.
         """
+        if self._queues[Direction.LOAD]:
+            self._take_part()
         with self._changed:
             if not self._thread.is_alive():
                 self._end_all(TransferOutcome.FAILED)
@@ -95,36 +107,41 @@ class CpuTransferWorker(TransferWorker):
         with self._changed:
             self._end_all(TransferOutcome.ABANDONED)
 
-    # --- in the background thread -------------------------------------------------------------------------------------
+    # --- copying ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (pending := self._next()) is not None:
-            try:
-                finished = self._advance(pending)
-            except Exception:
-                logger.exception("copying for job %d failed", pending.job.job_id)
-                self._finish(pending, TransferOutcome.FAILED)
-            else:
-                if finished:
-                    self._finish(pending, TransferOutcome.DONE)
+        """Copy in the background until shutdown."""
+        while self._await_work():
+            with self._copying:
+                self._copy_next(self._queues)
 
-    def _next(self) -> _Pending | None:
-        """Wait for the job to work on now, and return it; ``None`` when the thread is to stop.
+    def _take_part(self) -> None:
+        """Copy loads in the caller's thread, for at most ``SHARE_S``."""
+        deadline = self._clock() + SHARE_S
+        if not self._copying.acquire(timeout=SHARE_S):
+            return
+        try:
+            while self._copy_next((Direction.LOAD,)) and self._clock() < deadline:
+                pass
+        finally:
+            self._copying.release()
 
-        Loads go first: a store that was started goes on when no load waits. Jobs past their timeouts are abandoned.
-        """
+    def _copy_next(self, directions: Iterable[Direction]) -> bool:
+        """Copy the next run of the first job of the first direction that has any; return whether there was one."""
         with self._changed:
-            while True:
-                pending = next((queue[0] for queue in self._queues.values() if queue), None)
-                if self._is_closed and (pending is None or not pending.started):
-                    return None
-                if pending is None:
-                    self._changed.wait()
-                elif self._is_late(pending):
-                    self._abandon_late()
-                else:
-                    pending.started = True
-                    return pending
+            pending = self._first(directions)
+            if pending is None:
+                return False
+            pending.started = True
+        outcome: TransferOutcome | None = TransferOutcome.FAILED
+        try:
+            outcome = TransferOutcome.DONE if self._advance(pending) else None
+        except Exception:
+            logger.exception("copying for job %d failed", pending.job.job_id)
+        finally:  # whatever interrupts a copy, the job must not go on behind it
+            if outcome is not None:
+                self._finish(pending, outcome)
+        return True
 
     def _advance(self, pending: _Pending) -> bool:
         """Copy the next run of rows; return whether none was left."""
@@ -147,7 +164,23 @@ class CpuTransferWorker(TransferWorker):
             self._queues[pending.job.direction].popleft()
             self._end(pending, outcome)
 
+    def _await_work(self) -> bool:
+        """Wait until there is a job; ``False`` when the thread is to stop, which lets a job that was started end."""
+        with self._changed:
+            while True:
+                pending = self._first(self._queues)
+                if self._is_closed and (pending is None or not pending.started):
+                    return False
+                if pending is not None:
+                    return True
+                self._changed.wait()
+
     # --- under the lock -----------------------------------------------------------------------------------------------
+
+    def _first(self, directions: Iterable[Direction]) -> _Pending | None:
+        """The job to work on: a store that was started goes on when no load waits. Abandons jobs past their timeouts."""
+        self._abandon_late()
+        return next((self._queues[direction][0] for direction in directions if self._queues[direction]), None)
 
     def _end(self, pending: _Pending, outcome: TransferOutcome) -> None:
         self._results.append(CopyResult(pending.job, outcome, frozenset(), self._clock() - pending.submitted))

@@ -1,0 +1,154 @@
+"""The same front door for programs that run an event loop, such as servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from cargohold.base_llm import BaseLLM, Prompt, RequestOptions, all_asked, check_names
+from cargohold.engine.engine_thread import Answer, Asked, Mailbox
+from cargohold.engine.llm_engine import LLMEngine
+from cargohold.engine.outputs import RequestOutput
+from cargohold.engine.sampling_params import SamplingParams
+from cargohold.protocol import KVEvent
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+
+
+class AsyncLLM(BaseLLM):
+    """A language model whose methods are coroutines: those of ``LLM``, with the same arguments, results and errors.
+
+    ::
+
+        async with AsyncLLM("smollm2", offload=OffloadConfig(host_bytes="2GiB")) as llm:
+            async for out in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
+                print(out.new_text, end="")
+
+    The engine runs in a thread of its own, so the event loop never waits for a step. A task that is cancelled aborts its
+    requests. Several event loops may use one model. Making it loads the model, which takes seconds: make it before the event
+    loop has other things to do.
+    """
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]:
+        """Complete prompts; see ``LLM.generate``."""
+        check_names("generate", ("prompts", "sampling", "progress"), options)
+        asked = all_asked(prompts, sampling, options)
+        done: dict[int, RequestOutput] = {}
+        async with aclosing(self._serve(asked)) as outputs:
+            async for at, output in outputs:
+                if output.finished:
+                    done[at] = output
+                    if progress is not None:
+                        progress(len(done), len(asked))
+        return [done[at] for at in range(len(asked))]
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncGenerator[RequestOutput]:
+        """Complete one prompt, yielding an output per new piece; see ``LLM.stream``.
+
+        Use ``contextlib.aclosing`` where you may leave the loop before its end: otherwise the request goes on until Python
+        finalizes the generator.
+        """
+        check_names("stream", ("prompt", "sampling"), options)
+        return self._stream(Asked(prompt, sampling, options))
+
+    async def _stream(self, asked: Asked) -> AsyncGenerator[RequestOutput]:
+        async with aclosing(self._serve([asked])) as outputs:
+            async for _, output in outputs:
+                yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput:
+        """Answer a conversation; see ``LLM.chat``."""
+        check_names("chat", ("messages", "sampling"), options)
+        return (await self.generate([self.chat_prompt(messages)], sampling, **options))[0]
+
+    async def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until no copy and no write to a lower tier is in flight; see ``LLM.settle``."""
+        timeout_s = self.plan.config.load_timeout_s if timeout_s is None else timeout_s
+        return await self._settled(lambda engine: not engine.has_work(), timeout_s)
+
+    async def reset_cache(self) -> bool:
+        """Forget all cached KV, on the device and below; see ``LLM.reset_cache``."""
+        return await self._ask(LLMEngine.reset_cache) or await self._settled(
+            LLMEngine.reset_cache, self.plan.config.load_timeout_s
+        )
+
+    async def take_events(self) -> list[KVEvent]:
+        """KV events since the last call, if ``kv_events`` is on."""
+        return await self._ask(LLMEngine.take_events)
+
+    async def stats(self) -> dict[str, float]:
+        """Counters of the connector since the start; see ``LLM.stats``. Answered between two steps."""
+        return await self._ask(LLMEngine.stats)
+
+    async def close(self) -> None:
+        """End everything and give the memory back; see ``LLM.close``."""
+        await asyncio.to_thread(self._engine.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _serve(self, asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Have requests served, and yield their outputs as they come, each with the position of its request in ``asked``.
+
+        However the generator ends, requests that have not finished are aborted.
+        """
+        arrived = asyncio.Event()
+        mailbox = Mailbox(len(asked), _in_loop(arrived.set))
+        try:
+            if asked:
+                self._engine.submit(asked, mailbox)
+            while not mailbox.is_done:
+                await arrived.wait()
+                arrived.clear()
+                for output in mailbox.take():
+                    yield output
+        finally:
+            if not mailbox.is_done:
+                self._engine.abandon(mailbox)
+
+    async def _ask(self, question: Callable[[LLMEngine], T]) -> T:
+        """Ask the engine between two steps."""
+        answers = asyncio.Queue[Answer[T]]()
+        self._engine.ask(question, _in_loop(answers.put_nowait))
+        return (await answers.get()).get()
+
+    async def _settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> T:
+        """Ask the engine when no transfer is in flight; see ``EngineThread.ask_settled``."""
+        answers = asyncio.Queue[Answer[T]]()
+        self._engine.ask_settled(question, _in_loop(answers.put_nowait), timeout_s)
+        return (await answers.get()).get()
+
+
+def _in_loop(call: Callable[..., object]) -> Callable[..., None]:
+    """A function for other threads, which has the running event loop make the call."""
+    loop = asyncio.get_running_loop()
+
+    def call_in_loop(*args: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
+            loop.call_soon_threadsafe(call, *args)
+
+    return call_in_loop
