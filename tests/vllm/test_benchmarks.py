@@ -7,6 +7,8 @@ import pytest
 from benchmarks import generating
 from cargohold.connector.offloading import OffloadingScheduler
 
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
 
 def test_generating() -> None:
     (row,) = generating.run(quick=True)["rows"]

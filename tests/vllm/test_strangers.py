@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from cargohold.errors import ConfigError
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
 from cargohold.integrations.vllm.settings import Settings
 from tests.vllm.common import COMPOSED, EAGER, RESTARTED, ask_twice, forget, make_prompts, restored, tokens
 
