@@ -31,7 +31,8 @@ CASES = {
     "mistral-window": Case(1, 40, 330, 320),
     "gemma3": Case(7, 150, 330, 320),
     "lfm2": Case(2, 40, 330, 320, {"mamba_cache_mode": "align"}),
-    "qwen3-next": Case(2, 12, 700, 544, {"mamba_cache_mode": "align", "dtype": "bfloat16"}),
+    # In a smaller pool, what lazy offloading saves in time depends on how quick copies are beside steps.
+    "qwen3-next": Case(2, 24, 700, 544, {"mamba_cache_mode": "align", "dtype": "bfloat16"}),
 }
 
 
