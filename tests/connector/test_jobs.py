@@ -29,7 +29,8 @@ class Jobs:
         blocks = tuple(range(1, 1 + 2 * len(keys)))  # two of each chunk
         block_keys = [key for key in keys for _ in range(2)]
         job_id = self.table.new_id()
-        load = Load(job_id, "r", handle, 0, blocks, block_keys, range(len(blocks)), Origins((), b""), is_first=True)
+        origins = Origins(("host",), bytes(8 * len(keys)))
+        load = Load(job_id, "r", handle, 8, blocks, block_keys, range(len(blocks)), origins, is_first=True)
         self.table.add_load(load)
         self.loads[job_id] = load
         return job_id
@@ -65,6 +66,10 @@ def test_the_table_knows_what_is_in_flight(data: st.DataObject) -> None:
             loads = {at for at, load in jobs.loads.items() if not set(keys).isdisjoint(load.handle.keys)}
             found = table.load_of_any(keys)
             assert not loads if found is None else found in loads
+            for num_tokens in (8, 16, 24):
+                ending = {at for at in loads if 8 + 8 * len(jobs.loads[at].handle.keys) == num_tokens}
+                found = table.load_up_to(num_tokens, keys)
+                assert not ending if found is None else found in ending
         assert [at for at in [0, *ids] if table.is_loading(at)] == [at for at in ids if at in jobs.loads]
         assert not table.is_loading(None)
         assert before == jobs.is_loading() or table.version != version
@@ -100,6 +105,7 @@ def test_a_job_that_does_not_end_in_time_is_overdue_once_while_others_begin_and_
     table = jobs.table
     assert counts_of(table) == (1, 0, len(overdue[0].block_ids), 1)
     assert table.load_of_any(KEYS) is None and not table.is_loading(lost), "nobody waits for it"
+    assert table.load_up_to(24, KEYS) is None
     clock.advance(100)
     assert not table.take_overdue(10.0)
     assert table.is_stuck(lost) and table.end(lost) is overdue[0]

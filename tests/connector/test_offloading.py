@@ -31,6 +31,7 @@ from cargohold.protocol import (
     FinishedTransfers,
     KVConnectorOutput,
     RequestView,
+    SchedulerEnvironment,
     TransferOutcome,
 )
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
@@ -219,6 +220,36 @@ def test_two_requests_with_the_same_prefix_cause_one_load(num_on_device: int) ->
     finish(engine, offloading)
     assert engine.requests["b"].num_first_device_tokens == 40
     assert engine.outputs["b"].cache_report.restored_tokens == {}
+
+
+class SparseOffloading(SimulatedOffloading):
+    """For an engine whose prefix cache keeps little of what is loaded."""
+
+    keeps_ends = True
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        sparse = replace(environment, shares_loads=False, shares_load_ends=self.keeps_ends)
+        return super().make_scheduler_side(sparse)
+
+
+@pytest.mark.parametrize("keeps_ends", [True, False])
+def test_where_only_the_end_of_a_load_is_kept_only_who_ends_there_waits_for_it(keeps_ends: bool) -> None:
+    offloading = SparseOffloading(60)
+    offloading.keeps_ends = keeps_ends
+    engine = SimulatedEngine(simulated_layout(100), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("loads", [*prompt(0, 40), 1], 1)
+    engine.add("ends there", [*prompt(0, 40), 2], 1)
+    engine.add("ends before", prompt(0, 21), 1)
+    engine.add("ends with the prompt", prompt(0, 40), 1)
+    engine.step()
+    loads = [len(job.block_ids) for job in transfers.pending if job.direction is Direction.LOAD]
+    assert loads == ([10, 5, 10] if keeps_ends else [10, 10, 5, 10])
+    transfers.auto = True
+    finish(engine, offloading)
+    assert engine.outputs["ends there"].cache_report.restored_tokens == ({} if keeps_ends else {"host": 40})
 
 
 def test_a_request_does_not_wait_for_loads_of_what_it_has_on_the_device() -> None:

@@ -50,6 +50,24 @@ class TestWithoutVLLM:
         assert isinstance(compat.KVConnectorStats(), compat.KVConnectorStats)
         assert compat.TransferResults is None
 
+    @pytest.mark.parametrize("knows_it", [True, False, None])
+    def test_a_prefix_cache_that_looks_for_no_shared_prefix_is_noticed(
+        self, knows_it: bool | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Knows:
+            def cache_blocks(self, request: Any) -> object:
+                return request.shared_prefix_boundary
+
+        class DoesNot:
+            def cache_blocks(self, request: Any) -> object:
+                return request.num_tokens
+
+        fake(monkeypatch, "vllm", __version__="0.99.0")
+        fake(monkeypatch, f"{V1}.base", KVConnectorBase_V1=object, KVConnectorRole=object)
+        names = {} if knows_it is None else {"SingleTypeKVCacheManager": Knows if knows_it else DoesNot}
+        fake(monkeypatch, "vllm.v1.core.single_type_kv_cache_manager", **names)
+        assert import_compat().KEEPS_SHARED_PREFIXES is bool(knows_it)
+
     def test_functions_that_want_other_arguments_are_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Found by reading: the events' helpers were not compared, and one that had changed ended the engine at its start."""
         fake(monkeypatch, "vllm", __version__="0.99.0")

@@ -16,6 +16,7 @@ pytest.importorskip(
 
 import cargohold.integrations.vllm.connector as connector_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
+from cargohold.connector.offloading.jobs import JobTable
 from cargohold.integrations.vllm.blocks import PoolContext
 from cargohold.integrations.vllm.layout import bears_full_hits
 from cargohold.integrations.vllm.resets import CacheResets
@@ -103,6 +104,11 @@ def takes_the_last_token_into_a_state_twice(patch: Patch) -> None:
         "bears_full_hits",
         lambda group: group.kind is AttentionKind.RECURRENT or bears_full_hits(group),
     )
+
+
+@mutant(workload="windows", connector="eager", faults="late,slow")
+def loads_a_prefix_twice_at_a_time(patch: Patch) -> None:
+    patch.setattr(JobTable, "load_up_to", lambda self, num_tokens, last_keys: None)
 
 
 # --- worker side ------------------------------------------------------------------------------------------------------

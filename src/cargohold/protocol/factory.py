@@ -29,8 +29,9 @@ class SchedulerEnvironment:
         max_num_seqs: maximum number of requests that run at the same time; ``None`` if the engine does not say.
         prefix_caching: whether the device pool keeps blocks for reuse. Without it, waiting for another request's load is
             pointless, because the blocks of that request could not be shared.
-        shares_loads: whether the device pool keeps all blocks that were loaded for one request where others can find them. If
-            not, waiting for another request's load is pointless even with ``prefix_caching``.
+        shares_loads: whether the device pool keeps all blocks that were loaded for one request where others can find them.
+        shares_load_ends: whether it keeps at least those with which others can continue where the load ends. Without it and
+            ``shares_loads``, waiting for another request's load is pointless even with ``prefix_caching``.
         applies_locks: whether the engine applies the answers of ``report_to_scheduler``.
         emits_events: whether anyone listens to KV events.
         full_hits: whether a hit may cover all tokens of a request. The engine then computes the last token again, for its
@@ -49,6 +50,7 @@ class SchedulerEnvironment:
     max_num_seqs: int | None = None
     prefix_caching: bool = True
     shares_loads: bool = True
+    shares_load_ends: bool = True
     applies_locks: bool = True
     emits_events: bool = False
     full_hits: bool = True

@@ -128,6 +128,11 @@ class SimulatedEngine:
         return self.config.prefix_caching
 
     @property
+    def shares_load_ends(self) -> bool:
+        """Whether at least those are found with which others can continue where the load ends."""
+        return self.config.prefix_caching
+
+    @property
     def num_half_reported(self) -> int:
         """Transfers that some workers have reported and others have not."""
         return self.executor.aggregator.num_incomplete

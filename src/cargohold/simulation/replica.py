@@ -161,6 +161,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def shares_load_ends(self) -> bool:
+        """Whether at least those are found with which others can continue where the load ends."""
+        ...
+
+    @property
     def num_half_reported(self) -> int:
         """Transfers that some workers have reported and others have not."""
         ...

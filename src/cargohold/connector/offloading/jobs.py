@@ -55,6 +55,11 @@ class Load:
     origins: Origins
     is_first: bool
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of leading tokens that are on the device after it."""
+        return self.num_computed_tokens + len(self.origins.tiers)
+
 
 @dataclass(slots=True)
 class Store:
@@ -90,7 +95,7 @@ class JobTable:
     Attributes:
         num_store_blocks: number of device blocks that stores in flight hold.
         num_stuck_blocks: number of device blocks that stuck jobs hold.
-        version: changes whenever the answer of ``load_of_any`` may have changed.
+        version: changes whenever the answer of ``load_of_any`` or ``load_up_to`` may have changed.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -208,6 +213,22 @@ class JobTable:
             job_id
             for job_id, load in self._loads.items()
             if job_id not in self._stuck and not wanted.isdisjoint(load.handle.keys)
+        )
+
+    def load_up_to(self, num_tokens: int, last_keys: Sequence[OffloadKey]) -> int | None:
+        """Return the id of a load that ends at this token with one of these chunks; ``None`` if there is none."""
+        if self._loading.keys().isdisjoint(last_keys):
+            return None
+        wanted = set(last_keys)
+        return next(
+            (
+                job_id
+                for job_id, load in self._loads.items()
+                if load.num_tokens == num_tokens
+                and job_id not in self._stuck
+                and not wanted.isdisjoint(load.handle.keys)
+            ),
+            None,
         )
 
     def _forget_loading(self, keys: Sequence[OffloadKey]) -> None:

@@ -17,6 +17,7 @@ class TierLookup:
         manager: the manager of the tier.
         jobs: transfers in flight.
         shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
+        shares_load_ends: whether at least those are found with which another request can continue where the load ends.
         full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
         recalls: brings chunks up from lower tiers first; ``None`` if there are no lower tiers.
     """
@@ -27,6 +28,7 @@ class TierLookup:
         jobs: JobTable,
         *,
         shares_loads: bool,
+        shares_load_ends: bool,
         full_hits: bool,
         recalls: Recalls | None = None,
     ) -> None:
@@ -34,6 +36,7 @@ class TierLookup:
         self._recalls = recalls
         self._jobs = jobs
         self._shares_loads = shares_loads
+        self._shares_load_ends = shares_load_ends
         self._full_hits = full_hits
 
     def find(self, state: RequestState, num_computed_tokens: int) -> Lookup:
@@ -99,9 +102,26 @@ class TierLookup:
         if hit.num_tokens - num_computed_tokens < min(keys.chunk_tokens for keys in state.keys):
             # Not worth a transfer: less than one chunk beyond the computed tokens.
             return Lookup(num_computed_tokens, hit.undecided, num_computed_tokens, num_tokens, basis)
-        awaited = self._load_of_part(state, num_computed_tokens, hit.num_tokens) if self._shares_loads else None
+        awaited = self._load_to_wait_for(state, num_computed_tokens, hit.num_tokens)
         is_undecided = hit.undecided or awaited is not None
         return Lookup(hit.num_tokens, is_undecided, num_computed_tokens, num_tokens, basis, awaited)
+
+    def _load_to_wait_for(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int | None:
+        """Return the id of a load for another request, after which this one finds blocks of its hit on the device."""
+        if self._shares_loads:
+            return self._load_of_part(state, num_computed_tokens, num_hit_tokens)
+        return self._load_of_whole(state, num_hit_tokens) if self._shares_load_ends else None
+
+    def _load_of_whole(self, state: RequestState, num_hit_tokens: int) -> int | None:
+        """Return the id of a job that loads the same prefix for another request, and ends where the hit ends.
+
+        Of any other load, windows and states before its end are not kept, so waiting for it would be in vain. Nor is a hit of
+        all tokens found again: the prefix cache gives back a block less, whose window begins before the one that was loaded.
+        """
+        if num_hit_tokens == state.request.num_tokens:
+            return None
+        last_keys = [keys.keys[num_hit_tokens // keys.chunk_tokens - 1] for keys in state.keys]
+        return self._jobs.load_up_to(num_hit_tokens, last_keys)
 
     def _load_of_part(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int | None:
         """Return the id of a job that loads part of the hit for another request: the prefix cache will soon have its blocks.

@@ -86,6 +86,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             manager,
             self._shared.jobs,
             shares_loads=environment.prefix_caching and environment.shares_loads,
+            shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
             full_hits=environment.full_hits,
             recalls=recalls,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from vllm import __version__ as VLLM_VERSION  # noqa: N812  # a constant, whatever its author calls it
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -50,6 +50,12 @@ def _ask(module: str, name: str, num_args: int, otherwise: Callable[..., Any]) -
     return found
 
 
+def _names_in(function: Any) -> tuple[str, ...]:
+    """The attributes that a function of vLLM reads, among other names; none if there is no such function."""
+    names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_names", ())
+    return names
+
+
 SupportsHMA = _need(_BASE, "SupportsHMA")
 KVConnectorMetadata = _need(_BASE, "KVConnectorMetadata")
 KVConnectorWorkerMetadata = _need(_BASE, "KVConnectorWorkerMetadata")
@@ -83,6 +89,12 @@ event_keys: Any = _ask(_HASHES, "to_event_extra_keys", 1, list)
 """Find what block hashes cover besides tokens, and convert it to the form of vLLM's events (since 0.31 without kinds)."""
 
 
+_KEEPS: Any = _find("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager")
+SHARED_PREFIX_END: Final = "shared_prefix_boundary"
+KEEPS_SHARED_PREFIXES: Final = SHARED_PREFIX_END in _names_in(getattr(_KEEPS, "cache_blocks", None))
+"""Field of a request, and whether the prefix cache keeps the windows and states that end at this token (since 0.32)."""
+
+
 def environment_option(name: str) -> Any:
     """The value of one of vLLM's environment variables; ``None`` if this version does not know it."""
     return _find("vllm.envs", name)
@@ -104,7 +116,9 @@ def describe_group(spec: Any) -> tuple[str | None, int | None]:
 
 
 __all__ = [
+    "KEEPS_SHARED_PREFIXES",
     "MISSING",
+    "SHARED_PREFIX_END",
     "VLLM_VERSION",
     "AllBlocksCleared",
     "BlockRemoved",

@@ -22,6 +22,7 @@ from cargohold.integrations.vllm.layout import (
     block_bytes,
     dropped_tokens,
     make_layout,
+    shares_load_ends,
     shares_loads,
     smallest_block_tokens,
     translate,
@@ -391,6 +392,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             max_num_seqs=int(self._vllm_config.scheduler_config.max_num_seqs),
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
             shares_loads=shares_loads(self._kv_cache_config, layout.groups),
+            shares_load_ends=shares_load_ends(self._vllm_config, layout.groups),
             emits_events=bool(events is not None and events.enable_kv_cache_events),
             full_hits=all(map(bears_full_hits, layout.groups)),
             keeps_partial_loads=False,
@@ -404,7 +406,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         adapter = self._settings.adapter
         options = SideOptions(
-            adapter.load_timeout_s, adapter.follow_resets, dropped_tokens(self._vllm_config, layout.groups)
+            adapter.load_timeout_s,
+            adapter.follow_resets,
+            dropped_tokens(self._vllm_config, layout.groups),
+            marks_load_ends=environment.shares_load_ends and not environment.shares_loads,
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)

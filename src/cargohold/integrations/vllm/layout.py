@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.served import served_model
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
 
@@ -159,6 +160,14 @@ def shares_loads(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> bool:
     return not is_sparse or not any(
         group.kind in {AttentionKind.SLIDING_WINDOW, AttentionKind.RECURRENT} for group in groups
     )
+
+
+def shares_load_ends(vllm_config: Any, groups: Sequence[KVCacheGroup]) -> bool:
+    """Whether vLLM's prefix cache keeps the windows and states at the end of a load if the request is marked so.
+
+    If vLLM drops the last block of a hit, others continue a block before that end, whose window and state were not loaded.
+    """
+    return compat.KEEPS_SHARED_PREFIXES and not dropped_tokens(vllm_config, groups)
 
 
 def _parallel_obstacles(parallel_config: Any) -> list[str]:

@@ -11,7 +11,7 @@ from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
 from cargohold.errors import ContractError, RequestError
-from cargohold.integrations.vllm import probe
+from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.deferrals import Deferrals
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
@@ -70,11 +70,14 @@ class SideOptions:
         follow_resets: whether a reset of vLLM's prefix cache drops what is kept, too.
         dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
             load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
+        marks_load_ends: whether to mark the end of a load for vLLM's prefix cache, which would not keep the windows and states
+            there otherwise.
     """
 
     load_timeout_s: float
     follow_resets: bool = True
     dropped_tokens: int = 0
+    marks_load_ends: bool = False
 
 
 class SchedulerSide:
@@ -108,6 +111,7 @@ class SchedulerSide:
         self._clock = clock
         self._timeout_s = options.load_timeout_s
         self._dropped_tokens = options.dropped_tokens
+        self._marks_load_ends = options.marks_load_ends
         self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
@@ -242,6 +246,9 @@ class SchedulerSide:
                 self._new_synchronous.append(request_id)
             self._parked[request_id] = seen
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
+            if self._marks_load_ends:
+                # vLLM sets it itself, anew at each admission, and only to decide what its prefix cache keeps.
+                setattr(request, compat.SHARED_PREFIX_END, self._num_computed[request_id] + num_external_tokens)
         self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
 
     def build_connector_meta(self, output: Any) -> StepMessage:

@@ -56,7 +56,6 @@ class TierOracle(Oracle):
     def __init__(self, engine: Replica, is_excused: Callable[[], bool]) -> None:
         self._engine = engine
         self._is_excused = is_excused
-        self._dedupes = engine.shares_loads
         self._sides = [
             _WatchedSide(side, guards, side.manager, side.jobs, not isinstance(side.manager, TieringManager))
             for side, guards in offloading_sides(engine.scheduler.connector)
@@ -67,7 +66,7 @@ class TierOracle(Oracle):
         for watched in self._sides:
             if watched.is_live():
                 self._check_counts(watched)
-                if self._dedupes and watched.jobs.num_loads > 1:
+                if watched.jobs.num_loads > 1:
                     self._check_loads(watched.side)
 
     def inspect(self) -> None:
@@ -119,15 +118,30 @@ class TierOracle(Oracle):
 
     def _check_loads(self, side: OffloadingScheduler) -> None:
         loads = [load for load in side.jobs.loads() if not side.jobs.is_stuck(load.job_id)]
-        loading = Counter(key for load in loads for key in set(load.handle.keys) - self._own_keys(load))
+        if self._engine.shares_loads:
+            loading = Counter(key for load in loads for key in set(load.handle.keys) - self._own_keys(load))
+        elif self._engine.shares_load_ends:
+            loading = Counter(key for load in loads if not self._is_whole(load) for key in _last_keys(load))
+        else:
+            return
         twice = [key.hex()[:8] for key, count in loading.items() if count > 1]
         self.require(not twice, f"chunks {twice} are being loaded more than once at a time")
+
+    def _is_whole(self, load: Load) -> bool:
+        """Whether it brings back all tokens of its request: the prefix cache gives back a block less."""
+        return load.num_tokens == self._engine.requests[load.request_id].num_tokens
 
     def _own_keys(self, load: Load) -> set[OffloadKey]:
         """The chunks with a request's last token: the prefix cache never gives back their blocks, so nobody shares them."""
         num_tokens = self._engine.requests[load.request_id].num_tokens
         last_starts = {num_tokens - group.block_tokens for group in self._engine.layout.groups}
         return {key for key, start in zip(load.block_keys, load.block_starts, strict=True) if start in last_starts}
+
+
+def _last_keys(load: Load) -> set[OffloadKey]:
+    """The chunks at the end of a load: two loads that have them in common load the same prefix."""
+    last = max(load.block_starts)
+    return {key for key, start in zip(load.block_keys, load.block_starts, strict=True) if start == last}
 
 
 class LimitOracle(Oracle):

@@ -18,7 +18,7 @@ from cargohold.engine.core.config import SchedulerConfig
 from cargohold.engine.core.request import FinishReason, Request
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.integrations.vllm.layout import shares_loads
+from cargohold.integrations.vllm.layout import shares_load_ends, shares_loads
 from cargohold.integrations.vllm.simulation.configuration import (
     ASYNC,
     LOAD_TIMEOUT_S,
@@ -98,6 +98,11 @@ class VllmEngine:
     def shares_loads(self) -> bool:
         """Whether blocks loaded for one request are found by others on the device."""
         return self.config.prefix_caching and shares_loads(self.vllm.kv_cache_config, self.layout.groups)
+
+    @property
+    def shares_load_ends(self) -> bool:
+        """Whether at least those are found with which others can continue where the load ends."""
+        return self.config.prefix_caching and shares_load_ends(self.vllm.vllm_config, self.layout.groups)
 
     @property
     def num_half_reported(self) -> int:
