@@ -249,6 +249,32 @@ def test_ctrl_c_while_the_model_loads_ends_the_load(
     assert not [thread for thread in threading.enumerate() if thread.name == "cargohold-engine"]
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_ctrl_c_in_the_moment_of_the_start_ends_it(
+    has_begun: bool, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found under load: a thread that was about to begin could not be joined, and its error hid the interrupt."""
+    start = threading.Thread.start
+    late: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != "cargohold-engine":
+            start(thread)
+            return
+        late.append(thread)
+        if has_begun:
+            start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(tiny_model("llama"))
+    if not has_begun:
+        start(late[0])
+    late[0].join(PATIENCE_S)
+    assert not late[0].is_alive()
+
+
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 

@@ -330,6 +330,9 @@ def restarted(overflowing_model: str, tmp_path: Path) -> Callable[[], LLM]:
     return start
 
 
+PATIENCE_S = 60.0
+
+
 def test_a_spoiled_prefix_is_found_neither_on_the_device_nor_on_a_disk(restarted: Callable[[], LLM]) -> None:
     shared, rest, other = prompt(9, 64), prompt(3, 5), prompt(10, 70)
     with restarted() as llm:
@@ -337,6 +340,7 @@ def test_a_spoiled_prefix_is_found_neither_on_the_device_nor_on_a_disk(restarted
         assert is_refused(bad) and good.finish_reason == "length"
         want = generate(llm, [*shared, *rest])[0]
         assert want.finish_reason == "length" and want.metrics.device_tokens == 0
+        assert llm.settle(PATIENCE_S)
     with restarted() as llm:
         again, good_again = generate(llm, [*shared, *rest], other, max_tokens=8)
         assert again.token_ids == want.token_ids[:8] and good_again.token_ids == good.token_ids

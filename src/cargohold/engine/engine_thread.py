@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar
 
@@ -156,7 +156,9 @@ class EngineThread:
         self._engine: LLMEngine
         self._receivers: dict[str, tuple[Mailbox, int]] = {}
         self._settling: list[_Question] = []
-        self._is_closing = self._is_hurried = False
+        # Whoever interrupts the start must know whether it has begun.
+        self._beginning = threading.Lock()
+        self._has_begun = self._is_closing = self._is_hurried = False
         self._end: EngineDeadError | None = None
         self._close_error: BaseException | None = None
         self.status = EngineStatus()
@@ -168,9 +170,12 @@ class EngineThread:
         except Exception:
             raise
         except BaseException:  # Ctrl-C, which only the main thread gets
-            self.start_closing()  # if it has just started
-            interrupt_thread(self._thread)
-            self._thread.join(_INTERRUPTED_START_S)
+            with self._beginning:
+                self._is_closing = True
+            self.start_closing()  # if it waits for commands already
+            if self._has_begun:  # otherwise it ends when it begins
+                interrupt_thread(self._thread)
+                self._thread.join(_INTERRUPTED_START_S)
             raise
 
     @property
@@ -251,7 +256,12 @@ class EngineThread:
     # --- in the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self, build: Callable[[], LLMEngine], started: queue.SimpleQueue[Answer[None]]) -> None:
+        with suppress(KeyboardInterrupt):  # a start that was interrupted may have ended before the interrupt came
+            self._live(build, started)
+
+    def _live(self, build: Callable[[], LLMEngine], started: queue.SimpleQueue[Answer[None]]) -> None:
         try:
+            self._begin()
             self._engine = build()
         except BaseException as error:  # noqa: BLE001  # goes to whoever waits for the start
             self._end = EngineDeadError("the engine has not started")
@@ -272,6 +282,12 @@ class EngineThread:
             self._stop()
         except BaseException as error:  # noqa: BLE001  # goes to whoever closes it
             self._close_error = error
+
+    def _begin(self) -> None:
+        with self._beginning:
+            if self._is_closing:
+                raise EngineDeadError("its start was interrupted")
+            self._has_begun = True
 
     def _serve(self) -> None:
         pause_s: float | None = None
