@@ -21,11 +21,11 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.environment import NotInstalledError
+from benchmarks.transfers import carry_out
 from cargohold import LLM, OffloadConfig, SamplingParams
 from cargohold.offload.tier import HostMemory
 from cargohold.offload.transfer import CopyJob, Direction, TransferWorker
 from cargohold.offload.transfer.factory import make_transfer_worker
-from cargohold.protocol import TransferOutcome
 
 LIMIT_S: Final = 450.0
 """Seconds after which no further part is begun."""
@@ -177,19 +177,6 @@ def _places(num_blocks: int) -> Iterator[tuple[str, Sequence[int], Sequence[int]
 def _link_name(worker: TransferWorker, direction: Direction) -> str:
     lanes = getattr(worker, "_lanes", None)
     return "memcpy" if lanes is None else str(lanes[direction].copies.link.name)
-
-
-def carry_out(
-    worker: TransferWorker, direction: Direction, blocks: Sequence[int], rows: Sequence[int]
-) -> tuple[float, float]:
-    """Seconds until the job was accepted, and seconds until it had ended."""
-    start = time.perf_counter()
-    worker.submit(CopyJob(0, direction, tuple(blocks), tuple(rows), 60.0))
-    submitted = time.perf_counter()
-    while not (results := worker.poll()):
-        time.sleep(0)
-    assert results[0].outcome is TransferOutcome.DONE, "a copy failed"
-    return submitted - start, time.perf_counter() - start
 
 
 # --- decoding beside stores -------------------------------------------------------------------------------------------

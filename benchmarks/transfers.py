@@ -44,10 +44,10 @@ def _measure(device: str, num_regions: int, block_bytes: int, num_blocks: int, r
     everything = list(range(num_blocks))
     scattered = random.Random(num_blocks).sample(everything, num_blocks // 2)
     # The first copy touches pages for the first time, and locks them for a device; it is not measured.
-    _carry_out(worker, Direction.STORE, everything, everything)
+    carry_out(worker, Direction.STORE, everything, everything)
     for blocks, name in ((everything[: num_blocks // 2], "neighbours"), (scattered, "scattered")):
         for direction in Direction:
-            times = [_carry_out(worker, direction, blocks, blocks) for _ in range(rounds)]
+            times = [carry_out(worker, direction, blocks, blocks) for _ in range(rounds)]
             yield {
                 "device": device,
                 "pieces_of_a_block": num_regions,
@@ -60,7 +60,7 @@ def _measure(device: str, num_regions: int, block_bytes: int, num_blocks: int, r
     worker.shutdown()
 
 
-def _carry_out(
+def carry_out(
     worker: TransferWorker, direction: Direction, blocks: Sequence[int], rows: Sequence[int]
 ) -> tuple[float, float]:
     """Seconds until the job was accepted, and seconds until it had ended."""
@@ -78,5 +78,5 @@ def _beside_a_step(worker: TransferWorker, device: str, direction: Direction, bl
     if device == "cpu":
         return None
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # noqa: SLF001  # torch's own tests wait so
-    submitting, _ = _carry_out(worker, direction, blocks, blocks)
+    submitting, _ = carry_out(worker, direction, blocks, blocks)
     return round(submitting * 1e3, 3)
