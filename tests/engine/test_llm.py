@@ -188,9 +188,9 @@ def test_an_abort_in_any_state_leaves_nothing_behind(offload: Any, num_steps: in
 
 def test_a_stream_closed_early_is_aborted(llama: MakeLLM) -> None:
     llm = llama()
-    stream = llm.stream(prompt(0, 10), SamplingParams(max_tokens=100))
+    stream = llm.stream(prompt(0, 10), SamplingParams(max_tokens=400))
     first = next(stream)
-    assert not first.finished and len(first.token_ids) == 1
+    assert not first.finished
     stream.close()
     assert llm.settle()
     assert in_engine(llm, LLMEngine.has_work) is False
@@ -232,10 +232,11 @@ def test_of_a_stream_that_is_not_read_one_output_is_kept(chat_model: str, make_l
     slow = llm.stream("a slow reader", sampling)
     first = next(slow)
     assert list(llm.stream("a fast one", sampling))[-1].finished
-    rest = list(slow)
-    assert len(rest) <= 2 and rest[-1].finished
-    assert (rest[-1].text, rest[-1].token_ids) == (whole.text, whole.token_ids)
-    assert whole.text and "".join(output.new_text for output in (first, *rest)) == whole.text
+    outputs = [first, *slow]
+    last = outputs[-1]
+    assert len(outputs) <= 3 and last.finished
+    assert (last.text, last.token_ids) == (whole.text, whole.token_ids)
+    assert whole.text and "".join(output.new_text for output in outputs) == whole.text
 
 
 def test_several_threads_may_ask_at_the_same_time(llama: MakeLLM) -> None:
@@ -479,12 +480,12 @@ def test_a_reset_waits_for_the_transfers_of_requests_that_have_been_given_up(lla
     """Found by a review: nobody made the steps that end them, so it failed for as long as nothing else was asked for."""
     llm = llama(offload=ClassFactory(lambda _: Keeping(), lambda _: Sending(ends=True)))
     unread = llm.stream(prompt(2, 40), SamplingParams(max_tokens=2))
-    given_up = llm.stream(prompt(1, 40), SamplingParams(max_tokens=50))
-    next(unread)
+    given_up = llm.stream(prompt(1, 40), SamplingParams(max_tokens=400))
+    first = next(unread)  # the last one, if both tokens were there before it was read
     next(given_up)
     assert not llm.reset_cache(), "requests are being served"
     given_up.close()
-    assert [output.finish_reason for output in unread] == ["length"]
+    assert [first, *unread][-1].finish_reason == "length"
     assert llm.reset_cache()
     assert llm.generate(prompt(1, 40), SamplingParams(max_tokens=1))[0].metrics.device_tokens == 0
 
