@@ -30,7 +30,7 @@ from cargohold.offload.tier import (
     TierJob,
     TierQueue,
 )
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import ChunkCodec
 from cargohold.offload.tier.disk import DiskTier
 from cargohold.offload.tier.staging import Staging
 

@@ -20,10 +20,9 @@ from cargohold.cli import cache as cache_command
 from cargohold.cli.app import app
 from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier import LoadOutcome, Tier
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.disk.root import bytes_in
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.inventory.disk import DiskInventory
 from cargohold.offload.tier.object_tier import ObjectTier
 from cargohold.offload.tier.redis_tier import RedisTier

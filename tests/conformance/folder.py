@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cargohold.errors import TierError
 from cargohold.offload.tier import Tier, TierConfig
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import ChunkCodec
 from cargohold.offload.tier.shared import SharedTier
 
 

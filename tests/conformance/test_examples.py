@@ -16,7 +16,7 @@ from cargohold.cache.policies import ReplacementPolicy
 from cargohold.conformance import PolicyConformance, TierConformance
 from cargohold.conformance.chunks import Tree, key
 from cargohold.offload.tier import Namespace, Tier
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import ChunkCodec
 from tests.conformance.folder import Folder
 from tests.conformance.oldest_ends import OldestEnds
 

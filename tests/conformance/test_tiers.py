@@ -12,7 +12,7 @@ import pytest
 from cargohold.conformance import TierConformance
 from cargohold.offload.manager import OffloadKey
 from cargohold.offload.tier import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
-from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.chunk_format import HEADER_BYTES
 from cargohold.offload.tier.staging import padded
 from tests.offload.tier.common import codec, disk_tier
 

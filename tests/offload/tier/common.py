@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cargohold.offload.tier import LoadOutcome, Tier
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import ChunkCodec
 from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk import DiskTier
 from cargohold.offload.tier.encryption import EncryptionKey

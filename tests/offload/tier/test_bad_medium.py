@@ -37,11 +37,10 @@ from cargohold.offload.tier import (
     TierJob,
     TierQueue,
 )
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.disk import DiskTier
 from cargohold.offload.tier.disk.root import bytes_in
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.inventory import Finding, open_inventory
 from cargohold.offload.tier.object_tier import ObjectTier
 from cargohold.offload.tier.shared_directory import LEFT_AFTER_S
@@ -923,6 +922,6 @@ def test_a_shared_directory_on_a_bad_medium_is_never_wrong(seed: int) -> None:
 def test_a_tier_without_checksums_is_found_out(
     make: Callable[[], MediumMachine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.offload.tier.codec.payload_checksum", lambda _: bytes(16))
+    monkeypatch.setattr("cargohold.offload.tier.chunk_format.payload_checksum", lambda _: bytes(16))
     failures = (failure_of(make, seed, draw_damage(seed)) for seed in range(40))
     assert any("wrong bytes" in str(failure) for failure in failures)

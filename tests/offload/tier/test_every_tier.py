@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cargohold.offload.tier import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
 from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload

@@ -11,11 +11,11 @@ import pytest
 
 from cargohold.errors import TierError
 from cargohold.offload.tier import StoreOutcome, Tier, object_listing
+from cargohold.offload.tier.chunk_format import HEADER_BYTES
 from cargohold.offload.tier.config import SharedTierConfig
 from cargohold.offload.tier.disk import files as disk_files
 from cargohold.offload.tier.disk.files import Descriptor
 from cargohold.offload.tier.factory import open_tier
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.inventory import Finding, open_inventory
 from cargohold.offload.tier.inventory.disk import DiskInventory
 from tests.offload.tier.common import (

@@ -23,8 +23,8 @@ from cargohold.offload.tier import (
     check_tier,
     open_tier,
 )
+from cargohold.offload.tier.chunk_format import HEADER_BYTES
 from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
 from cargohold.simulation.clock import VirtualClock
 from tests.offload.tier.clouds import CLOUDS

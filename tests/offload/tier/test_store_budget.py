@@ -18,8 +18,8 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier import StoreOutcome, Tier, open_tier, store_budget
+from cargohold.offload.tier.chunk_format import HEADER_BYTES
 from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.inventory.factory import open_inventory
 from cargohold.offload.tier.namespace import Namespace
 from cargohold.offload.tier.object_listing import StoredObject, list_ours

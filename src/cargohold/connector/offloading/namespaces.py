@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cargohold.errors import ConfigError
 from cargohold.offload.tier import Namespace
+from cargohold.offload.tier.chunk_format import room_for_details
 from cargohold.offload.tier.weights import digest_model
 from cargohold.protocol import KVCacheLayout, ServedModel
 
@@ -29,6 +30,9 @@ def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int) -> Nam
         layout=_describe(layout, blocks_per_chunk),
         split=f"rank {rank} of {layout.world_size}",
         hashing=f"{layout.hash_block_tokens} tokens per hash",
+        details_bytes=room_for_details(
+            blocks_per_chunk * max(group.block_tokens for group in layout.groups), blocks_per_chunk
+        ),
     )
 
 

@@ -16,9 +16,8 @@ from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError
 from cargohold.offload.tier import store_url
 from cargohold.offload.tier.base import Tier
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.offload.tier.encryption import TAG_BYTES
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.store_url import REDIS_SCHEMES
 from cargohold.protocol import Locality
 from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes

@@ -45,13 +45,13 @@ class EncryptionKey:
         """Identifies the key without revealing it. Part of the namespace, so that chunks under another key are misses."""
         return self._derive(b"cargohold key id")[:8].hex()
 
-    def cipher(self, namespace: bytes) -> Cipher:
-        """Return the cipher for chunks of one namespace, given by its digest.
+    def cipher(self, namespace: bytes, purpose: bytes = b"chunks") -> Cipher:
+        """Return the cipher for chunks of one namespace, given by its digest, or for something else that belongs to them.
 
         Raises:
             ConfigError: the package for encryption is not installed.
         """
-        return Cipher(self._derive(b"cargohold chunks " + namespace))
+        return Cipher(self._derive(b"cargohold %b %b" % (purpose, namespace)))
 
     def _derive(self, purpose: bytes) -> bytes:
         return hmac.new(self._secret, purpose, sha256).digest()

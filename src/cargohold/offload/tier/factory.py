@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from cargohold.offload.tier.base import Tier
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import ChunkCodec
 from cargohold.offload.tier.config import TierConfig
 from cargohold.offload.tier.encryption import read_key, require_package
 from cargohold.offload.tier.namespace import Namespace

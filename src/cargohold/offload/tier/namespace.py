@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import xxhash
 
-FORMAT_VERSION: Final = 1
-"""Version of the format of headers and of the names of files and objects."""
+FORMAT_VERSION: Final = 2
+"""Version of the format of chunks (``chunk_format``) and of the names of files and objects."""
 
 MAX_DESCRIPTION_BYTES: Final = 16 * 1024**2
 """Maximum size of a description that is read: more than any model's configuration. A larger one was not written by us."""
@@ -46,6 +46,7 @@ class Namespace:
             root of a request's chain) need not be named here.
         hashing: how block hashes are made, so that equal keys mean equal tokens.
         encryption: id of the key that chunks are encrypted with, or empty.
+        details_bytes: most bytes that the details of a chunk may take; see ``chunk_format.room_for_details``.
     """
 
     label: str
@@ -57,11 +58,12 @@ class Namespace:
     adapter: str = ""
     hashing: str = "sha256"
     encryption: str = ""
+    details_bytes: int = 0
 
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of everything but the label, and of the format version."""
-        facts = {"format": str(FORMAT_VERSION), **asdict(self)}
+        facts = self._facts()
         del facts["label"]
         return digest_facts(facts)
 
@@ -72,7 +74,10 @@ class Namespace:
 
     def describe(self) -> dict[str, str]:
         """Return all fields, the format version and the full digest, for people and tools."""
-        return {**asdict(self), "format": str(FORMAT_VERSION), "digest": self.digest.hex()}
+        return {**self._facts(), "digest": self.digest.hex()}
+
+    def _facts(self) -> dict[str, str]:
+        return {**as_facts(asdict(self)), "format": str(FORMAT_VERSION)}
 
 
 def parse_description(data: bytes) -> dict[str, Any]:

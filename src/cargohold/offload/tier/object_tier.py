@@ -22,10 +22,9 @@ from obstore.store import LocalStore, from_url
 
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.offload.manager.base import OffloadKey
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import ChunkCodec
 from cargohold.offload.tier.config import PARALLEL_PROBES, SharedTierConfig
 from cargohold.offload.tier.disk.folders import DESCRIPTION_FILE
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.namespace import DESCRIPTION
 from cargohold.offload.tier.object_listing import (
     delete_if_there,
@@ -94,7 +93,7 @@ class ObjectTier(SharedTier):
         super().__init__(codec, chunk_bytes)
         self._store = open_store(config)
         self._directory = directory_of(self._store)
-        self._budget = _budget_of(config, self._store, num_shards, HEADER_BYTES + chunk_bytes)
+        self._budget = _budget_of(config, self._store, num_shards, self._max_value_bytes)
         self._prefix = codec.namespace.id
         self._place = _place_of(config, self._store, f"{self._prefix}/{DESCRIPTION}")
         self._obstacles = SparingLog(logger)
@@ -157,7 +156,7 @@ class ObjectTier(SharedTier):
         with self._errors():
             try:
                 # Nothing larger is one of our chunks, and it could be too large for our memory.
-                return read_object(self._store, self._path(key), HEADER_BYTES + self.chunk_bytes)
+                return read_object(self._store, self._path(key), self._max_value_bytes)
             except FileNotFoundError:
                 return None
             except OSError as error:

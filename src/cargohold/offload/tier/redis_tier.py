@@ -18,9 +18,8 @@ import redis
 
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.offload.manager.base import OffloadKey
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import ChunkCodec
 from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.shared import SharedTier
 
 logger = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ class RedisTier(SharedTier):
     def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
         super().__init__(codec, chunk_bytes)
         del num_shards
-        self._client = open_client(config, HEADER_BYTES + chunk_bytes + _ROOM_FOR_ANSWERS)
+        self._client = open_client(config, self._max_value_bytes + _ROOM_FOR_ANSWERS)
         self._ttl_s = config.ttl_s
         self._prefix = f"{PREFIX}{codec.namespace.id}".encode()
         self._introduce(config)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from cargohold.errors import TierError
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
-from cargohold.offload.tier.codec import ChunkCodec
-from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.chunk_format import HEADER_BYTES, ChunkCodec, details_are_sound
 from cargohold.offload.tier.staging import copy_bytes
 from cargohold.sparing_log import SparingLog
 
@@ -32,6 +31,7 @@ class SharedTier(Tier):
         self.name = "shared"
         self.chunk_bytes = chunk_bytes
         self._codec = codec
+        self._max_value_bytes = HEADER_BYTES + chunk_bytes + codec.namespace.details_bytes
         self._damage = SparingLog(logger)
         self._count_lock = threading.Lock()
         self._num_stored = 0
@@ -89,8 +89,9 @@ class SharedTier(Tier):
 
     def _decode(self, key: OffloadKey, value: memoryview, into: memoryview) -> bool:
         header = self._codec.header_of(value[:HEADER_BYTES], key, len(into))
-        if header is None or len(value) != HEADER_BYTES + len(into):
+        end = HEADER_BYTES + len(into)
+        if header is None or len(value) < end or not details_are_sound(header, value[end:]):
             return False
         body = self._codec.body_for(into)
-        copy_bytes(body.view, value[HEADER_BYTES:])
+        copy_bytes(body.view, value[HEADER_BYTES:end])
         return self._codec.decode(header, key, body, into)

@@ -3,7 +3,8 @@
 ::
 
     segment-00000.data      slot 0 | slot 1 | ...          payloads, each padded to whole pages
-    segment-00000.headers   header 0 | header 1 | ...      256 bytes each; zeros where nothing is stored
+    segment-00000.headers   header 0 | header 1 | ...      256 bytes each; zeros where nothing is stored; then, as long as
+                            details 0 | details 1 | ...    a namespace has room for them, each chunk's details
     segment-00000.uses      use 0 | use 1 | ...            8 bytes each: when the slot was last used
 
 Headers lie together so that a start reads them at the speed of the disk. A chunk is written in three steps: the slot's old
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cargohold.offload.tier.header import HEADER_BYTES
+from cargohold.offload.tier.chunk_format import HEADER_BYTES
 from cargohold.offload.tier.staging import PAGE_BYTES, address_of, bounce_buffer, copy_bytes, padded
 
 _NO_HEADER: Final = bytes(HEADER_BYTES)
@@ -74,10 +75,12 @@ class Geometry:
     Attributes:
         slot_bytes: bytes of a slot; whole pages.
         slots_per_segment: number of slots in a segment.
+        details_bytes: room for the details of each slot's chunk.
     """
 
     slot_bytes: int
     slots_per_segment: int
+    details_bytes: int = 0
 
     @property
     def data_bytes(self) -> int:
@@ -86,8 +89,8 @@ class Geometry:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of a segment's headers."""
-        return padded(HEADER_BYTES * self.slots_per_segment)
+        """Bytes of a segment's headers and details."""
+        return padded((HEADER_BYTES + self.details_bytes) * self.slots_per_segment)
 
     @property
     def use_bytes(self) -> int:

@@ -8,10 +8,9 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import Final
 
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import HEADER_BYTES, MAGIC, ChunkCodec, Header, unpack_header
 from cargohold.offload.tier.disk.slot_index import SlotIndex
 from cargohold.offload.tier.disk.uses import Uses
-from cargohold.offload.tier.header import HEADER_BYTES, MAGIC, Header, unpack_header
 
 _MOST_USES: Final = 1024
 

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -197,8 +197,8 @@ def warn_of_strangers(root: Path) -> None:
 
 def write_description(shard: Path, namespace: dict[str, str], geometry: Geometry) -> None:
     """Write a shard's description file, wholly or not at all. Raises ``OSError``."""
-    sizes = {"slot_bytes": geometry.slot_bytes, "slots_per_segment": geometry.slots_per_segment}
-    write_whole(shard / DESCRIPTION_FILE, json.dumps({"namespace": namespace, **sizes}, indent=2).encode() + b"\n")
+    text = json.dumps({"namespace": namespace, **asdict(geometry)}, indent=2)
+    write_whole(shard / DESCRIPTION_FILE, text.encode() + b"\n")
 
 
 def read_description(shard: Path) -> ShardDescription:
@@ -215,11 +215,11 @@ def read_description(shard: Path) -> ShardDescription:
             error.filename = os.fspath(path)
             raise
         return ShardDescription({}, None)
-    geometry = _geometry(data.get("slot_bytes"), data.get("slots_per_segment"))
-    return ShardDescription(as_facts(data.get("namespace")), geometry)
+    return ShardDescription(as_facts(data.get("namespace")), _geometry(data))
 
 
-def _geometry(slot_bytes: Any, slots_per_segment: Any) -> Geometry | None:
-    if isinstance(slot_bytes, int) and isinstance(slots_per_segment, int) and slot_bytes > 0 and slots_per_segment > 0:
-        return Geometry(slot_bytes, slots_per_segment)
-    return None
+def _geometry(data: dict[str, Any]) -> Geometry | None:
+    slot_bytes, slots, details_bytes = map(data.get, ("slot_bytes", "slots_per_segment", "details_bytes"))
+    if not (isinstance(slot_bytes, int) and isinstance(slots, int) and isinstance(details_bytes, int)):
+        return None
+    return Geometry(slot_bytes, slots, details_bytes) if min(slot_bytes, slots, details_bytes + 1) > 0 else None

@@ -8,11 +8,12 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from cargohold.errors import ConfigError
+from cargohold.offload.tier.chunk_format import HEADER_BYTES
 from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk.files import Geometry, Segment, may_hold_chunks, segment_files, uses_file
 from cargohold.offload.tier.disk.folders import DESCRIPTION_FILE, is_own
@@ -27,7 +28,6 @@ from cargohold.offload.tier.disk.root import (
     warn_of_strangers,
     write_description,
 )
-from cargohold.offload.tier.header import HEADER_BYTES
 from cargohold.offload.tier.namespace import DESCRIPTION, Namespace
 from cargohold.offload.tier.others import warn_of_owners, warn_of_writers
 from cargohold.offload.tier.staging import padded
@@ -229,15 +229,16 @@ class Shard:
         """
         known = read_description(self.path).geometry
         room = self._budget.shard_bytes - _OTHER_BYTES
-        if known is not None and known.slot_bytes == slot_bytes and self._can_be_kept(known, room):
+        single = Geometry(slot_bytes, 1, namespace.details_bytes)
+        if known is not None and replace(known, slots_per_segment=1) == single and self._can_be_kept(known, room):
             return known
-        _require_room(config, self._budget, slot_bytes)
-        most = room // Geometry(slot_bytes, 1).segment_bytes
+        _require_room(config, self._budget, single)
+        most = room // single.segment_bytes
         is_described = known is not None
         why = "they do not fit the chunks or max_bytes" if is_described else f"{DESCRIPTION_FILE} is missing or damaged"
         self._delete_segments(0, why)
         usual = max(_SEGMENT_BYTES, room // _USUAL_SEGMENTS) // slot_bytes
-        geometry = Geometry(slot_bytes, max(1, min(usual, most // _LEAST_SEGMENTS)))
+        geometry = replace(single, slots_per_segment=max(1, min(usual, most // _LEAST_SEGMENTS)))
         write_description(self.path, namespace.describe(), geometry)
         return geometry
 
@@ -349,7 +350,7 @@ def check_place(config: DiskTierConfig, chunk_bytes: int, num_shards: int) -> No
         check_budget(root, config, budget)
     except OSError as error:
         raise _unusable(config, error) from error
-    _require_room(config, budget, padded(chunk_bytes))
+    _require_room(config, budget, Geometry(padded(chunk_bytes), 1))
 
 
 def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
@@ -395,9 +396,9 @@ def _unusable(config: DiskTierConfig, error: OSError) -> ConfigError:
     return ConfigError("directory", config.directory, reason)
 
 
-def _require_room(config: DiskTierConfig, budget: Budget, slot_bytes: int) -> None:
+def _require_room(config: DiskTierConfig, budget: Budget, single: Geometry) -> None:
     """Raise ``ConfigError`` if the budget has no room for a single slot."""
-    need = Geometry(slot_bytes, 1).segment_bytes
+    need = single.segment_bytes
     if budget.shard_bytes - _OTHER_BYTES < need:
         need_all = format_bytes(need + _OTHER_BYTES)
         raise ConfigError("max_bytes", config.max_bytes, f"one chunk of one worker needs {need_all}")

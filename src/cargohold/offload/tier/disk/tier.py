@@ -15,7 +15,7 @@ from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
-from cargohold.offload.tier.codec import ChunkCodec
+from cargohold.offload.tier.chunk_format import ChunkCodec
 from cargohold.offload.tier.config import DiskTierConfig
 from cargohold.offload.tier.disk.recovery import restore_index
 from cargohold.offload.tier.disk.shard import Budget, Shard

@@ -13,7 +13,13 @@ from pathlib import Path
 import xxhash
 
 from cargohold.errors import TierError
-from cargohold.offload.tier.header import HEADER_BYTES, Header, unpack_header
+from cargohold.offload.tier.chunk_format import (
+    HEADER_BYTES,
+    MAX_DETAILS_BYTES,
+    Header,
+    details_are_sound,
+    unpack_header,
+)
 
 PIECE_BYTES = 8 * 1024**2
 """Objects and files of any size are read in pieces of this many bytes."""
@@ -141,7 +147,7 @@ def is_good(header: Header, payload: Iterable[memoryview]) -> bool:
 
 
 def check_value(value: Iterable[memoryview], namespace_id: str, key: bytes) -> Finding:
-    """Check a header and the payload behind it, which are stored under ``key``.
+    """Check a header with the payload and the details behind it, which are stored under ``key``.
 
     Args:
         value: the stored bytes in pieces, the first of which is no shorter than a header.
@@ -153,4 +159,15 @@ def check_value(value: Iterable[memoryview], namespace_id: str, key: bytes) -> F
     header = unpack_header(first[:HEADER_BYTES])
     if header is None or header.key != key or not header.namespace.hex().startswith(namespace_id):
         return Finding.DAMAGED
-    return Finding.GOOD if is_good(header, chain([first[HEADER_BYTES:]], pieces)) else Finding.DAMAGED
+    details = bytearray()
+    payload = _up_to(header.num_bytes, chain([first[HEADER_BYTES:]], pieces), details)
+    is_sound = is_good(header, payload) and details_are_sound(header, details)
+    return Finding.GOOD if is_sound else Finding.DAMAGED
+
+
+def _up_to(num_bytes: int, pieces: Iterable[memoryview], rest: bytearray) -> Iterator[memoryview]:
+    """Yield the first ``num_bytes`` bytes of a value; add what follows to ``rest``, but not more than details can be."""
+    for piece in pieces:
+        yield piece[:num_bytes]
+        rest += piece[num_bytes:][: MAX_DETAILS_BYTES + 1 - len(rest)]
+        num_bytes = max(0, num_bytes - len(piece))

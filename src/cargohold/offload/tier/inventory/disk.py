@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
+from cargohold.offload.tier.chunk_format import HEADER_BYTES, MAGIC, unpack_header
 from cargohold.offload.tier.disk.files import Geometry, Segment, may_hold_chunks, read_pieces, segment_files
 from cargohold.offload.tier.disk.folders import DESCRIPTION_FILE, Owner, delete_shard, owner_of, strange_folders
 from cargohold.offload.tier.disk.locks import DirectoryLock, brief_lock, is_in_use
@@ -20,7 +21,6 @@ from cargohold.offload.tier.disk.root import (
     replicas_in,
     shards_in,
 )
-from cargohold.offload.tier.header import HEADER_BYTES, unpack_header
 from cargohold.offload.tier.inventory.base import (
     PIECE_BYTES,
     Finding,
@@ -172,8 +172,8 @@ def _count_headers(path: Path) -> int:
     count = 0
     with suppress(FileNotFoundError):  # deleted meanwhile: an engine that starts deletes segments above its budget
         for piece in read_pieces(path):
-            ends = range(HEADER_BYTES, len(piece) + 1, HEADER_BYTES)
-            count += sum(piece[end - HEADER_BYTES : end] != _EMPTY for end in ends)
+            # Only headers begin like this. Details lie behind them, in steps of a header's size.
+            count += sum(piece.startswith(MAGIC, at) for at in range(0, len(piece), HEADER_BYTES))
     return count
 
 
