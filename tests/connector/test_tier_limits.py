@@ -15,9 +15,9 @@ from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.make_tiers import tier_options
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.manager import make_manager
-from cargohold.offload.tier import BreakerState, DiskTierConfig, FaultyTier, MemoryTier, QueueConfig, TierQueue
+from cargohold.offload.tier import DiskTierConfig, FaultyTier, MemoryTier, QueueConfig, TierHealth, TierQueue
 from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager
-from cargohold.protocol import ServedModel
+from cargohold.protocol import ServedModel, TransferOutcome
 from cargohold.simulation import VirtualClock, simulated_layout
 
 WAIT_S = 30.0  # a bound on hangs, not a measure
@@ -52,8 +52,12 @@ class Tiered:
         """Hand out what is to be done, and take in what was done."""
         for command in self.lower.take_commands(lambda: next(self._ids)):
             self.worker.start(command)
-        for job_id, (outcome, answer) in self.worker.poll().items():
-            self.lower.note_answers(job_id, answer.succeeded, 1)
+        outcomes = self.worker.poll()
+        report = self.worker.take_report()
+        for job_id, outcome in outcomes.items():
+            assert outcome is TransferOutcome.DONE, "it was refused"
+            assert report is not None
+            self.lower.note_answers(job_id, *report.answers[job_id])
             assert self.lower.end(job_id, outcome)
 
     def finish(self) -> None:
@@ -82,8 +86,7 @@ def test_many_small_chunks_are_written_without_one_being_refused() -> None:
             handle.commit()
         setup.step()
         setup.finish()
-        assert setup.queue.health().num_refused == 0
-        assert setup.lower.tiers[0].breakers.worst_state is BreakerState.CLOSED
+        assert setup.queue.health() == TierHealth()
         assert setup.lower.take_stats()["disk_stored_chunks"] == 4096
 
 
@@ -96,5 +99,4 @@ def test_many_waiting_prompts_are_asked_for_without_one_being_refused() -> None:
         setup.step()
         setup.finish()
         assert all(probe.has_ended for probe in probes)
-        assert setup.queue.health().num_refused == 0
-        assert setup.lower.tiers[0].breakers.worst_state is BreakerState.CLOSED
+        assert setup.queue.health() == TierHealth()

@@ -389,7 +389,7 @@ def test_a_stalled_tier_delays_a_request_no_longer_than_allowed_and_the_next_one
     tiering.media[0][0].stalls = True
     waited = waits_of(engine, [prompt(at, 20) for at in range(8)])
     assert max(waited) < 1.1, "half of the time is for look-ups"
-    assert max(waited[4:]) < 0.1, "it rests by now"
+    assert max(waited[4:]) < 0.1, "it is suspended by now"
     began = engine.clock()
     engine.run()
     assert engine.clock() - began < 4.1, "nor does anybody wait long for what is to be written"
@@ -418,7 +418,7 @@ def test_a_tier_whose_loads_never_end_is_left_alone_too(num_new_tokens: int, has
     longer = [tokens + [7] * num_new_tokens for tokens in prompts]
     waited = waits_of(engine, longer[:8])
     assert max(waited) < 2.5 < sum(waited), "they waited, but not for long"
-    assert max(waited[4:]) < 0.1, "it rests by now"
+    assert max(waited[4:]) < 0.1, "it is suspended by now"
 
     num_trials = 0
     for number, tokens in enumerate(longer[8:70]):

@@ -18,7 +18,7 @@ import cargohold.connector.offloading.messages as messages_module
 import cargohold.connector.offloading.recall as recall_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
-import cargohold.offload.tiering.task as task_module
+import cargohold.offload.tiering.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
 from cargohold.blocks.prefix_hit import _GroupProbe
 from cargohold.cache.chunk_table import READY, ChunkTable
@@ -46,12 +46,11 @@ from cargohold.engine.core.roster import Roster
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.core.transfers import TransferTable
 from cargohold.offload.manager.tier_manager import TierManager
-from cargohold.offload.tier.breaker import CircuitBreaker, TierBreakers
+from cargohold.offload.tier.health import CircuitBreaker, MediumHealth
 from cargohold.offload.tier.jobs import Access
 from cargohold.offload.tiering import Promotion
 from cargohold.offload.tiering.dispatch import Dispatch
 from cargohold.offload.tiering.promotions import Promotions
-from cargohold.offload.tiering.task import LoadTask
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -487,18 +486,20 @@ def believes_one_worker_that_a_chunk_has_arrived(patch: Patch) -> None:
     def either(left: bytes, right: bytes) -> bytes:
         return bytes(map(max, left, right))
 
-    patch.setattr(task_module, "both", either)
+    patch.setattr(tasks_module, "both", either)
     patch.setattr(messages_module, "both", either)
 
 
 @mutant(connector="tiered", workload="returning", faults="failed")
 def keeps_chunks_whose_promotion_failed(patch: Patch) -> None:
-    end = Promotions.end_load
+    end = Promotions._end_load
 
-    def good(self: Promotions, task: LoadTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
-        end(self, task, [True] * len(succeeded), is_done=is_done)
+    def good(
+        self: Promotions, handle: Any, promotion: Any, task: Any, succeeded: Sequence[bool], is_done: bool
+    ) -> None:
+        end(self, handle, promotion, task, [True] * len(succeeded), is_done)
 
-    patch.setattr(Promotions, "end_load", good)
+    patch.setattr(Promotions, "_end_load", good)
 
 
 @mutant(connector="tiered", workload="returning", faults="slow,restart")
@@ -555,13 +556,13 @@ def never_leaves_a_tier_that_hangs_alone(patch: Patch) -> None:
 
 @mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=90)
 def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
-    original = TierBreakers.__init__
+    original = MediumHealth.__init__
 
-    def one_for_all(self: TierBreakers, *arguments: Any) -> None:
-        original(self, *arguments)
+    def one_for_all(self: MediumHealth, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
         self._breakers = dict.fromkeys(Access, self._breakers[Access.LOAD])
 
-    patch.setattr(TierBreakers, "__init__", one_for_all)
+    patch.setattr(MediumHealth, "__init__", one_for_all)
 
 
 @mutant(connector="tiered", workload="endurance")

@@ -10,7 +10,7 @@ import pytest
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER
 from cargohold.engine.core.config import LoadFailurePolicy
 from cargohold.engine.core.waiting_queue import QueuePolicy
-from cargohold.offload.tiering.commands import TierOptions
+from cargohold.offload.tiering import TierOptions
 from cargohold.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.simulation.faults import Fault
 from cargohold.simulation.layouts import GroupPlan

@@ -224,7 +224,7 @@ class TierConformance(ABC):
             assert queue.drain(QUEUE_S), "a job does not end"
             (result,) = queue.poll()
             assert result.status in {JobStatus.DONE, JobStatus.FAILED}
-            if result.answers == (LoadOutcome.LOADED,):
+            if result.answers == [LoadOutcome.LOADED]:
                 assert into == self._contents("a")
         queue.shutdown(QUEUE_S)
 

@@ -12,7 +12,8 @@ from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, O
 from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.manager import make_manager
-from cargohold.offload.tier import Answer, JobKind, JobStatus, TierJob, TierResult
+from cargohold.offload.tier import BreakerConfig, JobKind, JobStatus, TierHealth, TierJob
+from cargohold.offload.tier.health import MediumHealth
 from cargohold.offload.tier.jobs import ACCESS_OF, Access
 from cargohold.offload.tiering import TierOptions
 from cargohold.offload.transfer import TransferWorker
@@ -80,7 +81,7 @@ class LinkedQueue:
         is_gone: Callable[[], bool],
         slowness: Callable[[], float],
     ) -> None:
-        self.is_off = False
+        self._health = MediumHealth(plan.options.name, source.clock, BreakerConfig(), has_index=plan.options.has_index)
         self._medium = medium
         self._plan = plan
         self._source = source
@@ -88,13 +89,14 @@ class LinkedQueue:
         self._slowness = slowness
         self._hangs = {access: Spells(source, Fault.HANGS, HANG_S) for access in Access}
         self._pending: list[_Pending] = []
-        self._results: list[TierResult] = []
+        self._ended: list[TierJob] = []
 
     def submit(self, job: TierJob) -> bool:
-        """Take a job. Returns ``False`` if the queue is full."""
-        if self._source.strikes(Fault.FULL):
+        """Take a job. Returns ``False`` if the queue is full, or the medium keeps failing."""
+        if self._source.strikes(Fault.FULL) or not self._health.admit(job.kind):
             return False
         now, plan = self._source.clock(), self._plan
+        job.queued_at = now
         access = ACCESS_OF[job.kind]
         takes_s = plan.latency_s * (1 + self._source.random.random()) + plan.chunk_s * len(job.keys)
         if access is Access.LOOK_UP and plan.options.has_index:
@@ -105,10 +107,12 @@ class LinkedQueue:
         self._pending.append(_Pending(job, _NEVER if self._hangs[access]() else now + takes_s))
         return True
 
-    def poll(self) -> Sequence[TierResult]:
-        """Results of the jobs that ended or passed their deadline."""
+    def poll(self) -> Sequence[TierJob]:
+        """The jobs that ended or passed their deadline."""
         now = self._source.clock()
         for pending in [pending for pending in self._pending if min(pending.ends, pending.job.deadline) <= now]:
+            if pending.job.status:
+                continue  # one before it got its access suspended
             if pending.ends > pending.job.deadline:
                 self._end(pending, JobStatus.EXPIRED, self._source.random.randrange(len(pending.job.keys) + 1))
             elif self._is_gone():
@@ -117,8 +121,12 @@ class LinkedQueue:
                 self._end(pending, JobStatus.FAILED, self._source.random.randrange(len(pending.job.keys) + 1))
             else:
                 self._end(pending, JobStatus.DONE, len(pending.job.keys))
-        results, self._results = self._results, []
-        return results
+        ended, self._ended = self._ended, []
+        return ended
+
+    def health(self) -> TierHealth:
+        """The health of the medium, judged as a real queue does."""
+        return self._health.report()
 
     def cancel(self, job_id: int) -> None:
         """End a job; part of it may have been done."""
@@ -135,19 +143,31 @@ class LinkedQueue:
         return min((min(pending.ends, pending.job.deadline) for pending in self._pending), default=_NEVER)
 
     def _end(self, pending: _Pending, status: JobStatus, num_done: int) -> None:
-        """Carry out the first chunks of a job, spoil the buffers of the others, and report."""
+        """Carry out the first chunks of a job, spoil the buffers of the others, and judge the medium by it."""
         self._pending.remove(pending)
         job = pending.job
-        answers: list[Answer | None] = [None] * len(job.keys)
         for at, key in enumerate(job.keys):
             buffer = job.buffers[at] if job.buffers else None
             if at < num_done:
                 if job.kind is JobKind.LOAD and key in self._medium.chunks and self._source.strikes(Fault.CORRUPT):
                     self._medium.corrupt(key)
-                answers[at] = self._medium.access(job.kind, key, buffer)
+                answer = job.answers[at] = self._medium.access(job.kind, key, buffer)
+                self._health.note_answers(job, [answer])
             elif job.kind is JobKind.LOAD and buffer is not None:
                 buffer[:] = bytes([GARBAGE_BYTE]) * len(buffer)
-        self._results.append(TierResult(job, status, tuple(answers)))
+        job.status = status
+        if (access := self._health.note_end(job)) is not None:
+            for other in [other for other in self._pending if ACCESS_OF[other.job.kind] is access]:
+                self._fail(other)
+        self._ended.append(job)
+
+    def _fail(self, pending: _Pending) -> None:
+        """End a job because its access is suspended, without judging by it."""
+        self._pending.remove(pending)
+        pending.job.status = JobStatus.FAILED
+        for buffer in pending.job.buffers if pending.job.kind is JobKind.LOAD else ():
+            buffer[:] = bytes([GARBAGE_BYTE]) * len(buffer)
+        self._ended.append(pending.job)
 
 
 class MakeHostTransfers(Protocol):
@@ -205,7 +225,7 @@ class TieredOffloading:
             return self._make_transfers(as_array(regions[0]), rows, environment)
 
         return OffloadingWorker(
-            make_transfers, TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock)
+            make_transfers, TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock, environment.rank)
         )
 
     def open_namespace(self) -> None:

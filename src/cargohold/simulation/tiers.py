@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,18 @@ from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, O
 from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.manager import OffloadKey, make_manager
-from cargohold.offload.tier import Answer, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierJob, TierResult
+from cargohold.offload.tier import (
+    Answer,
+    BreakerConfig,
+    JobKind,
+    JobStatus,
+    LoadOutcome,
+    StoreOutcome,
+    TierHealth,
+    TierJob,
+)
+from cargohold.offload.tier.health import MediumHealth
+from cargohold.offload.tier.jobs import ACCESS_OF
 from cargohold.offload.tiering import LowerTiers, TieringManager, TierOptions
 from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
 from cargohold.simulation.transfers import HeldTransfers
@@ -64,6 +76,7 @@ class HeldQueue:
         medium: the medium that jobs access.
         clock: virtual time.
         auto: whether jobs are carried out at the next poll without being told to.
+        has_index: whether the tier answers look-ups without its medium.
 
     Attributes:
         pending: jobs that have not ended.
@@ -72,7 +85,7 @@ class HeldQueue:
         on_job: told of every job that is carried out.
     """
 
-    def __init__(self, medium: SimulatedMedium, clock: Clock, *, auto: bool = True) -> None:
+    def __init__(self, medium: SimulatedMedium, clock: Clock, *, auto: bool = True, has_index: bool = True) -> None:
         self.medium = medium
         self.auto = auto
         self.pending: list[TierJob] = []
@@ -80,30 +93,32 @@ class HeldQueue:
         self.is_off = False
         self.on_job: Callable[[TierJob], None] = lambda _: None
         self._clock = clock
-        self._results: list[TierResult] = []
+        self._ended: list[TierJob] = []
+        self._health = MediumHealth("simulated", clock, BreakerConfig(), has_index=has_index)
 
     def submit(self, job: TierJob) -> bool:
-        """Remember the job."""
-        if self.is_off:
+        """Remember the job, unless the medium keeps failing."""
+        if self.is_off or not self._health.admit(job.kind):
             return False
+        job.queued_at = self._clock()
         self.pending.append(job)
         return True
 
     def complete(self, job: TierJob, status: JobStatus = JobStatus.DONE) -> None:
         """Carry out a pending job now. With a status other than ``DONE``, only its first chunk is done and has an answer."""
-        self.pending.remove(job)
         self.on_job(job)
         num_done = len(job.keys) if status is JobStatus.DONE else 1
         buffers: Sequence[memoryview | None] = job.buffers or [None] * len(job.keys)
-        answers: list[Answer | None] = [
-            self.medium.access(job.kind, key, buffer) if at < num_done else None
-            for at, (key, buffer) in enumerate(zip(job.keys, buffers, strict=True))
-        ]
-        self._results.append(TierResult(job, status, tuple(answers)))
+        for at, (key, buffer) in enumerate(zip(job.keys[:num_done], buffers, strict=False)):
+            answer = job.answers[at] = self.medium.access(job.kind, key, buffer)
+            self._health.note_answers(job, [answer])
+        self._end(job, status)
 
-    def poll(self) -> list[TierResult]:
+    def poll(self) -> list[TierJob]:
         """Results of the jobs that ended or passed their deadline."""
         for job in list(self.pending):
+            if job.status:
+                continue  # one before it got its access suspended
             if self._clock() > job.deadline:
                 self._end(job, JobStatus.EXPIRED)
             elif self.auto and job.kind not in self.held and not self.medium.stalls:
@@ -111,8 +126,12 @@ class HeldQueue:
                     self._end(job, JobStatus.FAILED)
                 else:
                     self.complete(job)
-        results, self._results = self._results, []
-        return results
+        ended, self._ended = self._ended, []
+        return ended
+
+    def health(self) -> TierHealth:
+        """The health of the medium, judged as a real queue does."""
+        return replace(self._health.report(), is_off=self.is_off)
 
     def cancel(self, job_id: int) -> None:
         """End a job."""
@@ -126,7 +145,13 @@ class HeldQueue:
 
     def _end(self, job: TierJob, status: JobStatus) -> None:
         self.pending.remove(job)
-        self._results.append(TierResult(job, status, (None,) * len(job.keys)))
+        job.status = status
+        if (access := self._health.note_end(job)) is not None:
+            for other in [other for other in self.pending if ACCESS_OF[other.kind] is access]:
+                self.pending.remove(other)
+                other.status = JobStatus.FAILED
+                self._ended.append(other)
+        self._ended.append(job)
 
 
 class SimulatedTiering:
@@ -177,7 +202,7 @@ class SimulatedTiering:
         num_rows = self.num_slots * self.config.blocks_per_chunk
         rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
         queues = {
-            tier.name: HeldQueue(media[environment.rank], environment.clock)
+            tier.name: HeldQueue(media[environment.rank], environment.clock, has_index=tier.has_index)
             for tier, media in zip(self.options, self.media, strict=True)
         }
         self.queues.append(list(queues.values()))
@@ -186,7 +211,7 @@ class SimulatedTiering:
             self.transfers.append(HeldTransfers(regions[0], rows, environment.clock))
             return self.transfers[-1]
 
-        tiers = TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock)
+        tiers = TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock, environment.rank)
         return OffloadingWorker(make_transfers, tiers)
 
     def all_queues(self) -> list[HeldQueue]:

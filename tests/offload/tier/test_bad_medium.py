@@ -813,7 +813,7 @@ class SharedMachine(MediumMachine):
             self.die()
             return
         is_calm = step.trouble is None and not self.obstacles and not self.is_withdrawn
-        if is_calm and kind is not JobKind.TOUCH:  # while a tier rests it is not told what is used
+        if is_calm and kind is not JobKind.TOUCH:  # while look-ups are suspended it is not told what is used
             assert None not in answers, "the medium is good"
         if step.trouble is None and answers[-1] is StoreOutcome.STORED:
             assert port.ask(JobKind.LOAD, numbers[-1:]) == [LoadOutcome.LOADED], "what was just stored"

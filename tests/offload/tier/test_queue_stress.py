@@ -18,7 +18,6 @@ from cargohold.offload.tier import (
     QueueConfig,
     TierJob,
     TierQueue,
-    TierResult,
 )
 from cargohold.simulation.clock import VirtualClock
 
@@ -95,8 +94,8 @@ class Run:
             self.live[job_id] = (numbers, buffers)
             self.num_taken += 1
 
-    def finish(self, result: TierResult) -> None:
-        numbers, buffers = self.live.pop(result.job.job_id)  # an unknown or second result fails here
+    def finish(self, result: TierJob) -> None:
+        numbers, buffers = self.live.pop(result.job_id)  # an unknown or second result fails here
         self.statuses[result.status] += 1
         if result.status is JobStatus.DONE:
             assert None not in result.answers

@@ -29,12 +29,12 @@ from obstore.store import MemoryStore
 from cargohold.errors import ConfigError, TierError
 from cargohold.offload.tier import (
     BreakerConfig,
+    BreakerState,
     LoadOutcome,
     QueueConfig,
     StoreOutcome,
     Tier,
     TierQueue,
-    TierState,
     object_listing,
 )
 from cargohold.offload.tier.config import SharedTierConfig
@@ -131,12 +131,12 @@ def test_a_hanging_server_costs_a_miss_and_not_a_stall() -> None:
         clock.advance(2.0)
         (late,) = queue.poll()  # at once, although the thread still waits
         assert late.status is JobStatus.EXPIRED
-        assert queue.state is TierState.RESTING
+        assert queue.health().look_up is BreakerState.OPEN
         server.thaw()
         clock.advance(5.0)
         assert queue.submit(TierJob(2, JobKind.STORE, [key(1)], clock() + 60.0, [memoryview(payload(1))]))
         assert queue.drain(WAIT_S)
-        assert queue.poll()[0].answers == (StoreOutcome.STORED,)
+        assert queue.poll()[0].answers == [StoreOutcome.STORED]
         queue.shutdown(WAIT_S)
 
 

@@ -18,7 +18,18 @@ from cargohold.offload.manager import (
     StoreOffer,
     make_manager,
 )
-from cargohold.offload.tier import BreakerState, JobKind
+from cargohold.offload.tier import (
+    Answer,
+    BreakerConfig,
+    BreakerState,
+    JobKind,
+    JobStatus,
+    LoadOutcome,
+    StoreOutcome,
+    TierHealth,
+    TierJob,
+)
+from cargohold.offload.tier.health import MediumHealth
 from cargohold.offload.tiering import (
     UNKNOWN,
     Admission,
@@ -37,6 +48,17 @@ from cargohold.protocol import TransferOutcome
 from cargohold.simulation import VirtualClock
 
 NUM_CHUNKS = 12
+STATUSES = {
+    TransferOutcome.DONE: JobStatus.DONE,
+    TransferOutcome.FAILED: JobStatus.FAILED,
+    TransferOutcome.ABANDONED: JobStatus.EXPIRED,
+}
+ANSWERS: dict[JobKind, tuple[Answer, Answer]] = {
+    JobKind.PROBE: (False, True),
+    JobKind.TOUCH: (False, True),
+    JobKind.LOAD: (LoadOutcome.ABSENT, LoadOutcome.LOADED),
+    JobKind.STORE: (StoreOutcome.REFUSED, StoreOutcome.STORED),
+}
 
 
 def key_of(prefix: int, at: int) -> bytes:
@@ -89,17 +111,49 @@ class World:
         self.manager = TieringManager(self.host, self.lower)
         self.ids: Iterator[int] = iter(range(1, 10**9))
         self.running: dict[int, TierCommand] = {}
+        self.jobs: dict[int, TierJob] = {}
+        self.media = [
+            MediumHealth(tier.name, self.clock, BreakerConfig(), has_index=has_index) for tier in self.lower.tiers
+        ]
 
     def step(self) -> list[TierCommand]:
+        self.report()
         commands = self.lower.take_commands(lambda: next(self.ids))
         self.running |= {command.job_id: command for command in commands}
+        for command in commands:
+            assert self.media[command.tier].admit(command.kind), "a job that workers would refuse"
+            job = self.jobs[command.job_id] = TierJob(command.job_id, command.kind, command.keys, 0.0)
+            job.queued_at = self.clock()
         return list(commands)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass in which workers report."""
+        self.clock.advance(seconds)
+        self.report()
+
+    def report(self) -> None:
+        """Let a worker report the health of the tiers, as it does with every step."""
+        for at, medium in enumerate(self.media):
+            if not self.lower.tiers[at].is_off and medium.report() != self.lower.tiers[at].health:
+                self.lower.note_health(0, at, medium.report())
 
     def end(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome = TransferOutcome.DONE) -> None:
         assert len(answers) == len(command.keys)
         del self.running[command.job_id]
+        self._judge(command, answers, outcome)
+        self.report()
         self.lower.note_answers(command.job_id, bytes(answers), self.lower.config.num_workers)
         assert self.lower.end(command.job_id, outcome)
+
+    def _judge(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome) -> None:
+        job, medium = self.jobs.pop(command.job_id), self.media[command.tier]
+        task = self.lower._tasks.get(command.job_id)
+        job.status = STATUSES[outcome] if task is not None and not task.is_cancelled else JobStatus.CANCELLED
+        for at, is_good in enumerate(answers):
+            if is_good or job.status is JobStatus.DONE:
+                answer = job.answers[at] = ANSWERS[command.kind][is_good]
+                medium.note_answers(job, [answer])
+        medium.note_end(job)
 
     def keep(self, keys: list[bytes], parent: bytes | None = None) -> None:
         handle = self.manager.prepare_store(keys, parent)
@@ -399,7 +453,7 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_tried_again() -> None:
         (probe,) = world.step()
         world.end(probe, [False], TransferOutcome.FAILED)
     assert world.lower.lookup([KEYS[5]])[0] == ABSENT, "at once, without asking"
-    world.clock.advance(11)
+    world.wait(11)
     assert world.lower.lookup([KEYS[8]])[0] == UNKNOWN
     world.lower.probe([KEYS[8]])
     (trial,) = world.step()
@@ -422,7 +476,6 @@ def test_a_load_of_which_most_has_come_in_time_is_no_failure(num_done: int, is_l
         world.host.remove(KEYS[:4])
         if world.lower.lookup([KEYS[11]])[0] == ABSENT:
             break
-    assert (world.lower.tiers[0].stats["failures"] > 0) is is_left_alone
     assert (world.lower.lookup([KEYS[11]])[0] == ABSENT) is is_left_alone
 
 
@@ -445,11 +498,10 @@ def test_a_tier_that_was_asked_for_more_than_it_can_do_in_time_is_not_left_alone
     for load in loads[num_done:]:
         world.end(load, [False, False], TransferOutcome.ABANDONED)
     assert (world.lower.lookup([KEYS[11]])[0] == ABSENT) is is_left_alone
-    assert (world.lower.tiers[0].stats["failures"] > 0) is is_left_alone
 
 
 def test_a_tier_whose_writes_keep_failing_still_gives_back_what_it_has() -> None:
-    """Found by reading: what was on a full disk could not be loaded while its writes rested."""
+    """Found by reading: what was on a full disk could not be loaded while its writes were suspended."""
     world = World(capacity=12)
     world.learn(KEYS[:2])
     for at in range(4, 7):
@@ -488,17 +540,6 @@ def test_writes_and_look_ups_that_succeed_do_not_make_up_for_loads_that_fail() -
     assert world.lower.lookup(KEYS[:1])[0] == ABSENT
 
 
-def test_that_a_tier_is_left_alone_is_warned_of_once_and_not_with_every_trial(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
-    for at in range(6):
-        world.lower.probe([KEYS[at]])
-        (probe,) = world.step()
-        world.end(probe, [False], TransferOutcome.FAILED)
-        world.clock.advance(0 if at < 2 else 100)
-    assert world.lower.take_stats()["tier0_failures"] == 6
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
-
-
 def test_a_tier_that_a_worker_will_not_use_any_more_is_asked_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
     world = World(capacity=16)
     written(world, KEYS[:2])
@@ -509,8 +550,8 @@ def test_a_tier_that_a_worker_will_not_use_any_more_is_asked_for_nothing(caplog:
     assert [job.kind for job in jobs] == [JobKind.PROBE] * 4 + [JobKind.STORE]
     known = follow(world, set())
     assert known == set(KEYS[:2])
-    for _ in range(2):  # another worker says so as well
-        world.lower.turn_off(0)
+    for worker in range(2):
+        world.lower.note_health(worker, 0, TierHealth(is_off=True))
     assert follow(world, known) == set(), "nobody can load anything from it"
     assert list(world.lower.lookup([KEYS[0], KEYS[11], key_of(1, 0)])) == [ABSENT] * 3
     world.lower.probe([key_of(1, 0)])
@@ -526,60 +567,38 @@ def test_a_tier_that_a_worker_will_not_use_any_more_is_asked_for_nothing(caplog:
     world.manager.check()
 
 
-def test_a_job_that_does_not_end_is_blamed_once_and_its_slots_stay_reserved_until_it_does() -> None:
-    world = World()
-    world.clock.advance(100)
+def test_slots_of_a_job_that_is_not_reported_stay_reserved_until_it_is() -> None:
+    world = World(num_workers=2)
     world.learn(KEYS[:2])
-    world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    assert promotion is not None
     (load,) = world.step()
-    failures = []
-    for passed_s in (0, 9):
-        world.clock.advance(passed_s)
-        for _ in range(5):
-            world.step()
-        failures.append(world.lower.tiers[0].stats["failures"])
-    assert failures == [0, 1]
+    world.lower.note_answers(load.job_id, bytes([1, 1]), 1)
+    for _ in range(9):
+        world.clock.advance(9.0)
+        world.step()
+    assert promotion.is_released, "nobody waits any more"
     assert load.job_id in world.lower.take_cancelled()
-    assert world.manager.num_writing == 2
-    world.end(load, [False, False], TransferOutcome.FAILED)
-    assert world.lower.tiers[0].stats["failures"] == 1
+    assert world.manager.num_writing == 2 and not world.manager.num_pins
+    world.jobs.clear()
+    assert world.lower.end(load.job_id, TransferOutcome.FAILED)
     assert world.manager.num_writing == 0
 
 
-def test_who_had_no_occasion_to_report_is_not_late() -> None:
-    """Workers end a job at its deadline by themselves, and it takes some steps until that is known."""
-    world = World()
-    world.lower.probe(KEYS[:1])
-    world.lower.probe(KEYS[1:2])
-    probes = world.step()
-    world.clock.advance(2.9)
-    for _ in range(5):
-        world.step()
-    assert not world.lower.take_stats()["tier0_failures"], "less than a second after the deadline"
-    world.clock.advance(0.2)
-    for _ in range(2):
-        world.step()
-    assert not world.lower.take_stats()["tier0_failures"] and not world.lower.take_cancelled()
-    world.step()
-    assert world.lower.take_stats()["tier0_failures"] == 2
-    assert world.lower.take_cancelled() == tuple(probe.job_id for probe in probes)
-
-
-def test_a_pause_in_which_nobody_steps_makes_no_job_late() -> None:
-    world = World()
-    world.keep(KEYS[:1])
-    (store,) = world.step()
-    world.lower.clock.end_step()
-    world.clock.advance(60.0)
-    world.lower.clock.begin_step()
-    for _ in range(5):
-        world.step()
-    assert not world.lower.take_stats()["tier0_failures"] and not world.lower.take_cancelled()
-    world.clock.advance(6.1)
-    for _ in range(5):
-        world.step()
-    assert world.lower.take_stats()["tier0_failures"] == 1, "what does not end afterwards is late all the same"
-    assert world.lower.take_cancelled() == (store.job_id,)
+@pytest.mark.parametrize("state", [BreakerState.HALF_OPEN, BreakerState.OPEN])
+@pytest.mark.parametrize("access", ["look_up", "load", "write"])
+def test_a_tier_is_used_as_far_as_all_workers_can(access: str, state: BreakerState) -> None:
+    world = World(capacity=16, num_workers=2)
+    (tier,) = world.lower.tiers
+    for worker, suspended in ((1, True), (0, False), (1, False)):
+        news = TierHealth(**{access: state}, reason="gone") if suspended else TierHealth()  # type: ignore[arg-type]  # by name
+        world.lower.note_health(worker, 0, news)
+        is_suspended = (worker, suspended) != (1, False)
+        assert tier.health == (TierHealth(**{access: state}, reason="gone") if is_suspended else TierHealth())  # type: ignore[arg-type]  # by name
+        is_open = is_suspended and state is BreakerState.OPEN
+        assert tier.is_writable is not (is_open and access == "write")
+        assert tier.is_readable is not (is_open and access != "write")
+        assert tier.takes(JobKind.TOUCH) is not (is_suspended and access == "look_up"), "which is no trial"
 
 
 def test_chunks_are_written_in_prefix_order_with_their_parents() -> None:
@@ -949,14 +968,12 @@ def test_a_look_up_is_repeated_when_something_may_have_changed_and_only_then() -
     assert promotion is not None
     promotion.release()
     assert changed(), "others may find slots"
+    world.lower.note_health(0, 0, TierHealth(load=BreakerState.OPEN))
+    assert changed(), "loads are suspended"
+    world.lower.note_health(0, 0, TierHealth())
     world.lower.probe(KEYS[2:3])
     (probe,) = world.step()
-    world.clock.advance(3.5)
-    world.step()
-    assert not changed()
-    for _ in range(2):
-        world.step()
-    assert changed(), "the tier is late"
+    changed()
     world.end(probe, [False])
     assert changed()
 
@@ -1034,7 +1051,7 @@ def test_host_memory_hears_of_use_and_what_changes_in_either_is_a_change() -> No
     generations.append(world.manager.generation)
     world.keep(KEYS[1:2])
     generations.append(world.manager.generation)
-    world.lower.turn_off(0)
+    world.lower.note_health(0, 0, TierHealth(is_off=True))
     generations.append(world.manager.generation)
     assert sorted(set(generations)) == generations
     world.manager.touch(KEYS[:1])
@@ -1061,7 +1078,7 @@ def test_of_several_promotions_the_released_one_is_cancelled_and_that_counts_onc
 def test_what_waits_for_a_tier_that_is_off_is_turned_away() -> None:
     world = World()
     probes = world.lower.probe(KEYS[:2])
-    world.lower.turn_off(0)
+    world.lower.note_health(0, 0, TierHealth(is_off=True))
     assert world.step() == [] and all(probe.has_ended for probe in probes)
     assert list(world.lower.lookup(KEYS[:2])) == [ABSENT, ABSENT]
 
@@ -1089,7 +1106,7 @@ def test_as_much_is_remembered_of_a_tier_as_is_good_for_host_memory() -> None:
 def test_a_trial_that_nobody_needs_any_more_leaves_it_to_another() -> None:
     world = World(capacity=16)
     fail_loads(world)
-    world.clock.advance(1.0)
+    world.wait(1.0)
     promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
     (load,) = world.step()
     (tier,) = world.lower.tiers
@@ -1099,26 +1116,10 @@ def test_a_trial_that_nobody_needs_any_more_leaves_it_to_another() -> None:
     assert tier.is_readable
 
 
-def test_a_job_that_was_late_does_not_tell_that_the_tier_is_back() -> None:
-    world = World()
-    for at in range(3):
-        world.lower.probe([KEYS[at]])
-    probes = world.step()
-    world.clock.advance(3.5)
-    for _ in range(3):
-        world.step()
-    states = [breaker_state(world)]
-    world.clock.advance(2.0)
-    for probe in probes:
-        world.end(probe, [True])
-        states.append(breaker_state(world))
-    assert states == [BreakerState.OPEN, *[BreakerState.HALF_OPEN] * 3]
-
-
 def test_who_waits_is_told_when_a_tier_is_off_or_all_is_forgotten() -> None:
     world = World()
     before = world.lower.num_changes
-    world.lower.turn_off(0)
+    world.lower.note_health(0, 0, TierHealth(is_off=True))
     off = world.lower.num_changes
     world.lower.reset()
     assert before < off < world.lower.num_changes
@@ -1182,13 +1183,13 @@ def test_what_a_tier_holds_that_is_left_alone_is_announced_as_gone_and_again_whe
         known = follow(world, known)
     assert known == set(), "nobody can load anything from it"
     for cooldown in (11, 120):  # it stays away
-        world.clock.advance(cooldown)
+        world.wait(cooldown)
         world.lower.probe(KEYS[:2])
         (probe,) = world.step()
         world.end(probe, [False] * 2, TransferOutcome.ABANDONED)
         known = follow(world, known)
         assert known == set()
-    world.clock.advance(120)
+    world.wait(120)
     world.lower.probe(KEYS[:2])
     (probe,) = world.step()
     world.end(probe, [True, False])
@@ -1358,7 +1359,6 @@ def test_how_long_a_tier_takes_is_known_for_a_while_and_measured_again_then() ->
         ("another tier", 0.5),
         ("a failure", 0.0),
         ("a release", 0.0),
-        ("its deadline", 0.0),
         ("giving up", 0.5),
     ],
 )
@@ -1375,10 +1375,6 @@ def test_how_long_a_tier_takes_is_judged_by_jobs_that_were_not_cut_short(happens
         promotion.release()
     if happens == "giving up":
         promotion.give_up()
-    if happens == "its deadline":
-        world.clock.advance(3.0)
-        for _ in range(3):
-            world.step()
     first, second = happens not in {"a miss", "only misses"}, happens != "only misses"
     outcome = TransferOutcome.FAILED if happens == "a failure" else TransferOutcome.DONE
     for load in loads:
@@ -1653,14 +1649,14 @@ def test_what_a_touch_finds_gone_is_written_again_in_its_time_and_not_at_once() 
     assert (store.kind, store.keys) == (JobKind.STORE, (KEYS[1],))
 
 
-def test_what_is_written_while_loads_rest_is_announced_when_it_can_be_loaded() -> None:
+def test_what_is_written_while_loads_are_suspended_is_announced_when_it_can_be_loaded() -> None:
     world = World(capacity=16)
     fail_loads(world)
     known = follow(world, set())
     written(world, KEYS[4:6])
     known = follow(world, known)
     assert known == set(), "nobody can load it"
-    world.clock.advance(1.0)
+    world.wait(1.0)
     promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
     (trial,) = world.step()
     world.end(trial, [True])
@@ -1675,7 +1671,8 @@ def test_what_is_written_while_loads_rest_is_announced_when_it_can_be_loaded() -
 
 
 def breaker_state(world: World) -> BreakerState:
-    return world.lower.tiers[0].breakers.worst_state
+    world.report()
+    return world.lower.tiers[0].health.worst
 
 
 def fail_loads(world: World) -> None:
@@ -1713,7 +1710,7 @@ def test_a_touch_neither_tries_nor_blames_a_tier() -> None:
     world.manager.touch(KEYS[:4])
     assert world.step() == []
     assert breaker_state(world) is BreakerState.HALF_OPEN, "another job may try"
-    assert world.lower.tiers[0].breakers.admit(JobKind.PROBE)
+    assert world.lower.tiers[0].takes(JobKind.PROBE)
 
 
 def test_while_one_job_finds_out_whether_a_tier_is_back_nobody_else_waits_for_it() -> None:
@@ -1722,7 +1719,7 @@ def test_while_one_job_finds_out_whether_a_tier_is_back_nobody_else_waits_for_it
         world.lower.probe([KEYS[at]])
         (probe,) = world.step()
         world.end(probe, [False], TransferOutcome.FAILED)
-    world.clock.advance(11)
+    world.wait(11)
     (trial,) = world.lower.probe([KEYS[5]])
     (other,) = world.lower.probe([KEYS[6]])
     (probe,) = world.step()
@@ -1741,7 +1738,7 @@ def test_a_tier_that_answers_from_memory_is_tried_by_loads() -> None:
     for key in KEYS[4:7]:
         world.clock.advance(cooldown - 0.1)
         assert breaker_state(world) is BreakerState.OPEN, "one load was enough, and the pauses get longer"
-        world.clock.advance(0.1)
+        world.wait(0.1)
         world.lower.probe([key])
         (probe,) = world.step()
         world.end(probe, [True])

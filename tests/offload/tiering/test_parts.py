@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.tiering.allowance import DAY_S, Allowance
-from cargohold.offload.tiering.backlog import MAX_LOOKS, Backlog, Batch
+from cargohold.offload.tiering.backlog import DAY_S, MAX_LOOKS, Allowance, Backlog, Batch
 from cargohold.offload.tiering.pace import Pace
 from cargohold.offload.tiering.presence import Presence
 from cargohold.offload.tiering.stepped_clock import PAUSE_S, SteppedClock
@@ -65,7 +64,7 @@ class TestBacklog:
         assert [batch.keys[0] for batch in taken if batch] == [KEYS[2], KEYS[3], KEYS[1], KEYS[0]]
 
     def test_passing_over_many_takes_no_longer_for_each(self) -> None:
-        """Found by measuring: after a disk had rested, 50000 chunks that had gone meanwhile cost the scheduler a second."""
+        """Found by measuring: after a disk had been suspended, 50000 chunks that had gone meanwhile cost the scheduler a second."""
         backlog = Backlog(200_000)
         keys = [at.to_bytes(36, "little") for at in range(200_000)]
         backlog.add(keys, dict.fromkeys(keys))

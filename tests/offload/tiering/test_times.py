@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from cargohold.connector.offloading.pacing import StepPace
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep
-from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, CircuitBreaker
+from cargohold.offload.tier.health import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.offload.tiering import Pace, TieringConfig, TierOptions
-from cargohold.offload.tiering.allowance import Allowance
+from cargohold.offload.tiering.backlog import Allowance
 from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.protocol import Patience
 from cargohold.simulation import VirtualClock
@@ -118,7 +118,7 @@ def test_a_breaker_lets_jobs_through_only_as_its_state_says_though_time_passes_b
                 breaker.note_cancelled()
     clock.advance(BreakerConfig().max_cooldown_s)
     breaker.note_cancelled()
-    assert breaker.admit(), "it lets a trial through once it has rested"
+    assert breaker.admit(), "it lets a trial through once it has cooled down"
 
 
 @given(st.lists(SECONDS, max_size=12), SECONDS)

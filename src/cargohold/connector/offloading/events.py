@@ -98,7 +98,7 @@ class TierEvents:
             yield self._pending.pop(key, unknown)
 
     def _removed(self, keys: Sequence[OffloadKey]) -> Iterator[BlockRemoved]:
-        # One event per group: a tier that rests withdraws all its chunks at once.
+        # One event per group: a tier whose loads are suspended withdraws all its chunks at once.
         of_group: dict[int, list[bytes]] = {}
         for key in keys:
             block_hash, group = split_key(key)

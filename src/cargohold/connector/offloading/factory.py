@@ -83,7 +83,9 @@ class OffloadingFactory:
         if not self.config.tiers:
             return OffloadingWorker(make_transfers)
         queues = open_queues(self.config, environment)
-        return OffloadingWorker(make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock))
+        return OffloadingWorker(
+            make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock, environment.rank)
+        )
 
     def num_slots(self, layout: KVCacheLayout) -> int:
         """Return the number of slots in host memory. Raises ``ConfigError`` if it cannot hold a single chunk."""

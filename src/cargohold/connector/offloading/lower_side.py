@@ -65,10 +65,10 @@ class LowerSide:
     def note_answers(self, output: KVConnectorOutput) -> None:
         """Take in what some or all workers say of their jobs' chunks. ``end`` tells when a job has ended on all workers."""
         if isinstance(output.worker_meta, TierReport):
-            for job_id, answer in output.worker_meta.answers.items():
-                self.tiers.note_answers(job_id, answer.succeeded, answer.num_workers)
-            for at in output.worker_meta.tiers_off:
-                self.tiers.turn_off(at)
+            for job_id, (succeeded, num_workers) in output.worker_meta.answers.items():
+                self.tiers.note_answers(job_id, succeeded, num_workers)
+            for (rank, at), health in output.worker_meta.health.items():
+                self.tiers.note_health(rank, at, health)
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
         """End a job that all workers have ended. Returns ``False`` if it is not a job of the lower tiers."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cargohold.offload.tiering.commands import TierCommand
-from cargohold.offload.tiering.task import both
+from cargohold.offload.tier.health import TierHealth
+from cargohold.offload.tiering.tasks import TierCommand, both
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,38 +73,22 @@ NOTHING_TO_DO = OffloadingMetadata()
 
 
 @dataclass(frozen=True, slots=True)
-class TierAnswer:
-    """How a job of a tier below host memory went, chunk by chunk.
-
-    Attributes:
-        succeeded: one byte per chunk: 1 if all of the ``num_workers`` workers were successful, else 0.
-        num_workers: number of workers whose answers are merged here.
-    """
-
-    succeeded: bytes
-    num_workers: int = 1
-
-    def aggregate(self, other: TierAnswer) -> TierAnswer:
-        """Return the answers of both, merged: a chunk succeeded only if it did in both."""
-        return TierAnswer(both(self.succeeded, other.succeeded), self.num_workers + other.num_workers)
-
-
-@dataclass(frozen=True, slots=True)
 class TierReport:
     """A report from workers to the scheduler side on lower tiers.
 
     Attributes:
-        answers: answers of jobs that ended, by job id. Workers may report the same job in different steps.
-        tiers_off: indices of tiers that a worker will not use any more; each worker reports each once.
+        answers: how jobs that ended went, by job id: one byte per chunk, 1 if all workers that are merged here were successful,
+            else 0; and the number of these workers. Workers may report the same job in different steps.
+        health: the health of tiers by rank of the worker and index of the tier, where it has changed.
     """
 
-    answers: dict[int, TierAnswer] = field(default_factory=dict)
-    tiers_off: frozenset[int] = frozenset()
+    answers: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    health: dict[tuple[int, int], TierHealth] = field(default_factory=dict)
 
     def aggregate(self, other: TierReport) -> TierReport:
-        """Return both reports, merged."""
+        """Return both reports, merged: a chunk succeeded only if it did in both."""
         merged = dict(self.answers)
-        for job_id, theirs in other.answers.items():
-            mine = merged.get(job_id)
-            merged[job_id] = theirs if mine is None else mine.aggregate(theirs)
-        return TierReport(merged, self.tiers_off | other.tiers_off)
+        for job_id, (theirs, num_workers) in other.answers.items():
+            mine, num_mine = merged.get(job_id, (theirs, 0))
+            merged[job_id] = both(mine, theirs), num_mine + num_workers
+        return TierReport(merged, self.health | other.health)

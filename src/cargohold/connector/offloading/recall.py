@@ -21,7 +21,7 @@ A deadline ends the wait at every point, in time in which the engine steps: chun
 It is twice the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``. While the
 engine has no place for the request, its deadline is put off: the request would have to wait anyway. Half of the time is for
 look-ups, and half for loads: what is not known by then to be there counts as absent. A request whose look-ups or loads try
-whether a tier works again that was resting waits for one step only, or it would pay for the trial.
+whether a tier works again that was suspended waits for one step only, or it would pay for the trial.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from cargohold.connector.offloading.params import TransferParams
 from cargohold.offload.keys import ChunkKeys
-from cargohold.offload.tiering import ProbeTask, Promotion
+from cargohold.offload.tiering import Promotion, TierTask
 from cargohold.protocol import KVCacheLayout, RequestView
 
 MAX_NOTES: Final = 32
@@ -70,7 +70,7 @@ class Recall:
     alarm_at: float
     asked_in: int
     has_place: bool
-    probes: Sequence[ProbeTask] = ()
+    probes: Sequence[TierTask] = ()
     num_found: Counter[int] = field(default_factory=Counter)
     look_again_at: float = 0.0
     is_in_line: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierAnswer, TierReport
+from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.protocol import (
@@ -35,7 +35,6 @@ class OffloadingWorker(KVConnectorWorker):
     ) -> None:
         self._make_transfers = make_transfers
         self._tiers = tiers
-        self._tier_answers: dict[int, TierAnswer] = {}
         self._transfers: TransferWorker | None = None
         self._metadata = NOTHING_TO_DO
         # Requests whose loads have not ended, by job.
@@ -98,9 +97,7 @@ class OffloadingWorker(KVConnectorWorker):
                 elif result.outcome is not TransferOutcome.DONE:
                     failed.add(request_id)
         if self._tiers is not None:
-            for job_id, (outcome, answer) in self._tiers.poll().items():
-                jobs[job_id] = outcome
-                self._tier_answers[job_id] = answer
+            jobs |= self._tiers.poll()
         return FinishedTransfers(
             finished_sending=frozenset(self._metadata.release),
             finished_recving=frozenset(received),
@@ -119,12 +116,8 @@ class OffloadingWorker(KVConnectorWorker):
         return stats if self._tiers is None else {**stats, **self._tiers.take_stats()}
 
     def build_connector_worker_meta(self) -> TierReport | None:
-        """Return whether each chunk of the lower tiers' ended jobs succeeded, and which tiers are off from now on."""
-        if self._tiers is None:
-            return None
-        answers, self._tier_answers = self._tier_answers, {}
-        tiers_off = self._tiers.take_off()
-        return TierReport(answers, tiers_off) if answers or tiers_off else None
+        """Return whether each chunk of the lower tiers' ended jobs succeeded, and how the tiers' health has changed."""
+        return None if self._tiers is None else self._tiers.take_report()
 
     def clear_connector_metadata(self) -> None:
         """Forget this step's jobs."""

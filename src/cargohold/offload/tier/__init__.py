@@ -1,16 +1,15 @@
 """Media that hold chunks."""
 
 from cargohold.offload.tier.base import LoadOutcome, StoreOutcome, Tier, TierUsage
-from cargohold.offload.tier.breaker import BreakerConfig, BreakerState
 from cargohold.offload.tier.config import DiskTierConfig, SharedTierConfig, TierConfig
 from cargohold.offload.tier.encryption import EncryptionKey
 from cargohold.offload.tier.factory import check_tier, open_tier, require_packages
-from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState
+from cargohold.offload.tier.health import BreakerConfig, BreakerState, TierHealth
 from cargohold.offload.tier.host import ByteRows, HostMemory
-from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob, TierResult
+from cargohold.offload.tier.jobs import Answer, JobKind, JobStatus, TierJob
 from cargohold.offload.tier.memory import MemoryTier, NullTier
 from cargohold.offload.tier.namespace import Namespace, digest_weights
-from cargohold.offload.tier.queue import TierQueue
+from cargohold.offload.tier.queue import QueueConfig, TierQueue
 from cargohold.offload.tier.wrappers import CountingTier, FaultyTier, SlowTier
 
 __all__ = [
@@ -38,8 +37,6 @@ __all__ = [
     "TierHealth",
     "TierJob",
     "TierQueue",
-    "TierResult",
-    "TierState",
     "TierUsage",
     "check_tier",
     "digest_weights",

@@ -212,7 +212,7 @@ class ChunkCodec:
         record = _DETAILS.pack(num_bytes, len(details.tokens), nonce, tag) + said
         return record + _CHECK.pack(details_check(self._digest, key, record))
 
-    def decode_details(self, key: OffloadKey, data: bytes | memoryview) -> Details | None:
+    def decode_details(self, key: OffloadKey, data: bytes | bytearray | memoryview) -> Details | None:
         """Return the details at the start of ``data``; ``None`` if there are none, or none that are sound and this chunk's."""
         record = sound_details(self._digest, key, data)
         if record is None:
@@ -283,7 +283,7 @@ def room_for_details(num_tokens: int, num_blocks: int) -> int:
     return min(MAX_DETAILS_BYTES, -(-most // _ROOM_STEP) * _ROOM_STEP)
 
 
-def sound_details(namespace: bytes, key: OffloadKey, data: bytes | memoryview) -> memoryview | None:
+def sound_details(namespace: bytes, key: OffloadKey, data: bytes | bytearray | memoryview) -> memoryview | None:
     """Return the record of details at the start of ``data``; ``None`` if there is none, or it is damaged or another chunk's.
 
     Needs no key, but does not decrypt: encrypted details may still have been tampered with.
@@ -298,7 +298,7 @@ def sound_details(namespace: bytes, key: OffloadKey, data: bytes | memoryview) -
     return record if check == details_check(namespace, key, record[: -_CHECK.size]) else None
 
 
-def details_are_sound(header: Header, data: bytes | memoryview) -> bool:
+def details_are_sound(header: Header, data: bytes | bytearray | memoryview) -> bool:
     """Whether what follows a value's payload is nothing, or the sound details of its chunk and nothing else."""
     return not data or len(sound_details(header.namespace, header.key, data) or b"") == len(data)
 

@@ -6,8 +6,8 @@ A tier blocks as long as its medium does: a network file system may hang for min
   job is live. So a thread that hangs does no harm: its job ends in time, and the job's buffers are free.
 * Jobs end at their deadline, whatever the threads do. Probes, touches and loads go before stores and removals; look-ups
   take turns with the chunks of loads. A job that finds the queue full is refused at once.
-* Circuit breakers let a tier rest whose medium keeps failing; then one job at a time tries whether it works again. Look-ups,
-  loads and writes have a breaker each. A job that is late though the medium has worked meanwhile was only one too many.
+* Circuit breakers suspend what keeps failing: look-ups, loads or writes. A job that is late though the medium has worked
+  meanwhile was only one too many.
 * A thread that died is replaced, a few times; then the tier is turned off and an error is logged.
 """
 
@@ -16,28 +16,47 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from cargohold.errors import ConfigError
 from cargohold.offload.tier.base import StoreOutcome, Tier
-from cargohold.offload.tier.breaker import BreakerState, TierBreakers
-from cargohold.offload.tier.health import QueueConfig, TierHealth, TierState, Totals
+from cargohold.offload.tier.health import BreakerConfig, BreakerState, MediumHealth, TierHealth
 from cargohold.offload.tier.io_thread import IoThread
-from cargohold.offload.tier.jobs import ACCESS_OF, FROM_INDEX, Access, Answer, JobKind, JobStatus, TierJob, TierResult
-from cargohold.offload.tier.ledger import URGENT, JobLedger, LiveJob, Piece
+from cargohold.offload.tier.jobs import ACCESS_OF, URGENT, Access, Answer, JobKind, JobLedger, JobStatus, TierJob
 from cargohold.protocol import Clock
-from cargohold.sparing_log import SparingLog
 
 logger = logging.getLogger(__name__)
 
 _STOP_S: Final = 5.0
 _CLOSE_S: Final = 1.0
 """Seconds that closing a tier may always take, even if stopping has taken all the time that it may."""
-_STATE_OF_BREAKER = {
-    BreakerState.CLOSED: TierState.ON,
-    BreakerState.HALF_OPEN: TierState.TRYING,
-    BreakerState.OPEN: TierState.RESTING,
-}
+
+
+@dataclass(frozen=True, slots=True)
+class QueueConfig:
+    """Limits of a queue.
+
+    Attributes:
+        num_threads: number of threads, so of requests to the medium at the same time; each has staging memory for one chunk.
+        max_urgent_chunks: maximum number of chunks in probes, touches and loads that are queued or under way.
+        max_store_chunks: maximum number of chunks in stores and removals that are queued or under way.
+        max_thread_deaths: number of dead threads that are replaced; the next death turns the tier off.
+        finish_s: maximum time for stores and removals to end when the queue is shut down.
+        breaker: when look-ups, loads or writes are suspended.
+    """
+
+    num_threads: int = 4
+    max_urgent_chunks: int = 65536
+    max_store_chunks: int = 1024
+    max_thread_deaths: int = 8
+    finish_s: float = 0.0
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("num_threads", "max_urgent_chunks", "max_store_chunks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "at least 1")
 
 
 class TierQueue:
@@ -58,11 +77,8 @@ class TierQueue:
         self._clock = clock
         self._changed = threading.Condition()
         self._ledger = JobLedger(clock)
-        self._breakers = TierBreakers(clock, self.config.breaker)
-        self._totals = Totals()
-        # When the medium last carried out anything in time, per access, and for which job.
-        self._worked: dict[Access, tuple[float, LiveJob | None]] = dict.fromkeys(Access, (float("-inf"), None))
-        self._failed_trials = SparingLog(logger)
+        self._health = MediumHealth(tier.name, clock, config.breaker, has_index=tier.has_index)
+        self._num_thread_deaths = 0
         self._is_off = False
         self._threads: list[IoThread] = []
         self._closing: threading.Thread | None = None
@@ -76,50 +92,36 @@ class TierQueue:
     # --- for the owner ------------------------------------------------------------------------------------------------
 
     def submit(self, job: TierJob) -> bool:
-        """Queue a job. Returns ``False`` if it is not taken, because the queue is full or the tier rests or is off."""
+        """Queue a job. Returns ``False`` if it is not taken: the queue is full, its access is suspended, or the tier is off."""
         with self._changed:
-            if self._is_off or self._is_full(job) or not self._breakers.admit(job.kind):
-                self._totals.num_refused += 1
+            if self._is_off or self._is_full(job) or not self._health.admit(job.kind):
                 return False
             self._ledger.add(job)
-            if not job.keys:
-                # It is done already; the medium was not asked.
-                self._breakers.note_cancelled(job.kind)
+            if job.status:  # it has no chunks, so it is done already; the medium was not asked
+                self._health.note_end(job)
             self._changed.notify_all()
         return True
 
-    def poll(self) -> list[TierResult]:
+    def poll(self) -> list[TierJob]:
         """Return the jobs that ended since the last call, in the order of their ends. Also ends jobs at their deadlines."""
         with self._changed:
             self._replace_dead_threads()
-            for live in self._ledger.late():
-                self._fail(live, JobStatus.EXPIRED, "not done by its deadline")
-            results, self._ledger.results = self._ledger.results, []
-        return results
+            for job in self._ledger.late():
+                self._end(job, JobStatus.EXPIRED, "not done by its deadline")
+            ended, self._ledger.ended = self._ledger.ended, []
+        return ended
 
     def cancel(self, job_id: int) -> None:
         """Cancel a job that has not ended yet, because nobody waits for it any more."""
         with self._changed:
-            live = self._ledger.find(job_id)
-            if live is not None and self._ledger.end(live, JobStatus.CANCELLED):
-                self._breakers.note_cancelled(live.job.kind)
-
-    @property
-    def state(self) -> TierState:
-        """Whether the queue takes jobs; if not all of its breakers are in the same state, that of the worst."""
-        with self._changed:
-            return TierState.OFF if self._is_off else _STATE_OF_BREAKER[self._breakers.worst_state]
-
-    @property
-    def is_off(self) -> bool:
-        """Whether the queue takes no jobs any more, because it was shut down or its threads kept dying."""
-        return self._is_off
+            job = self._ledger.find(job_id)
+            if job is not None:
+                self._end(job, JobStatus.CANCELLED)
 
     def health(self) -> TierHealth:
-        """Return the tier's state and its counters since the start."""
-        state = self.state
+        """Return which of look-ups, loads and writes are possible, and whether the tier is off for good."""
         with self._changed:
-            return self._totals.snapshot(state, len(self._ledger))
+            return replace(self._health.report(), is_off=self._is_off)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has ended or no thread lives, at most ``timeout_s`` seconds; return whether that is so."""
@@ -149,17 +151,17 @@ class TierQueue:
         if timeout_s <= 0:
             return
         with self._changed:
-            for live in self._ledger.all():
-                if live.job.kind in URGENT:
-                    self._ledger.end(live, JobStatus.CANCELLED)
+            for job in self._ledger.all():
+                if job.kind in URGENT:
+                    self._ledger.end(job, JobStatus.CANCELLED)
         if not self.drain(timeout_s):
             logger.warning("tier %s: not everything was written within %g s", self.tier.name, timeout_s)
 
     def _stop(self, patience_ends: float) -> None:
         with self._changed:
             self._is_off = True
-            for live in self._ledger.all():
-                self._ledger.end(live, JobStatus.CANCELLED)
+            for job in self._ledger.all():
+                self._ledger.end(job, JobStatus.CANCELLED)
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, patience_ends - time.monotonic()))
@@ -188,80 +190,63 @@ class TierQueue:
 
     # --- for the threads ----------------------------------------------------------------------------------------------
 
-    def take(self) -> Piece | None:
-        """Wait for the next piece of work, and return it; ``None`` when the thread is to stop."""
+    def take(self) -> tuple[TierJob, int] | None:
+        """Wait for the next job to work on, and return it with the index of its chunk; ``None`` when the thread is to stop."""
         with self._changed:
             while True:
                 if self._is_off:
                     return None
-                piece = self._ledger.take()
-                if piece is None:
+                taken = self._ledger.take()
+                if taken is None:
                     self._changed.wait()
-                elif self._clock() <= piece.live.job.deadline:
-                    return piece
+                elif self._clock() <= taken[0].deadline:
+                    return taken
                 else:
-                    self._fail(piece.live, JobStatus.EXPIRED, "not begun by its deadline")
+                    self._end(taken[0], JobStatus.EXPIRED, "not begun by its deadline")
 
-    def begin_copy(self, piece: Piece) -> bool:
-        """Whether the piece's buffers may be used; if so, ``end_copy`` must follow soon."""
+    def begin_copy(self, job: TierJob) -> bool:
+        """Whether the job's buffers may be used; if so, ``end_copy`` must follow soon."""
         with self._changed:
-            return self._ledger.begin_copy(piece)
+            return self._ledger.begin_copy(job)
 
-    def end_copy(self, piece: Piece) -> None:
-        """Note that the piece's buffers are not used any more."""
+    def end_copy(self, job: TierJob) -> None:
+        """Note that the job's buffers are not used any more."""
         with self._changed:
-            if self._ledger.end_copy(piece):
+            if self._ledger.end_copy(job):
                 self._changed.notify_all()
 
-    def answer(self, piece: Piece, answers: list[Answer], duration_s: float) -> None:
-        """Note that a piece was carried out: one answer per chunk, and the seconds that it took."""
+    def answer(self, job: TierJob, at: int, answers: list[Answer]) -> None:
+        """Note the answers for a job's chunks from index ``at`` on."""
         with self._changed:
-            self._totals.count(piece, answers, duration_s)
-            self._note_answers(piece, answers)
+            self._note_answers(job, at, answers)
 
-    def fail(self, piece: Piece, reason: str) -> None:
-        """Note that a piece failed. A store job goes on with its other chunks, which may belong to other requests."""
+    def fail(self, job: TierJob, at: int, reason: str) -> None:
+        """Note that a job failed at a chunk. A store goes on with its other chunks, which may belong to other requests."""
         with self._changed:
-            if self._may_go_on(piece):
-                self._totals.note_failure(reason)
-                self._note_answers(piece, [StoreOutcome.FAILED])
+            if self._may_go_on(job):
+                job.reason = reason
+                self._note_answers(job, at, [StoreOutcome.FAILED])
             else:
-                self._fail(piece.live, JobStatus.FAILED, reason)
+                self._end(job, JobStatus.FAILED, reason)
 
     # --- under the lock -----------------------------------------------------------------------------------------------
 
-    def _note_answers(self, piece: Piece, answers: list[Answer]) -> None:
-        if not piece.live.end and self._told_by(answers) - {StoreOutcome.FAILED}:
-            self._worked[ACCESS_OF[piece.kind]] = self._clock(), piece.live
-        if self._ledger.answer(piece, answers):
-            self._note_end(piece.kind, piece.live.answers)
-            self._changed.notify_all()
+    def _note_answers(self, job: TierJob, at: int, answers: list[Answer]) -> None:
+        if not job.status:
+            self._health.note_answers(job, answers)
+        if self._ledger.answer(job, at, answers):
+            self._judge(job)
 
-    def _note_end(self, kind: JobKind, answers: Sequence[Answer | None]) -> None:
-        """Tell the breaker what the answers of a job say about the medium."""
-        told = self._told_by(answers)
-        if told - {StoreOutcome.FAILED}:
-            self._breakers.note_success(kind)
-        elif told:
-            self._note_failure(kind, self._totals.last_failure)
-        else:
-            self._breakers.note_cancelled(kind)
-
-    def _told_by(self, answers: Sequence[Answer | None]) -> set[Answer | None]:
-        """Return those answers that the medium was asked for."""
-        return set(answers) - (FROM_INDEX if self.tier.has_index else set())
-
-    def _may_go_on(self, piece: Piece) -> bool:
+    def _may_go_on(self, job: TierJob) -> bool:
         """Whether to go on with a job though a chunk failed.
 
         Only with a store while the breaker is closed, and not if all chunks failed, or so many that the medium seems to fail.
         """
-        answers = piece.live.answers
-        num_failed = answers.count(StoreOutcome.FAILED) + 1
+        num_failed = job.answers.count(StoreOutcome.FAILED) + 1
         return (
-            piece.kind is JobKind.STORE
-            and self._breakers.of(piece.kind).state is BreakerState.CLOSED
-            and num_failed < min(len(answers), self.config.breaker.failures_to_open)
+            job.kind is JobKind.STORE
+            and self._health.state_of(job.kind) is BreakerState.CLOSED
+            and num_failed < min(len(job.answers), self.config.breaker.failures_to_open)
         )
 
     def _is_full(self, job: TierJob) -> bool:
@@ -269,49 +254,24 @@ class TierQueue:
         limit = self.config.max_urgent_chunks if is_urgent else self.config.max_store_chunks
         return self._ledger.num_chunks[is_urgent] + len(job.keys) > limit
 
-    def _fail(self, live: LiveJob, status: JobStatus, reason: str) -> None:
-        if not self._ledger.end(live, status, reason):
-            return
-        self._totals.note_failure(reason)
-        if status is JobStatus.EXPIRED and self._was_one_too_many(live):
-            self._breakers.note_cancelled(live.job.kind)
-        else:
-            self._note_failure(live.job.kind, reason)
+    def _end(self, job: TierJob, status: JobStatus, reason: str = "") -> None:
+        if self._ledger.end(job, status, reason):
+            self._judge(job)
+
+    def _judge(self, job: TierJob) -> None:
+        """Judge the medium by a job that has ended. If that suspends an access, its other jobs fail at once."""
+        suspended = self._health.note_end(job)
+        if suspended:
+            self._fail_all(f"{suspended.value} are suspended: {job.reason}", suspended)
         self._changed.notify_all()
 
-    def _was_one_too_many(self, live: LiveJob) -> bool:
-        """Whether a job is late though the medium works: it has worked for others meanwhile, or done most of this one.
-
-        A little of a job says nothing: a medium may begin each one, and then hang.
-        """
-        worked_at, worked_for = self._worked[ACCESS_OF[live.job.kind]]
-        if worked_for is live:
-            return 2 * live.num_answered >= len(live.job.keys)
-        return worked_at > live.queued_at
-
-    def _note_failure(self, kind: JobKind, reason: str) -> None:
-        was_trial = self._breakers.of(kind).state is BreakerState.HALF_OPEN
-        if self._breakers.note_failure(kind):
-            access = ACCESS_OF[kind]
-            self._tell_of_rest(access, reason, was_trial=was_trial)
-            self._end_all(f"the tier rests: {reason}", [access])
-
-    def _tell_of_rest(self, access: Access, reason: str, *, was_trial: bool) -> None:
-        """Log that an access rests: of a medium that stays bad, trials fail every minute, for days."""
-        if was_trial:
-            message = "tier %s rests again: a trial failed, so there are still no %s; the reason: %s"
-            self._failed_trials.warning(message, self.tier.name, access.value, reason)
-        else:
-            message = "tier %s rests: after several failures in a row, there are no %s for a while; the last: %s"
-            logger.warning(message, self.tier.name, access.value, reason)
-
-    def _end_all(self, reason: str, accesses: Collection[Access] = tuple(Access)) -> None:
-        for live in self._ledger.all():
-            if ACCESS_OF[live.job.kind] in accesses:
-                self._ledger.end(live, JobStatus.FAILED, reason)
+    def _fail_all(self, reason: str, access: Access | None = None) -> None:
+        for job in self._ledger.all():
+            if access in (None, ACCESS_OF[job.kind]):
+                self._ledger.end(job, JobStatus.FAILED, reason)
 
     def _new_thread(self) -> IoThread:
-        return IoThread(self, self.tier, self._clock)
+        return IoThread(self, self.tier)
 
     def _has_living_thread(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
@@ -320,14 +280,14 @@ class TierQueue:
         for at, thread in enumerate(self._threads):
             if self._is_off or thread.is_alive():
                 continue
-            self._totals.num_thread_deaths += 1
+            self._num_thread_deaths += 1
             logger.error("tier %s: an I/O thread died", self.tier.name)
-            if thread.piece is not None:
-                self._fail(thread.piece.live, JobStatus.FAILED, "the I/O thread died")
-            if self._totals.num_thread_deaths > self.config.max_thread_deaths:
+            if thread.job is not None:
+                self._end(thread.job, JobStatus.FAILED, "the I/O thread died")
+            if self._num_thread_deaths > self.config.max_thread_deaths:
                 logger.error("tier %s is off for good: its I/O threads keep dying", self.tier.name)
                 self._is_off = True
-                self._end_all("the I/O threads keep dying")
+                self._fail_all("the I/O threads keep dying")
                 self._changed.notify_all()
             else:
                 try:

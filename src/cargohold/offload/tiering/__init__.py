@@ -1,14 +1,14 @@
 """The scheduler side of the tiers below host memory: their known contents, and which chunks to bring up and write down."""
 
 from cargohold.offload.tier.config import Admission, WriteMode
-from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
 from cargohold.offload.tiering.dispatch import random_epoch
 from cargohold.offload.tiering.lower_tier import UNKNOWN
 from cargohold.offload.tiering.lower_tiers import LowerTiers
 from cargohold.offload.tiering.manager import TieringManager
+from cargohold.offload.tiering.options import TieringConfig, TierOptions
 from cargohold.offload.tiering.pace import Pace
 from cargohold.offload.tiering.promotion import Chain, Promotion
-from cargohold.offload.tiering.task import ProbeTask
+from cargohold.offload.tiering.tasks import TierCommand, TierTask
 
 __all__ = [
     "UNKNOWN",
@@ -16,10 +16,10 @@ __all__ = [
     "Chain",
     "LowerTiers",
     "Pace",
-    "ProbeTask",
     "Promotion",
     "TierCommand",
     "TierOptions",
+    "TierTask",
     "TieringConfig",
     "TieringManager",
     "WriteMode",

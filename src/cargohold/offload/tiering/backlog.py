@@ -1,4 +1,4 @@
-"""The backlog: chunks that wait to be written to a tier."""
+"""What is written to a tier, and when: the chunks that wait, and how many may be written per day, so that a disk lasts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from cargohold.offload.manager.base import OffloadKey
+from cargohold.protocol import Clock
 
+DAY_S: Final = 86_400.0
+BURST_S: Final = 3600.0
+"""Unused allowance is saved up for at most this many seconds, so a day may exceed its share by a twenty-fourth."""
+START_S: Final = 60.0
+"""A start is given what accrues in this many seconds.
+
+What an earlier process wrote is not known. If it were an hour's allowance, an engine that is started again and again would
+write many times the limit.
+"""
 MAX_LOOKS: Final = 4096
-"""Maximum number of chunks looked at for one batch: while a tier rests, all that wait may leave host memory."""
+"""Maximum number of chunks looked at for one batch: while writes are suspended, all that wait may leave host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +96,33 @@ class Backlog:
     def clear(self) -> None:
         """Drop all waiting chunks."""
         self._parents.clear()
+
+
+class Allowance:
+    """An allowance of chunks that accrues evenly over the day, and can be saved up for an hour.
+
+    At least one chunk can be saved up, and is given at the start, however small the allowance is.
+
+    Args:
+        per_day: chunks per day.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, per_day: int, clock: Clock) -> None:
+        self._per_s = per_day / DAY_S
+        self._limit = max(1.0, self._per_s * BURST_S)
+        self._clock = clock
+        self._saved = max(1.0, self._per_s * START_S)
+        self._counted_at = clock()
+
+    @property
+    def available(self) -> int:
+        """Number of chunks that may be written now."""
+        now = self._clock()
+        self._saved = min(self._limit, self._saved + (now - self._counted_at) * self._per_s)
+        self._counted_at = now
+        return int(self._saved)
+
+    def spend(self, num_chunks: int) -> None:
+        """Take ``num_chunks`` chunks, which are being written, off the allowance."""
+        self._saved -= num_chunks

@@ -9,13 +9,12 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from cargohold.blocks import READY
-from cargohold.offload.manager.base import OffloadKey, OffloadManager
+from cargohold.offload.manager.base import LoadHandle, OffloadKey, OffloadManager
 from cargohold.offload.tier.jobs import JobKind
-from cargohold.offload.tiering.commands import TierCommand, TieringConfig
 from cargohold.offload.tiering.lower_tier import LowerTier
+from cargohold.offload.tiering.options import TieringConfig
 from cargohold.offload.tiering.promotions import BATCH_CHUNKS
-from cargohold.offload.tiering.task import LoadTask, TierTask, WriteTask
-from cargohold.offload.tiering.tasks import TaskTable
+from cargohold.offload.tiering.tasks import TaskTable, TierCommand, TierTask
 
 _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
 
@@ -54,7 +53,7 @@ class Dispatch:
     def requested(self, new_id: Callable[[], int], turn_away: Callable[[TierTask], None]) -> Iterator[TierCommand]:
         """Yield commands for the probes, touches and loads that wait to be handed out.
 
-        Tasks that were cancelled, or whose tier rests or is off, go to ``turn_away`` instead. Tasks for which a tier's workers
+        Tasks that were cancelled, or whose access is suspended, go to ``turn_away`` instead. Tasks for which a tier's workers
         have no room keep their turn: the workers would refuse them, which looks like a failure of the medium.
         """
         full: set[int] = set()
@@ -74,9 +73,10 @@ class Dispatch:
                 batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._writable, tier))
                 if batch is None:
                     break
-                tier.breakers.admit(JobKind.STORE)
                 pins = self._host.prepare_load(batch.keys)
-                task = WriteTask(at, batch.keys, batch.parents, pins)
+                task = TierTask(
+                    JobKind.STORE, at, batch.keys, batch.parents, pins.slots, on_end=partial(_release, pins)
+                )
                 tier.begin_writing(task)
                 yield self._command(new_id(), task, self._config.store_timeout_s)
 
@@ -89,8 +89,7 @@ class Dispatch:
         return num_asked > 0 and num_asked + len(task.keys) > self._tiers[task.tier].options.max_asked_chunks
 
     def _may_go(self, task: TierTask) -> bool:
-        tier = self._tiers[task.tier]
-        return not tier.is_off and tier.breakers.admit(task.kind)
+        return self._tiers[task.tier].takes(task.kind)
 
     def _writable(self, tier: LowerTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks that a tier wants and host memory has."""
@@ -98,14 +97,9 @@ class Dispatch:
         return [key for key, state in zip(wanted, self._host.lookup(wanted), strict=True) if state == READY]
 
     def _command(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
-        self._tasks.begin(job_id, task, timeout_s)
-        slots: Sequence[int] = ()
-        parents: tuple[OffloadKey | None, ...] = ()
-        if isinstance(task, LoadTask):
-            slots = task.reserved.slots
-        elif isinstance(task, WriteTask):
-            slots, parents = task.pins.slots, self._names(task.parents)
-        return TierCommand(job_id, task.tier, task.kind, self._names(task.keys), tuple(slots), parents, timeout_s)
+        self._tasks.begin(job_id, task)
+        parents = self._names(task.parents) if task.kind is JobKind.STORE else ()
+        return TierCommand(job_id, task.tier, task.kind, self._names(task.keys), tuple(task.slots), parents, timeout_s)
 
     def _names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
         """Return the names of chunks in the tiers: their keys, or digests of epoch and key after a ``rename``."""
@@ -116,3 +110,7 @@ class Dispatch:
             return key
         # As long as the key; the group in its last 4 bytes stays readable.
         return blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]
+
+
+def _release(pins: LoadHandle, *_: object) -> None:
+    pins.release()

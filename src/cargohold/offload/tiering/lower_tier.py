@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import reduce
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
-from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, TierBreakers
 from cargohold.offload.tier.config import Admission, WriteMode
-from cargohold.offload.tier.jobs import ACCESS_OF, Access
-from cargohold.offload.tiering.allowance import Allowance
-from cargohold.offload.tiering.backlog import Backlog
-from cargohold.offload.tiering.commands import TieringConfig, TierOptions
+from cargohold.offload.tier.health import HEALTHY, BreakerState, TierHealth
+from cargohold.offload.tier.jobs import ACCESS_OF, Access, JobKind
+from cargohold.offload.tiering.backlog import Allowance, Backlog
+from cargohold.offload.tiering.options import TieringConfig, TierOptions
 from cargohold.offload.tiering.pace import LookUpGain, Pace
 from cargohold.offload.tiering.presence import Presence
-from cargohold.offload.tiering.task import ProbeTask, TierTask, WriteTask
+from cargohold.offload.tiering.tasks import TierTask
 from cargohold.protocol import Clock
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,12 @@ class LowerTier:
         host_capacity: slots of host memory.
         clock: monotonic time in seconds.
         config: options that all tiers have in common.
+        is_in_flight: tells whether a job is in flight that shows whether an access works.
 
     Attributes:
         options: as given.
         presence: the tier's remembered answers.
-        breakers: decide whether the tier rests.
+        health: its health, as the workers report it; the worst counts.
         pace: how long bringing up chunks takes.
         look_up_pace: how long it takes to ask a tier without an index which chunks it has.
         look_up_gain: how many of the chunks that requests ask it for it has.
@@ -62,14 +63,22 @@ class LowerTier:
         probing: chunks in probes that it has not answered.
         touching: chunks in touches that it has not answered.
         num_writing: number of chunks that are being written to it.
-        is_off: whether it is off for good: it gets no jobs any more.
     """
 
-    def __init__(self, options: TierOptions, host_capacity: int, clock: Clock, config: TieringConfig) -> None:
+    def __init__(
+        self,
+        options: TierOptions,
+        host_capacity: int,
+        clock: Clock,
+        config: TieringConfig,
+        is_in_flight: Callable[[Access], bool] = lambda _: False,
+    ) -> None:
         self.options = options
+        self.health = HEALTHY
+        self._healths: dict[int, TierHealth] = {}
+        self._is_in_flight = is_in_flight
         num_answers = min(MAX_ANSWERS, max(MIN_ANSWERS, ANSWERS_PER_SLOT * host_capacity))
         self.presence = Presence(num_answers, MAX_ANSWER_AGE_S, clock)
-        self.breakers = TierBreakers(clock, BreakerConfig())
         self.pace = Pace(clock, REMEASURE_S)
         self.look_up_pace = Pace(clock, REMEASURE_S)
         self.look_up_gain = LookUpGain()
@@ -77,16 +86,13 @@ class LowerTier:
         self.probing: set[OffloadKey] = set()
         self.touching: set[OffloadKey] = set()
         self.num_writing = 0
-        self.is_off = False
-        # When a job of each kind of access was last carried out.
-        self._worked_at = dict.fromkeys(Access, float("-inf"))
         self.stats: Counter[str] = Counter()
         self._max_writing = max(1, min(options.max_inflight_chunks, host_capacity // 4))
         daily = options.max_daily_chunks
         self._allowance = None if daily is None else Allowance(daily, clock)
         self._max_dirty = host_capacity * 3 // 4
         # The job that writes each chunk, for chunks under their current names.
-        self._writing: dict[OffloadKey, WriteTask] = {}
+        self._writing: dict[OffloadKey, TierTask] = {}
         # Chunks used once, for ``Admission.REUSED``; oldest first.
         self._seen: OrderedDict[OffloadKey, None] = OrderedDict()
         self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
@@ -101,18 +107,56 @@ class LowerTier:
         return self.options.name
 
     @property
+    def is_off(self) -> bool:
+        """Whether it is off for good: it gets no jobs any more."""
+        return self.health.is_off
+
+    @property
     def is_readable(self) -> bool:
-        """Whether requests may look for chunks in the tier: not if it is off, rests, or is being tried by another request."""
-        return not self.is_off and self.breakers.can_be_read
+        """Whether requests may look for chunks in the tier: not if that is suspended, or being tried by another request."""
+        return self._admits(Access.LOOK_UP) and self._admits(Access.LOAD)
 
     @property
     def is_writable(self) -> bool:
-        """Whether the tier takes chunks: not if it is off, its writes rest, or one is trying whether they work again."""
-        return not self.is_off and self.breakers[Access.WRITE].would_admit()
+        """Whether the tier takes chunks: not if writes are suspended, or one is trying whether they work again."""
+        return self._admits(Access.WRITE)
 
     def is_tried(self, access: Access) -> bool:
         """Whether the next job of this kind, or the one in flight, tries whether the tier works again."""
-        return self.breakers[access].state is BreakerState.HALF_OPEN
+        return self.health.of(access) is BreakerState.HALF_OPEN
+
+    def takes(self, kind: JobKind) -> bool:
+        """Whether a job may be handed out now. Touches are no trials."""
+        if kind is JobKind.TOUCH:
+            return not self.is_off and self.health.look_up is BreakerState.CLOSED
+        return self._admits(ACCESS_OF[kind])
+
+    def note_health(self, worker: int, health: TierHealth) -> None:
+        """Learn what a worker says of the tier's health."""
+        was_off = self.is_off
+        self._healths[worker] = health
+        self.health = reduce(TierHealth.worse, self._healths.values(), HEALTHY)
+        if self.is_off and not was_off:
+            self.stats["off"] += 1
+            logger.error(
+                "tier %s is off: a worker can no longer use it, and logged why; restart the engine to use it again",
+                self.name,
+            )
+            self.clear()
+        elif not self._can_be_relied_on:
+            # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
+            self._withdraw()
+
+    def _admits(self, access: Access) -> bool:
+        """Whether a job may be handed out that shows whether this access works: one at a time while it is half-open."""
+        state = self.health.of(access)
+        is_in_turn = state is BreakerState.HALF_OPEN and not self._is_in_flight(access)
+        return not self.is_off and (state is BreakerState.CLOSED or is_in_turn)
+
+    @property
+    def _can_be_relied_on(self) -> bool:
+        """Whether look-ups and loads work, as far as is known."""
+        return self.health.look_up is self.health.load is BreakerState.CLOSED
 
     def parts(self, keys: Sequence[OffloadKey]) -> list[Sequence[OffloadKey]]:
         """Split keys into parts of as many as the tier's workers take in one job."""
@@ -147,11 +191,11 @@ class LowerTier:
             return None
         return first_s + part * (whole_s - first_s)
 
-    def note_look_up(self, task: ProbeTask, took_s: float) -> None:
+    def note_look_up(self, task: TierTask, took_s: float) -> None:
         """Learn how long a probe took and, if its look-up ends with it, what part of what that wanted is there."""
         self.look_up_pace.note(len(task.keys), took_s)
         goes_on = task.num_after > 0 and task.num_found == len(task.keys)
-        if not goes_on and not task.rewrites:
+        if not goes_on:
             num_wanted = task.num_before + len(task.keys) + task.num_after
             self.look_up_gain.note((task.num_before + task.num_found) / num_wanted)
 
@@ -225,14 +269,14 @@ class LowerTier:
         events, self._events = self._events, []
         return events
 
-    def begin_writing(self, task: WriteTask) -> None:
+    def begin_writing(self, task: TierTask) -> None:
         """Note that the chunks of a job are being written, and take them off the daily allowance."""
         if self._allowance is not None:
             self._allowance.spend(len(task.keys))
         self._writing.update(dict.fromkeys(task.keys, task))
         self.num_writing += len(task.keys)
 
-    def end_writing(self, task: WriteTask, succeeded: Sequence[bool]) -> None:
+    def end_writing(self, task: TierTask, succeeded: Sequence[bool]) -> None:
         """Note that a job's chunks are not being written any more; ``succeeded`` says which of them were written."""
         for key in task.keys:
             if self._writing.get(key) is task:
@@ -240,42 +284,6 @@ class LowerTier:
         self.num_writing -= len(task.keys)
         self.stats["stored_chunks"] += sum(succeeded)
         self.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
-
-    def turn_off(self) -> None:
-        """Turn the tier off for good, because a worker will not use it any more."""
-        if not self.is_off:
-            self.is_off = True
-            self.stats["off"] += 1
-            logger.error(
-                "tier %s is off: a worker can no longer use it, and logged why; restart the engine to use it again",
-                self.name,
-            )
-            self.clear()
-
-    def note_worked(self, task: TierTask, now: float) -> None:
-        """Note that a job was carried out: the medium works."""
-        self._worked_at[ACCESS_OF[task.kind]] = now
-        self.breakers.note_success(task.kind)
-
-    def has_worked_since(self, task: TierTask) -> bool:
-        """Whether a job of the same access was carried out since this one was handed out."""
-        return self._worked_at[ACCESS_OF[task.kind]] > task.begun_at
-
-    def blame(self, task: TierTask, how: str) -> None:
-        """Count a job that failed or did not end in time, as ``how`` says; after several in a row the tier rests."""
-        self.stats["failures"] += 1
-        if self.is_off:
-            return
-        was_trial = self.breakers.of(task.kind).state is BreakerState.HALF_OPEN
-        if self.breakers.note_failure(task.kind):
-            access = ACCESS_OF[task.kind]
-            # Workers log why each trial failed, so a failed trial is no news.
-            level = logging.INFO if was_trial else logging.WARNING
-            what = f"a {task.kind.value} of {len(task.keys)} chunks {how}"
-            logger.log(level, "tier %s: no %s for a while: %s", self.name, access.value, what)
-            if access is not Access.WRITE:
-                # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
-                self._withdraw()
 
     def clear(self) -> None:
         """Forget what the tier holds, and the backlog, for a reset or because the tier is off."""
@@ -294,8 +302,8 @@ class LowerTier:
 
     def _announce_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         announced = self._announced
-        # While it rests, chunks may still be written, but nobody could load them. They are announced when they are found.
-        if announced is None or self.is_off or not self.breakers.can_be_relied_on:
+        # While loads are suspended, chunks may still be written, but nobody could load them. They are announced when found.
+        if announced is None or self.is_off or not self._can_be_relied_on:
             return
         stored, removed = [], []
         for key, is_there in zip(keys, are_there, strict=True):

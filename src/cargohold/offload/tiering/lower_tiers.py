@@ -17,19 +17,20 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
-from cargohold.offload.tiering.commands import TierCommand, TieringConfig, TierOptions
+from cargohold.offload.tier.health import TierHealth
+from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
 from cargohold.offload.tiering.lower_tier import UNKNOWN, LowerTier, mark
+from cargohold.offload.tiering.options import TieringConfig, TierOptions
 from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.promotions import Promotions
 from cargohold.offload.tiering.stepped_clock import SteppedClock
-from cargohold.offload.tiering.task import LoadTask, ProbeTask, TierTask, TouchTask, WriteTask
-from cargohold.offload.tiering.tasks import TaskTable
+from cargohold.offload.tiering.tasks import TaskTable, TierCommand, TierTask
 from cargohold.offload.tiering.upkeep import Upkeep
 from cargohold.protocol import Clock, TransferOutcome
 
@@ -67,11 +68,14 @@ class LowerTiers:
         *,
         new_epoch: Callable[[], bytes] = random_epoch,
     ) -> None:
-        self.tiers = [LowerTier(options, host.capacity, clock, config) for options in tiers]
         self.config = config
         self.clock = SteppedClock(clock)
         self._host = host
         self._tasks = TaskTable(self.clock)
+        self.tiers = [
+            LowerTier(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
+            for at, options in enumerate(tiers)
+        ]
         self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
         self._promotions = Promotions(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s)
         self._upkeep = Upkeep(self.tiers, self._tasks)
@@ -113,7 +117,7 @@ class LowerTiers:
     @property
     def is_idle(self) -> bool:
         """Whether no chunk is on its way or held for a request. Probes and touches, which move none, may be in flight."""
-        return not self._promotions and all(isinstance(task, ProbeTask | TouchTask) for task in self._tasks)
+        return not self._promotions and all(task.kind in (JobKind.PROBE, JobKind.TOUCH) for task in self._tasks)
 
     @property
     def is_bringing_up(self) -> bool:
@@ -138,7 +142,7 @@ class LowerTiers:
 
     @property
     def _is_loading(self) -> bool:
-        return any(isinstance(task, LoadTask) for task in self._tasks)
+        return any(task.kind is JobKind.LOAD for task in self._tasks)
 
     def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, skipped: Container[int] = ()) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
@@ -192,7 +196,7 @@ class LowerTiers:
         skipped: Container[int] = (),
         num_found: Mapping[int, int] = _NOTHING_FOUND,
         within_s: float = float("inf"),
-    ) -> list[ProbeTask]:
+    ) -> list[TierTask]:
         """Ask for chunks whose state is ``UNKNOWN``: each in the first usable tier that has not said that it is absent.
 
         Some may have to be asked for again, with what is still unknown once the probes are answered.
@@ -208,7 +212,7 @@ class LowerTiers:
         """
         states = self.lookup(keys, skipped=skipped)
         rest = [key for key, state in zip(keys, states, strict=True) if state == UNKNOWN]
-        probes: list[ProbeTask] = []
+        probes: list[TierTask] = []
         for at, tier in enumerate(self.tiers):
             if tier.is_readable and at not in skipped:
                 answers = tier.presence.get(rest)
@@ -217,7 +221,10 @@ class LowerTiers:
                 before = num_found.get(at, 0)
                 count = tier.num_to_ask(len(asked), before, within_s)
                 tier.probing.update(asked[:count])
-                probes += [ProbeTask(at, part, before, len(asked) - count) for part in tier.parts(asked[:count])]
+                probes += [
+                    TierTask(JobKind.PROBE, at, part, num_before=before, num_after=len(asked) - count)
+                    for part in tier.parts(asked[:count])
+                ]
         for probe in probes:
             self._tasks.want(probe)
         return probes
@@ -259,8 +266,8 @@ class LowerTiers:
     # --- for workers --------------------------------------------------------------------------------------------------
 
     def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
-        """Return the commands for the workers in this step; give up late jobs. Call it once in every step."""
-        self._give_up_late()
+        """Return the commands for the workers in this step. Call it once in every step."""
+        self._promotions.release_expired()
         if not self._tasks:
             self._progressed_at = self.clock()
         return (*self._dispatch.requested(new_id, self._turn_away), *self._dispatch.writes(new_id))
@@ -275,9 +282,9 @@ class LowerTiers:
         if task is not None:
             task.note_answers(succeeded, num_workers)
 
-    def turn_off(self, at: int) -> None:
-        """Turn tier ``at`` off, because a worker will not use it any more: a chunk counts only if all workers have it."""
-        self.tiers[at].turn_off()
+    def note_health(self, worker: int, at: int, health: TierHealth) -> None:
+        """Learn what a worker says of the health of tier ``at``: a chunk counts only if all workers have it."""
+        self.tiers[at].note_health(worker, health)
         self._num_changes += 1
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
@@ -286,7 +293,6 @@ class LowerTiers:
         if task is None:
             return False
         self._progressed_at = self.clock()
-        self._judge(task, outcome)
         self._conclude(task, outcome)
         return True
 
@@ -303,12 +309,12 @@ class LowerTiers:
         tasks = list(self._tasks)
         for at, tier in enumerate(self.tiers):
             own = [task for task in tasks if task.tier == at]
-            assert tier.probing == {k for t in own if isinstance(t, ProbeTask) for k in t.keys}, "asked by nobody"
-            assert tier.touching == {k for t in own if isinstance(t, TouchTask) for k in t.keys}, "touched by nobody"
-            assert tier.num_writing == sum(len(t.keys) for t in own if isinstance(t, WriteTask)), "written by nobody"
+            assert tier.probing == {k for t in own if t.kind is JobKind.PROBE for k in t.keys}, "asked by nobody"
+            assert tier.touching == {k for t in own if t.kind is JobKind.TOUCH for k in t.keys}, "touched by nobody"
+            assert tier.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
             assert len(tier.backlog) <= self._host.capacity, "the backlog is longer than it may be"
         self._promotions.check()
-        num_read = sum(len(task.keys) for task in tasks if isinstance(task, WriteTask))
+        num_read = sum(len(task.keys) for task in tasks if task.kind is JobKind.STORE)
         assert num_read + self._promotions.num_held <= self._host.num_pins, "a chunk is held without a pin"
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -329,44 +335,52 @@ class LowerTiers:
     def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Draw the consequences of a job's end."""
         task.has_ended = True
-        self._num_changes += not isinstance(task, TouchTask)  # a touch changes no answer of a look-up
+        self._num_changes += task.kind is not JobKind.TOUCH  # a touch changes no answer of a look-up
         tier, succeeded = self.tiers[task.tier], task.succeeded(self.config.num_workers)
-        match task:
-            case ProbeTask():
-                self._end_probe(task, tier, succeeded, outcome)
-            case TouchTask():
-                tier.touching.difference_update(task.keys)
-                if outcome is TransferOutcome.DONE and not task.is_cancelled:
-                    tier.note_touched(task.keys, succeeded)
-            case LoadTask():
-                self._promotions.end_load(task, succeeded, is_done=outcome is TransferOutcome.DONE)
-                self._note_loaded(task, succeeded)
-                if outcome is TransferOutcome.DONE:
-                    tier.note_presence(task.keys, succeeded)
+        is_done = outcome is TransferOutcome.DONE
+        is_told = is_done and not task.is_cancelled  # after a reset, names are others
+        task.on_end(task, succeeded, is_done)
+        match task.kind:
+            case JobKind.PROBE:
+                tier.probing.difference_update(task.keys)
+                if task.owner is self._upkeep:
+                    self._end_upkeep(task, succeeded, is_told=is_told)
                 elif not task.is_cancelled:
-                    tier.presence.forget(task.keys)
-            case WriteTask():
-                task.pins.release()
+                    self._end_look_up(task, succeeded, is_done=is_done)
+            case JobKind.TOUCH:
+                tier.touching.difference_update(task.keys)
+                if is_told:
+                    tier.note_touched(task.keys, succeeded)
+            case JobKind.LOAD:
+                self._end_load(task, succeeded, is_done=is_done)
+            case JobKind.STORE:
                 tier.end_writing(task, succeeded)
-                if outcome is TransferOutcome.DONE and not task.is_cancelled:  # after a reset, names are others
+                if is_told:
                     tier.note_presence(task.keys, succeeded)
 
-    def _end_probe(self, task: ProbeTask, tier: LowerTier, succeeded: Sequence[bool], outcome: TransferOutcome) -> None:
-        tier.probing.difference_update(task.keys)
-        if task.rewrites:
-            self._upkeep.note_ended(task.tier, is_done=outcome is TransferOutcome.DONE and not task.is_cancelled)
-        if task.is_cancelled or (task.rewrites and outcome is not TransferOutcome.DONE):
-            return
+    def _end_look_up(self, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
+        tier = self.tiers[task.tier]
         task.num_found = sum(succeeded)
         tier.note_presence(task.keys, succeeded)  # a tier that does not answer counts as not having them
-        if outcome is TransferOutcome.DONE and not task.is_late:
+        if is_done:
             tier.note_look_up(task, self.clock() - task.begun_at)
-        if outcome is TransferOutcome.DONE and task.rewrites:
-            gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
-            self._note_new([tier], gone, task.rewrites)
 
-    def _note_loaded(self, task: LoadTask, succeeded: Sequence[bool]) -> None:
+    def _end_upkeep(self, task: TierTask, succeeded: Sequence[bool], *, is_told: bool) -> None:
+        """Note which chunks in use a tier has; write those again that are gone."""
+        self._upkeep.note_ended(task.tier, is_done=is_told)
+        if is_told:
+            tier = self.tiers[task.tier]
+            tier.note_presence(task.keys, succeeded)
+            tier.look_up_pace.note(len(task.keys), self.clock() - task.begun_at)
+            gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
+            self._note_new([tier], gone, dict(zip(task.keys, task.parents, strict=True)))
+
+    def _end_load(self, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
         tier = self.tiers[task.tier]
+        if is_done:
+            tier.note_presence(task.keys, succeeded)
+        elif not task.is_cancelled:
+            tier.presence.forget(task.keys)
         tier.stats["loaded_chunks"] += sum(succeeded)
         tier.stats["not_loaded_chunks"] += len(succeeded) - sum(succeeded)
         arrived = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
@@ -376,32 +390,6 @@ class LowerTiers:
     def _turn_away(self, task: TierTask) -> None:
         task.is_cancelled = True
         self._conclude(task, TransferOutcome.ABANDONED)
-
-    def _judge(self, task: TierTask, outcome: TransferOutcome) -> None:
-        """Tell the tier's breakers what a job's end says of the tier's health."""
-        tier = self.tiers[task.tier]
-        if task.is_late or isinstance(task, TouchTask):
-            return  # the tier was blamed for a late job already; a failed touch blames nobody
-        if outcome is TransferOutcome.DONE:
-            tier.note_worked(task, self.clock())
-        elif task.is_cancelled or (outcome is TransferOutcome.ABANDONED and self._was_one_too_many(task)):
-            tier.breakers.note_cancelled(task.kind)
-        else:
-            tier.blame(task, "failed" if outcome is TransferOutcome.FAILED else "was not carried out")
-
-    def _was_one_too_many(self, task: TierTask) -> bool:
-        """Whether a job is late though the tier works: it has carried out others meanwhile, or done most of this one.
-
-        A little of a job says nothing: a tier may begin each one, and then hang.
-        """
-        num_done = sum(task.succeeded(self.config.num_workers))
-        return self.tiers[task.tier].has_worked_since(task) or 2 * num_done >= len(task.keys)
-
-    def _give_up_late(self) -> None:
-        for task in self._tasks.newly_late():
-            self.tiers[task.tier].blame(task, "did not end in time")
-            self._num_changes += 1
-        self._promotions.release_expired()
 
 
 def _over(upper: bytes, lower: bytes) -> bytes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from cargohold.offload.manager.base import OffloadKey, OffloadManager
+from cargohold.offload.manager.base import OffloadKey, OffloadManager, StoreHandle
+from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.offload.tiering.promotion import Chain, Promotion
-from cargohold.offload.tiering.task import LoadTask
-from cargohold.offload.tiering.tasks import TaskTable
+from cargohold.offload.tiering.tasks import TaskTable, TierTask
 from cargohold.protocol import Clock
 
 BATCH_CHUNKS = 128
@@ -69,12 +70,13 @@ class Promotions:
             return None
         return promotion
 
-    def end_load(self, task: LoadTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
+    def _end_load(
+        self, handle: StoreHandle, promotion: Promotion, task: TierTask, succeeded: Sequence[bool], is_done: bool
+    ) -> None:
         """End a load job: chunks that arrived on all workers become ready and are pinned, the others are removed.
 
         ``is_done`` says whether the job was carried out as a whole, whatever it found.
         """
-        handle, promotion = task.reserved, task.promotion
         self.arriving.difference_update(task.keys)
         good = [key for key, is_good in zip(task.keys, succeeded, strict=True) if is_good]
         promotion.end_job(task.tier, good, is_done=is_done)
@@ -98,12 +100,12 @@ class Promotions:
 
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``."""
-        loads = [task for task in self._tasks if isinstance(task, LoadTask)]
+        loads = [task for task in self._tasks if task.kind is JobKind.LOAD]
         assert self.arriving == {key for task in loads for key in task.keys}, "brought up by nobody"
         assert len(self.arriving) <= self._host.num_writing, "a slot is filled that is not reserved"
         for promotion in self._live:
             assert not promotion.is_released, "held for nobody"
-            num_running = sum(task.promotion is promotion for task in loads)
+            num_running = sum(task.owner is promotion for task in loads)
             assert promotion.num_running == num_running, "waits for a job that does not exist"
 
     def _reserve(self, chain: Chain, promotion: Promotion) -> bool:
@@ -123,23 +125,24 @@ class Promotions:
             promotion.begin_job(chain.tier)
             before = dict(zip(keys, (parent, *keys), strict=False))
             parents = [before[key] for key in handle.keys]
-            self._tasks.want(LoadTask(chain.tier, handle.keys, parents, handle, promotion))
+            on_end = partial(self._end_load, handle, promotion)
+            self._tasks.want(TierTask(JobKind.LOAD, chain.tier, handle.keys, parents, handle.slots, promotion, on_end))
             if len(handle.keys) < len(keys):
                 break
             parent = keys[-1]
         return True
 
-    def _note_pace(self, task: LoadTask, promotion: Promotion) -> None:
+    def _note_pace(self, task: TierTask, promotion: Promotion) -> None:
         """Let a tier learn how long it took to bring up its chunks, if the job that has ended was the last and tells that."""
         num_chunks = promotion.num_measured(task.tier)
-        if num_chunks is not None and not task.is_late:
+        if num_chunks is not None:
             self._tiers[task.tier].pace.note(num_chunks, self._clock() - promotion.started_at)
 
     def _forget(self, promotion: Promotion) -> None:
         self._live.discard(promotion)
         if promotion.num_running:  # seldom: its request mostly waits until all jobs have ended
             self._tasks.cancel(
-                lambda task: isinstance(task, LoadTask) and task.promotion is promotion,
+                lambda task: task.owner is promotion,
                 in_flight=not promotion.is_given_up,
             )
         self.num_released += 1

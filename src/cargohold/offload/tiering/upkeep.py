@@ -7,9 +7,9 @@ from itertools import islice
 
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.config import WriteMode
+from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.lower_tier import LowerTier, parents_in
-from cargohold.offload.tiering.task import ProbeTask, TouchTask
-from cargohold.offload.tiering.tasks import TaskTable
+from cargohold.offload.tiering.tasks import TaskTable, TierTask
 
 LOOK_AFTER_S = 600.0
 """Chunks in use are probed in each tier once in this many seconds, and written again where they are gone."""
@@ -83,7 +83,7 @@ class Upkeep:
 
     def _probe(self, at: int, asked: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         self._tiers[at].probing.update(asked)
-        self._tasks.want(ProbeTask(at, asked, rewrites={key: parents[key] for key in asked}))
+        self._tasks.want(TierTask(JobKind.PROBE, at, asked, [parents[key] for key in asked], owner=self))
 
     def _not_asked_for(self, tier: LowerTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         return [key for key in tier.presence.not_heard_of(keys, LOOK_AFTER_S) if not tier.is_asked_for(key)]
@@ -100,4 +100,4 @@ class Upkeep:
         if tier.presence.not_heard_of(known, TOUCH_S):
             tier.touching.update(known)
             for part in reversed(tier.parts(known)):
-                self._tasks.want(TouchTask(at, part))
+                self._tasks.want(TierTask(JobKind.TOUCH, at, part))

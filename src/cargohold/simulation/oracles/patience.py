@@ -11,7 +11,7 @@ from typing import Final
 from cargohold.connector.offloading.pacing import REACH
 from cargohold.engine.core.request import FinishReason, Request
 from cargohold.engine.core.scheduler import RequestUpdate
-from cargohold.offload.tier.breaker import BreakerConfig
+from cargohold.offload.tier import BreakerConfig
 from cargohold.simulation.engine import STEP_S
 from cargohold.simulation.faults import Fault
 from cargohold.simulation.links import LinkProfile
@@ -21,7 +21,7 @@ from cargohold.simulation.replica import Replica
 NUM_SURPRISES = 4
 """So many requests may wait in vain in any run, to find out that a tier is slow."""
 NUM_FAILURES = BreakerConfig().failures_to_open
-"""So many more may do so whenever a tier begins to hang: so many failures in a row make it rest."""
+"""So many more may do so whenever a tier begins to hang: so many failures in a row open its breaker."""
 NUM_STEPS = 4
 """Steps that each wait may cost: look-ups and loads are handed out and reported with steps."""
 ALLOWED_PART = 0.2

@@ -1,8 +1,14 @@
-"""The circuit breaker of a medium: failures in a row, rests that grow, and what came too late to mean anything."""
+"""The circuit breaker of a medium: failures in a row, cooldowns that grow, and what came too late to mean anything."""
 
 from __future__ import annotations
 
-from cargohold.offload.tier.breaker import BreakerConfig, BreakerState, CircuitBreaker
+from functools import reduce
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cargohold.offload.tier.health import BreakerConfig, BreakerState, CircuitBreaker, TierHealth
+from cargohold.offload.tier.jobs import Access
 from cargohold.simulation.clock import VirtualClock
 
 
@@ -28,7 +34,7 @@ def test_only_failures_in_a_row_open_it() -> None:
     assert breaker.state is BreakerState.OPEN
 
 
-def test_what_began_before_it_opened_neither_closes_it_nor_prolongs_the_rest() -> None:
+def test_what_began_before_it_opened_neither_closes_it_nor_prolongs_its_cooldown() -> None:
     breaker, clock = breaker_and_clock()
     assert fail(breaker, 5) == [False, False, True, False, False], "it opens once"
     clock.advance(0.5)
@@ -52,13 +58,26 @@ def test_a_medium_that_came_back_is_as_good_as_one_that_never_failed() -> None:
     assert not any(fail(breaker, 2)), "three failures in a row again, not one"
     assert fail(breaker, 1) == [True]
     clock.advance(1.0)
-    assert breaker.state is BreakerState.HALF_OPEN, "after a short rest again"
+    assert breaker.state is BreakerState.HALF_OPEN, "after a short cooldown again"
 
 
-def test_rests_may_all_be_equally_long() -> None:
+def test_cooldowns_may_all_be_equally_long() -> None:
     clock = VirtualClock()
     breaker = CircuitBreaker(clock, BreakerConfig(failures_to_open=1, cooldown_s=2.0, max_cooldown_s=2.0))
     for _ in range(3):
         assert fail(breaker, 1) == [True]
         clock.advance(2.0)
         assert breaker.state is BreakerState.HALF_OPEN
+
+
+STATES = st.sampled_from(list(BreakerState))
+HEALTHS = st.builds(TierHealth, STATES, STATES, STATES, st.text(max_size=3), st.booleans())
+
+
+@given(st.lists(HEALTHS, min_size=1, max_size=4))
+def test_of_several_workers_the_worst_counts_for_each_access(healths: list[TierHealth]) -> None:
+    merged = reduce(TierHealth.worse, healths)
+    for access in Access:
+        assert merged.of(access) is max(health.of(access) for health in healths)
+    assert merged.is_off == any(health.is_off for health in healths)
+    assert merged.reason in {health.reason for health in healths if health.worst is merged.worst}

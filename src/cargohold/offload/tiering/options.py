@@ -1,12 +1,10 @@
-"""Options of lower tiers on the scheduler side, and its commands to the workers."""
+"""Options of lower tiers on the scheduler side."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.config import Admission, WriteMode
-from cargohold.offload.tier.jobs import JobKind
 from cargohold.protocol import Locality
 
 
@@ -56,26 +54,3 @@ class TieringConfig:
     restore_timeout_s: float = 5.0
     store_timeout_s: float = 30.0
     record_events: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TierCommand:
-    """A job for every worker's queue of one tier.
-
-    Attributes:
-        job_id: id of the job.
-        tier: index of the tier; 0 is the fastest.
-        kind: what to do.
-        keys: the chunks' names in the tier, in any order.
-        slots: for loads and stores, their slots in host memory, parallel to ``keys``.
-        parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
-        timeout_s: the job is given up after this time.
-    """
-
-    job_id: int
-    tier: int
-    kind: JobKind
-    keys: tuple[OffloadKey, ...]
-    slots: tuple[int, ...]
-    parents: tuple[OffloadKey | None, ...]
-    timeout_s: float
