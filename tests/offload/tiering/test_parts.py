@@ -64,7 +64,7 @@ class TestBacklog:
         assert [batch.keys[0] for batch in taken if batch] == [KEYS[2], KEYS[3], KEYS[1], KEYS[0]]
 
     def test_passing_over_many_takes_no_longer_for_each(self) -> None:
-        """Found by measuring: after a disk had been suspended, 50000 chunks that had gone meanwhile cost the scheduler a second."""
+        """Found by measuring: 50,000 chunks that had gone while a disk was suspended cost the scheduler a second."""
         backlog = Backlog(200_000)
         keys = [at.to_bytes(36, "little") for at in range(200_000)]
         backlog.add(keys, dict.fromkeys(keys))
