@@ -182,12 +182,12 @@ def _answer_of_disk(command: Any) -> tuple[int, bytes]:
 
 def _our_message(ended: list[int], told: dict[int, bytes]) -> Any:
     """Our worker's report on copies into host memory that have ended, with answers of the disk."""
-    from cargohold.connector.offloading.messages import TierAnswer, TierReport  # noqa: PLC0415  # beside the others
+    from cargohold.connector.offloading.messages import TierReport  # noqa: PLC0415  # beside the others
     from cargohold.integrations.vllm.messages import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
     from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
 
     jobs = dict.fromkeys([*ended, *told], TransferOutcome.DONE)
-    report = TierReport({job_id: TierAnswer(answers) for job_id, answers in told.items()})
+    report = TierReport({job_id: (answers, 1) for job_id, answers in told.items()})
     return WorkerMessage({0: RankReport(KVConnectorOutput(finished=FinishedTransfers(jobs=jobs), worker_meta=report))})
 
 

@@ -92,7 +92,8 @@ def spoil_reads(patch: pytest.MonkeyPatch, path: Path) -> None:
 
 def codec(secret: bytes | None = None, time_ns: Callable[[], int] | None = None, **changes: str) -> ChunkCodec:
     encryption = None if secret is None else EncryptionKey(secret)
-    return ChunkCodec(replace(NAMESPACE, **changes), encryption, time_ns or ticking())
+    changed = replace(NAMESPACE, **changes)  # type: ignore[arg-type]  # by name
+    return ChunkCodec(changed, encryption, time_ns or ticking())
 
 
 def disk_tier(

@@ -206,7 +206,7 @@ def test_namespaces_differ_when_any_field_but_the_label_does(data: st.DataObject
     fields = [name for name in NAMESPACE.__dataclass_fields__ if name != "label"]
     values = {name: data.draw(st.sampled_from(["", "a", "b", "ab"])) for name in fields}
     other = {name: data.draw(st.sampled_from(["", "a", "b", "ab"])) for name in fields}
-    digests = {Namespace(label="x", **values).digest, Namespace(label="y", **other).digest}
+    digests = {Namespace(label=label, **facts).digest for label, facts in (("x", values), ("y", other))}  # type: ignore[arg-type]  # by name
     assert len(digests) == (1 if values == other else 2)
 
 

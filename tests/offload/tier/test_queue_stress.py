@@ -96,6 +96,7 @@ class Run:
 
     def finish(self, result: TierJob) -> None:
         numbers, buffers = self.live.pop(result.job_id)  # an unknown or second result fails here
+        assert result.status is not None
         self.statuses[result.status] += 1
         if result.status is JobStatus.DONE:
             assert None not in result.answers

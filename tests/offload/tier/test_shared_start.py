@@ -168,10 +168,10 @@ def test_a_damaged_chunk_that_may_not_be_deleted_is_a_miss_and_no_failure(
     for job in range(6):
         into = [memoryview(bytearray(CHUNK)) for _ in range(3)]
         keys = [key(number) for number in range(3)]
-        assert queue.submit(TierJob(job, JobKind.LOAD, keys, clock() + 60.0, into)), "the tier does not rest"
+        assert queue.submit(TierJob(job, JobKind.LOAD, keys, clock() + 60.0, into)), "loads are not suspended"
         assert queue.drain(WAIT_S)
         (result,) = queue.poll()
-        assert result.answers == (LoadOutcome.LOADED, LoadOutcome.CORRUPT, LoadOutcome.LOADED)
+        assert result.answers == [LoadOutcome.LOADED, LoadOutcome.CORRUPT, LoadOutcome.LOADED]
         assert result.status is JobStatus.DONE
     queue.shutdown(WAIT_S)
     assert "it is deleted" not in caplog.text
