@@ -419,6 +419,8 @@ def test_a_tier_whose_loads_never_end_is_left_alone_too(num_new_tokens: int, has
     waited = waits_of(engine, longer[:8])
     assert max(waited) < 2.5 < sum(waited), "they waited, but not for long"
     assert max(waited[4:]) < 0.1, "it is suspended by now"
+    told = "tier disk: loads are suspended: simulated: expired"
+    assert told in engine.outputs["r7"].cache_report.notes and told not in engine.outputs["r0"].cache_report.notes
 
     num_trials = 0
     for number, tokens in enumerate(longer[8:70]):

@@ -156,7 +156,7 @@ class LinkedQueue:
                     self._health.note_answers(job, [answer])
             elif job.kind is JobKind.LOAD and buffer is not None:
                 buffer[:] = bytes([GARBAGE_BYTE]) * len(buffer)
-        job.status = status
+        job.status, job.reason = status, f"simulated: {status.value}"
         if (access := self._health.note_end(job)) is not None:
             for other in [other for other in self._pending if ACCESS_OF[other.job.kind] is access]:
                 self._fail(other)

@@ -145,7 +145,7 @@ class HeldQueue:
 
     def _end(self, job: TierJob, status: JobStatus) -> None:
         self.pending.remove(job)
-        job.status = status
+        job.status, job.reason = status, f"simulated: {status.value}"
         if (access := self._health.note_end(job)) is not None:
             for other in [other for other in self.pending if ACCESS_OF[other.kind] is access]:
                 self.pending.remove(other)

@@ -191,11 +191,7 @@ class Recalls:
             has_place=self._has_place,
         )
         self._live.append(recall)
-        state.notes += [
-            f"tier {tier.name} is off, because a worker can no longer use it"
-            for tier in self._lower.tiers
-            if tier.is_off
-        ]
+        state.notes += [tier.trouble for tier in self._lower.tiers if tier.trouble]
         return recall
 
     def _begin(self, recall: Recall, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> None:

@@ -37,6 +37,7 @@ MAX_ANSWER_AGE_S = 10.0
 """Seconds for which an answer of the tier counts: it may evict chunks, and other engines may write to it."""
 REMEASURE_S = 30.0
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
+_READING = (Access.LOOK_UP, Access.LOAD)
 _GROWTH = 4
 """A look-up that has found n chunks asks for this many times n next; see ``LowerTier.num_to_ask``."""
 
@@ -112,9 +113,17 @@ class LowerTier:
         return self.health.is_off
 
     @property
+    def trouble(self) -> str:
+        """Why requests find nothing in the tier, in one line; empty if they do, or a trial is on."""
+        if self.is_off:
+            return f"tier {self.name} is off, because a worker can no longer use it"
+        suspended = [access.value for access in _READING if self.health.of(access) is BreakerState.OPEN]
+        return f"tier {self.name}: {' and '.join(suspended)} are suspended: {self.health.reason}" if suspended else ""
+
+    @property
     def is_readable(self) -> bool:
         """Whether requests may look for chunks in the tier: not if that is suspended, or being tried by another request."""
-        return self._admits(Access.LOOK_UP) and self._admits(Access.LOAD)
+        return all(map(self._admits, _READING))
 
     @property
     def is_writable(self) -> bool:
@@ -156,7 +165,7 @@ class LowerTier:
     @property
     def _can_be_relied_on(self) -> bool:
         """Whether look-ups and loads work, as far as is known."""
-        return self.health.look_up is self.health.load is BreakerState.CLOSED
+        return all(self.health.of(access) is BreakerState.CLOSED for access in _READING)
 
     def parts(self, keys: Sequence[OffloadKey]) -> list[Sequence[OffloadKey]]:
         """Split keys into parts of as many as the tier's workers take in one job."""
