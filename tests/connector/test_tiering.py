@@ -18,7 +18,7 @@ from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.offload.tier import JobKind, JobStatus, TierJob
-from cargohold.offload.tiering import Admission, Chain, Promotion, TierOptions, WriteMode, lower_tier, promotions
+from cargohold.offload.tiering import Admission, Chain, Promotion, TierOptions, WriteMode, promotions, tier_state
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
 from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.simulation.layouts import GroupPlan, layout_of
@@ -244,7 +244,7 @@ def test_prompts_with_more_chunks_than_answers_are_remembered_are_restored_as_fa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Found by reading: the answers for the last chunks pushed out those for the first, which were asked for again."""
-    monkeypatch.setattr(lower_tier, "MIN_ANSWERS", 0)
+    monkeypatch.setattr(tier_state, "MIN_ANSWERS", 0)
     tokens = prompt(0, 220)
     tiering = SimulatedTiering(100)
     serve(make_engine(tiering, num_blocks=100), tiering, "first", tokens)

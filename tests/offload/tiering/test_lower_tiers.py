@@ -43,7 +43,7 @@ from cargohold.offload.tiering import (
     WriteMode,
     promotions,
 )
-from cargohold.offload.tiering.lower_tier import MIN_ANSWERS, LowerTier
+from cargohold.offload.tiering.tier_state import MIN_ANSWERS, TierState
 from cargohold.protocol import TransferOutcome
 from cargohold.simulation import VirtualClock
 
@@ -663,7 +663,7 @@ def test_of_chunks_seen_once_the_latest_are_remembered_and_written_when_they_com
 
 
 def test_a_chunk_counts_as_seen_also_while_the_tier_has_it() -> None:
-    tier = LowerTier(TierOptions(name="tier", admission=Admission.REUSED), 8, VirtualClock(), TieringConfig())
+    tier = TierState(TierOptions(name="tier", admission=Admission.REUSED), 8, VirtualClock(), TieringConfig())
     for is_there in (True, False):
         tier.note_presence(KEYS[:1], [is_there])
         tier.note_new_in_host(KEYS[:1], {KEYS[0]: None})
@@ -1095,10 +1095,10 @@ def test_what_a_tier_turned_out_to_have_is_not_written_in_its_turn() -> None:
 
 
 def test_as_much_is_remembered_of_a_tier_as_is_good_for_host_memory() -> None:
-    tier = LowerTier(TierOptions(name="tier"), 10, VirtualClock(), TieringConfig())
+    tier = TierState(TierOptions(name="tier"), 10, VirtualClock(), TieringConfig())
     tier.note_presence([at.to_bytes(36) for at in range(MIN_ANSWERS + 2)], [True] * (MIN_ANSWERS + 2))
     assert len(tier.presence) == MIN_ANSWERS
-    many = LowerTier(TierOptions(name="tier"), 2**30, VirtualClock(), TieringConfig())
+    many = TierState(TierOptions(name="tier"), 2**30, VirtualClock(), TieringConfig())
     many.note_presence([at.to_bytes(36) for at in range(2**18 + 2)], [True] * (2**18 + 2))
     assert len(many.presence) == 2**18
 
@@ -1140,7 +1140,7 @@ def test_events_tell_what_is_known_of_a_tier() -> None:
 
 
 def test_where_nobody_listens_nothing_is_noted_for_them() -> None:
-    tier = LowerTier(TierOptions(name="tier"), 8, VirtualClock(), TieringConfig())
+    tier = TierState(TierOptions(name="tier"), 8, VirtualClock(), TieringConfig())
     tier.note_presence(KEYS[:4], [True] * 4)
     tier.note_presence(KEYS[:4], [False] * 4)
     assert tier.take_events() == []
@@ -1776,7 +1776,7 @@ def test_no_more_is_announced_than_can_be_remembered_or_be_there(
     And in a long run: of a disk for a dozen chunks, thousands were announced at the same time.
     """
     if max_chunks is None:
-        monkeypatch.setattr("cargohold.offload.tiering.lower_tier.MAX_ANNOUNCED", 5)
+        monkeypatch.setattr("cargohold.offload.tiering.tier_state.MAX_ANNOUNCED", 5)
     world = World(max_chunks=max_chunks)
     (tier,) = world.lower.tiers
     index: set[bytes] = set()

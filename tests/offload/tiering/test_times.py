@@ -12,7 +12,7 @@ from cargohold.engine.core.step import ScheduledTokens, SchedulerStep
 from cargohold.offload.tier.health import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.offload.tiering import Pace, TieringConfig, TierOptions
 from cargohold.offload.tiering.backlog import Allowance
-from cargohold.offload.tiering.lower_tier import LowerTier
+from cargohold.offload.tiering.tier_state import TierState
 from cargohold.protocol import Patience
 from cargohold.simulation import VirtualClock
 
@@ -57,7 +57,7 @@ def test_a_look_up_asks_for_no_more_than_it_wants_and_is_expected_to_take_a_time
     measurements: list[tuple[int, float, float]], num_chunks: int, num_found: int, within_s: float, part: float
 ) -> None:
     clock = VirtualClock()
-    tier = LowerTier(TierOptions(name="bucket", num_asked_at_once=4), 100, clock, TieringConfig())
+    tier = TierState(TierOptions(name="bucket", num_asked_at_once=4), 100, clock, TieringConfig())
     for amount, seconds, pause_s in measurements:
         tier.look_up_pace.note(amount, seconds)
         clock.advance(min(pause_s, 1.0))

@@ -33,7 +33,7 @@ from cargohold.offload.tier.object_listing import (
     refuses_access,
     try_listing,
 )
-from cargohold.offload.tier.others import warn_of_readers, warn_of_writers
+from cargohold.offload.tier.permissions import warn_of_readers, warn_of_writers
 from cargohold.offload.tier.shared import SharedTier
 from cargohold.offload.tier.shared_directory import DirectoryPlace, directory_of, is_full, make_directory
 from cargohold.offload.tier.store_budget import StoreBudget

@@ -2,13 +2,13 @@
 
 from cargohold.offload.tier.config import Admission, WriteMode
 from cargohold.offload.tiering.dispatch import random_epoch
-from cargohold.offload.tiering.lower_tier import UNKNOWN
 from cargohold.offload.tiering.lower_tiers import LowerTiers
 from cargohold.offload.tiering.manager import TieringManager
 from cargohold.offload.tiering.options import TieringConfig, TierOptions
 from cargohold.offload.tiering.pace import Pace
 from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.tasks import TierCommand, TierTask
+from cargohold.offload.tiering.tier_state import UNKNOWN
 
 __all__ = [
     "UNKNOWN",

@@ -11,10 +11,10 @@ from typing import TypeVar
 from cargohold.blocks import READY
 from cargohold.offload.manager.base import LoadHandle, OffloadKey, OffloadManager
 from cargohold.offload.tier.jobs import JobKind
-from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.offload.tiering.options import TieringConfig
 from cargohold.offload.tiering.promotions import BATCH_CHUNKS
 from cargohold.offload.tiering.tasks import TaskTable, TierCommand, TierTask
+from cargohold.offload.tiering.tier_state import TierState
 
 _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
 
@@ -38,7 +38,7 @@ class Dispatch:
     def __init__(
         self,
         host: OffloadManager,
-        tiers: Sequence[LowerTier],
+        tiers: Sequence[TierState],
         tasks: TaskTable,
         config: TieringConfig,
         new_epoch: Callable[[], bytes],
@@ -91,7 +91,7 @@ class Dispatch:
     def _may_go(self, task: TierTask) -> bool:
         return self._tiers[task.tier].takes(task.kind)
 
-    def _writable(self, tier: LowerTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def _writable(self, tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks that a tier wants and host memory has."""
         wanted = tier.wanted(keys)
         return [key for key, state in zip(wanted, self._host.lookup(wanted), strict=True) if state == READY]

@@ -25,12 +25,12 @@ from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tier.health import TierHealth
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
-from cargohold.offload.tiering.lower_tier import UNKNOWN, LowerTier, mark
 from cargohold.offload.tiering.options import TieringConfig, TierOptions
 from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.promotions import Promotions
 from cargohold.offload.tiering.stepped_clock import SteppedClock
 from cargohold.offload.tiering.tasks import TaskTable, TierCommand, TierTask
+from cargohold.offload.tiering.tier_state import UNKNOWN, TierState, mark
 from cargohold.offload.tiering.upkeep import Upkeep
 from cargohold.protocol import Clock, TransferOutcome
 
@@ -73,7 +73,7 @@ class LowerTiers:
         self._host = host
         self._tasks = TaskTable(self.clock)
         self.tiers = [
-            LowerTier(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
+            TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
             for at, options in enumerate(tiers)
         ]
         self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
@@ -321,7 +321,7 @@ class LowerTiers:
 
     def _note_new(
         self,
-        tiers: Sequence[LowerTier],
+        tiers: Sequence[TierState],
         keys: Sequence[OffloadKey],
         parents: Mapping[OffloadKey, OffloadKey | None],
     ) -> None:

@@ -7,9 +7,9 @@ from functools import partial
 
 from cargohold.offload.manager.base import OffloadKey, OffloadManager, StoreHandle
 from cargohold.offload.tier.jobs import JobKind
-from cargohold.offload.tiering.lower_tier import LowerTier
 from cargohold.offload.tiering.promotion import Chain, Promotion
 from cargohold.offload.tiering.tasks import TaskTable, TierTask
+from cargohold.offload.tiering.tier_state import TierState
 from cargohold.protocol import Clock
 
 BATCH_CHUNKS = 128
@@ -33,7 +33,7 @@ class Promotions:
     """
 
     def __init__(
-        self, host: OffloadManager, tiers: Sequence[LowerTier], tasks: TaskTable, clock: Clock, timeout_s: float
+        self, host: OffloadManager, tiers: Sequence[TierState], tasks: TaskTable, clock: Clock, timeout_s: float
     ) -> None:
         self._host = host
         self._tiers = tiers

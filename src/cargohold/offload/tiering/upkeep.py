@@ -8,8 +8,8 @@ from itertools import islice
 from cargohold.offload.manager.base import OffloadKey
 from cargohold.offload.tier.config import WriteMode
 from cargohold.offload.tier.jobs import JobKind
-from cargohold.offload.tiering.lower_tier import LowerTier, parents_in
 from cargohold.offload.tiering.tasks import TaskTable, TierTask
+from cargohold.offload.tiering.tier_state import TierState, parents_in
 
 LOOK_AFTER_S = 600.0
 """Chunks in use are probed in each tier once in this many seconds, and written again where they are gone."""
@@ -29,7 +29,7 @@ class Upkeep:
         tasks: the table that jobs are added to.
     """
 
-    def __init__(self, tiers: Sequence[LowerTier], tasks: TaskTable) -> None:
+    def __init__(self, tiers: Sequence[TierState], tasks: TaskTable) -> None:
         self._tiers = tiers
         self._tasks = tasks
         # Per tier: chunks to probe later, with their parents, and whether a probe has not ended. Without one, nothing waits.
@@ -45,7 +45,7 @@ class Upkeep:
                 if tier.options.has_index:
                     self._tell(at, tier, kept)
 
-    def _look_after(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
+    def _look_after(self, at: int, tier: TierState, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         asked = self._not_asked_for(tier, kept)
         if not asked:
             return
@@ -85,10 +85,10 @@ class Upkeep:
         self._tiers[at].probing.update(asked)
         self._tasks.want(TierTask(JobKind.PROBE, at, asked, [parents[key] for key in asked], owner=self))
 
-    def _not_asked_for(self, tier: LowerTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def _not_asked_for(self, tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         return [key for key in tier.presence.not_heard_of(keys, LOOK_AFTER_S) if not tier.is_asked_for(key)]
 
-    def _tell(self, at: int, tier: LowerTier, kept: Sequence[OffloadKey]) -> None:
+    def _tell(self, at: int, tier: TierState, kept: Sequence[OffloadKey]) -> None:
         """Tell the tier of the use of all chunks that it is thought to have, if it was not told of one of them lately.
 
         It is told of all of them: if only of some, the start of a prefix might count as used before its end, and be evicted

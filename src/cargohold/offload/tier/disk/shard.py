@@ -29,7 +29,7 @@ from cargohold.offload.tier.disk.root import (
     write_description,
 )
 from cargohold.offload.tier.namespace import DESCRIPTION, Namespace
-from cargohold.offload.tier.others import warn_of_owners, warn_of_writers
+from cargohold.offload.tier.permissions import warn_of_owners, warn_of_writers
 from cargohold.offload.tier.staging import padded
 from cargohold.sparing_log import SparingLog
 from cargohold.units import format_bytes, format_count, parse_path

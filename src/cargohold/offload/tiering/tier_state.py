@@ -39,10 +39,10 @@ REMEASURE_S = 30.0
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
 _READING = (Access.LOOK_UP, Access.LOAD)
 _GROWTH = 4
-"""A look-up that has found n chunks asks for this many times n next; see ``LowerTier.num_to_ask``."""
+"""A look-up that has found n chunks asks for this many times n next; see ``TierState.num_to_ask``."""
 
 
-class LowerTier:
+class TierState:
     """The scheduler side's state of one tier: its known contents, its health, its pace, and its backlog of writes.
 
     Args:
