@@ -1,4 +1,4 @@
-"""The scheduler side hands a worker's queue no more than it takes: what is refused would be held against the medium."""
+"""Between the scheduler side and the queues of workers: no job is refused, and health is reported."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ import numpy as np
 
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.make_tiers import tier_options
+from cargohold.connector.offloading.messages import TierReport
 from cargohold.connector.offloading.tier_worker import TierWorker
 from cargohold.offload.manager import make_manager
-from cargohold.offload.tier import DiskTierConfig, FaultyTier, MemoryTier, QueueConfig, TierHealth, TierQueue
-from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager
+from cargohold.offload.tier import (
+    BreakerState,
+    DiskTierConfig,
+    FaultyTier,
+    JobKind,
+    MemoryTier,
+    QueueConfig,
+    TierHealth,
+    TierQueue,
+)
+from cargohold.offload.tiering import LowerTiers, TierCommand, TieringConfig, TieringManager
 from cargohold.protocol import ServedModel, TransferOutcome
 from cargohold.simulation import VirtualClock, simulated_layout
 
@@ -100,3 +110,43 @@ def test_many_waiting_prompts_are_asked_for_without_one_being_refused() -> None:
         setup.finish()
         assert all(probe.has_ended for probe in probes)
         assert setup.queue.health() == TierHealth()
+
+
+def test_a_worker_reports_the_health_of_a_tier_when_it_changes_and_only_then() -> None:
+    clock = VirtualClock()
+    trouble: list[str | None] = ["cable unplugged"]
+    queue = TierQueue(FaultyTier(MemoryTier(8), lambda _: trouble[0]), clock, QueueConfig(num_threads=1))
+    worker = TierWorker({"disk": queue}, np.zeros((NUM_SLOTS, 8), np.uint8), 1, clock, rank=3)
+    healths = []
+
+    def probe(job_id: int) -> None:
+        worker.start(TierCommand(job_id, 0, JobKind.PROBE, (key(job_id),), (), (), 10.0))
+        assert queue.drain(WAIT_S)
+        assert set(worker.poll()) == {job_id}
+        report = worker.take_report()
+        assert report is not None
+        healths.append(report.health)
+
+    for job_id in range(3):
+        probe(job_id)
+    suspended = {(3, 0): TierHealth(look_up=BreakerState.OPEN, reason="cable unplugged")}
+    assert healths == [{}, {}, suspended]
+    assert worker.take_report() is None
+    clock.advance(1.0)
+    report = worker.take_report()
+    assert report is not None and report.health[3, 0].look_up is BreakerState.HALF_OPEN
+    trouble[0] = None
+    probe(3)
+    assert healths[-1] == {(3, 0): TierHealth()}
+    stats = worker.take_stats()
+    assert (stats["disk_failures"], stats["disk_suspensions"]) == (3, 1)
+    worker.shutdown()
+
+
+def test_reports_of_workers_are_merged_so_that_none_is_lost() -> None:
+    open_writes = TierHealth(write=BreakerState.OPEN, reason="full")
+    first = TierReport({1: (bytes([1, 1, 0]), 1), 2: (bytes([1]), 1)}, {(0, 0): open_writes})
+    second = TierReport({1: (bytes([1, 0, 1]), 2)}, {(1, 0): TierHealth()})
+    for merged in (first.aggregate(second), second.aggregate(first)):
+        assert merged.answers == {1: (bytes([1, 0, 0]), 3), 2: (bytes([1]), 1)}
+        assert merged.health == {(0, 0): open_writes, (1, 0): TierHealth()}
