@@ -554,6 +554,11 @@ def never_leaves_a_tier_that_hangs_alone(patch: Patch) -> None:
     patch.setattr(CircuitBreaker, "note_failure", lambda self: False)
 
 
+@mutant(connector="tiered", workload="endurance", faults="hangs")
+def takes_a_job_that_hangs_for_one_too_many(patch: Patch) -> None:
+    patch.setattr(MediumHealth, "_was_one_too_many", lambda *_: True)
+
+
 @mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=90)
 def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
     original = MediumHealth.__init__
