@@ -18,6 +18,7 @@ from cargohold.offload.tier.disk.files import Descriptor
 from cargohold.offload.tier.factory import open_tier
 from cargohold.offload.tier.inventory import Finding, open_inventory
 from cargohold.offload.tier.inventory.disk import DiskInventory
+from cargohold.offload.tier.object_tier import ObjectTier
 from tests.offload.tier.common import (
     CHUNK,
     NAMESPACE,
@@ -276,3 +277,23 @@ def test_keys_of_others_with_our_prefix_are_not_ours() -> None:
             assert list(inventory.verify(holding.id, delete=True)) == [Finding.GOOD] * 2
             inventory.remove(holding.id)
         assert set(client.keys("*")) == foreign | {b"cargohold:queue"}
+
+
+@pytest.mark.parametrize("kind", ["disk", "directory"])
+def test_what_an_earlier_format_has_left_is_listed_with_a_remark_and_can_be_deleted(tmp_path: Path, kind: str) -> None:
+    tier = (
+        disk_tier(tmp_path)
+        if kind == "disk"
+        else ObjectTier(SharedTierConfig(url=f"file://{tmp_path}"), codec(), CHUNK)
+    )
+    tier.store(key(1), memoryview(payload(1)))
+    tier.close()
+    (description,) = tmp_path.glob("*/shard.json" if kind == "disk" else "*/namespace.json")
+    text = description.read_text().replace('"format": "2"', '"format": "1"')
+    description.write_text(text.replace(',\n  "details_bytes": 0', ""))
+    inventory = open_inventory(str(tmp_path) if kind == "disk" else f"file://{tmp_path}")
+    (holding,) = inventory.holdings()
+    assert holding.num_chunks == 1
+    assert holding.remark == "format 1, and engines of this version read 2"
+    inventory.remove(holding.id)
+    assert inventory.holdings() == []

@@ -20,6 +20,7 @@ from cargohold.offload.tier.chunk_format import (
     details_are_sound,
     unpack_header,
 )
+from cargohold.offload.tier.namespace import FORMAT_VERSION
 
 PIECE_BYTES = 8 * 1024**2
 """Objects and files of any size are read in pieces of this many bytes."""
@@ -123,6 +124,14 @@ def reason_of(error: OSError, path: Path | str = "") -> str:
     """Return which file failed and why; it is ``path`` if the error does not say."""
     reason, where = error.strerror or str(error), str(error.filename or path)
     return reason if where in reason else f"{where}: {reason}"
+
+
+def remarks_on(facts: Mapping[str, str]) -> list[str]:
+    """Return what is to be said of a namespace for its description: that no engine of this version will ever read it."""
+    found = facts.get("format", str(FORMAT_VERSION))
+    return (
+        [] if found == str(FORMAT_VERSION) else [f"format {found}, and engines of this version read {FORMAT_VERSION}"]
+    )
 
 
 def in_short(reasons: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from cargohold.offload.tier.inventory.base import (
     noted,
     raise_noted,
     reason_of,
+    remarks_on,
 )
 from cargohold.offload.tier.store_url import url_of
 
@@ -106,6 +107,7 @@ class DiskInventory(Inventory):
         num_chunks = _count_chunks(shard, remarks)
         with noted(remarks, shard):
             description = read_description(shard)
+            remarks += remarks_on(description.namespace)
             if description.geometry is None and num_chunks != 0:
                 remarks.append(_not_described(shard))
         with noted(remarks, shard):

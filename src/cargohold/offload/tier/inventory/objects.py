@@ -21,6 +21,7 @@ from cargohold.offload.tier.inventory.base import (
     in_short,
     noted,
     raise_noted,
+    remarks_on,
 )
 from cargohold.offload.tier.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, as_facts, parse_description
 from cargohold.offload.tier.object_listing import (
@@ -132,6 +133,7 @@ class ObjectInventory(Inventory):
         remarks: list[str] = []
         with noted(remarks, f"{name}/{DESCRIPTION}"):
             facts = self._facts(name)
+            remarks += remarks_on(facts)
         return Holding(
             id=name,
             facts=facts,

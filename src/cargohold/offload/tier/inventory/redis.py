@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import redis
 
 from cargohold.errors import TierError, one_line
-from cargohold.offload.tier.inventory.base import PIECE_BYTES, Finding, Holding, Inventory, check_value
+from cargohold.offload.tier.inventory.base import (
+    PIECE_BYTES,
+    Finding,
+    Holding,
+    Inventory,
+    check_value,
+    in_short,
+    remarks_on,
+)
 from cargohold.offload.tier.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
 from cargohold.offload.tier.redis_tier import PREFIX, is_wrong_type
 
@@ -46,12 +54,7 @@ class RedisInventory(Inventory):
                     count.num_chunks += 1
                 with _other_types_left_out():
                     count.num_bytes += int(self._client.strlen(name))
-            return [
-                Holding(
-                    namespace_id, self._facts(namespace_id), count.num_chunks, count.num_bytes, None, is_in_use=False
-                )
-                for namespace_id, count in sorted(counts.items())
-            ]
+            return [self._describe(namespace_id, count) for namespace_id, count in sorted(counts.items())]
 
     def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
         """Fetch and check every value."""
@@ -79,6 +82,11 @@ class RedisInventory(Inventory):
             if _OURS.fullmatch(name) and name not in seen:
                 seen.add(name)
                 yield name
+
+    def _describe(self, namespace_id: str, count: _Count) -> Holding:
+        facts = self._facts(namespace_id)
+        remark = in_short(remarks_on(facts))
+        return Holding(namespace_id, facts, count.num_chunks, count.num_bytes, None, is_in_use=False, remark=remark)
 
     def _facts(self, namespace_id: str) -> dict[str, str]:
         return as_facts(parse_description(self._read(f"{PREFIX}{namespace_id}".encode(), 0, MAX_DESCRIPTION_BYTES + 1)))
