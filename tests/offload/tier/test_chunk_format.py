@@ -17,6 +17,7 @@ from cargohold.offload.tier.chunk_format import (
     Details,
     Header,
     Terms,
+    details_check,
     room_for_details,
     unpack_header,
 )
@@ -50,8 +51,8 @@ SEALED = (
     "0000b49376e2fa1800b33f71fb2b5c14ab0fff90"
 )  # fmt: skip
 SEALED_DETAILS = (
-    "3d000000030000006465666768696a6b6c6d6e6f274d96d8b01618d745b4064f820a8d0900000000"
-    "0ff3d28e26d0dc0b3ae09000bd5a3f364acca7870c"
+    "3d000000030000006465666768696a6b6c6d6e6fa8eaa912f1b9b51ef179bf9ff8a8dadc0000000"
+    "00ff3d28e26d0dc0b3ae09000bd39353759c2a589cf"
 )  # fmt: skip
 
 
@@ -133,6 +134,17 @@ def test_room_for_details_suffices_for_the_tokens_and_hashes_of_a_chunk(num_toke
     stored = codec(details_bytes=room).encode_details(KEY, Details([1] * num_tokens, bytes(36 * num_blocks)))
     assert room % 256 == 0 and len(stored) <= room <= MAX_DETAILS_BYTES
     assert stored or room == MAX_DETAILS_BYTES
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 4])
+def test_the_number_of_tokens_in_encrypted_details_cannot_be_changed(num_tokens: int) -> None:
+    using = codec(SECRET)
+    changed = bytearray(using.encode_details(KEY, DETAILS))
+    changed[4:8] = num_tokens.to_bytes(4, "little")
+    changed[-8:] = details_check(using.namespace.digest, KEY, bytes(changed[:-8])).to_bytes(
+        8, "little"
+    )  # as anybody could
+    assert using.decode_details(KEY, changed) is None
 
 
 def test_details_without_room_are_left_out() -> None:

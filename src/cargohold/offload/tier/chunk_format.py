@@ -31,6 +31,7 @@ MAGIC: Final = b"\x93CHKV\r\n\x1a"
 
 _FIELDS = struct.Struct("<8sHHBx8sQ32sB64sB64s12s16s16sQI")
 _CHECK = struct.Struct("<Q")
+_COUNT = struct.Struct("<I")
 _DETAILS = struct.Struct("<II12s16s4x")
 _ENCRYPTED = 1
 MAX_PRIORITY: Final = 100
@@ -208,7 +209,7 @@ class ChunkCodec:
             return b""
         said, nonce, tag = memoryview(_little_endian(details.tokens) + details.extras), b"", b""
         if self._details_cipher is not None:
-            nonce, said, tag = self._details_cipher.encrypt(said, self._digest + key)
+            nonce, said, tag = self._details_cipher.encrypt(said, self._bound_to(key, len(details.tokens)))
         record = _DETAILS.pack(num_bytes, len(details.tokens), nonce, tag) + said
         return record + _CHECK.pack(details_check(self._digest, key, record))
 
@@ -221,7 +222,8 @@ class ChunkCodec:
         said = bytes(record[_DETAILS.size : -_CHECK.size])
         if self._details_cipher is not None:
             plain = bytearray(len(said))
-            if not self._details_cipher.decrypt(nonce, bytearray(said + tag), self._digest + key, memoryview(plain)):
+            bound_to = self._bound_to(key, num_tokens)
+            if not self._details_cipher.decrypt(nonce, bytearray(said + tag), bound_to, memoryview(plain)):
                 return None
             said = bytes(plain)
         if 4 * num_tokens > len(said):
@@ -230,6 +232,10 @@ class ChunkCodec:
         if sys.byteorder == "big":
             tokens.byteswap()
         return Details(tuple(tokens), said[4 * num_tokens :])
+
+    def _bound_to(self, key: OffloadKey, num_tokens: int) -> bytes:
+        """Return what encrypted details are bound to: without the number, tokens could be passed off as extras."""
+        return self._digest + _COUNT.pack(num_tokens) + key
 
     def now_ns(self) -> int:
         """Return the time of day, in nanoseconds since 1970, as headers have it for the time of storing."""
