@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cargohold.blocks import extend_hashes, root_hash
-from cargohold.connector.offloading import recall
-from cargohold.connector.offloading.requests import Recall
+from cargohold.connector.offloading import prefetch
+from cargohold.connector.offloading.waiting import Waiting
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.offload.tier import JobKind, JobStatus, TierJob
-from cargohold.offload.tiering import Admission, Chain, Promotion, TierOptions, WriteMode, promotions, tier_state
+from cargohold.offload.tiering import Admission, Chain, Fetch, TierOptions, WriteMode, fetches, tier_state
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
 from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.simulation.layouts import GroupPlan, layout_of
@@ -308,15 +308,15 @@ def test_time_without_a_place_is_not_spent_on_lower_tiers_and_the_rest_of_it_is(
     finish(engine, tiering)
 
 
-def test_of_requests_that_were_admitted_no_recall_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Recall]] = []
+def test_of_requests_that_were_admitted_no_wait_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Waiting]] = []
 
-    class Watched(Recall):
+    class Watched(Waiting):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(recall, "Recall", Watched)
+    monkeypatch.setattr(prefetch, "Waiting", Watched)
     tiering = SimulatedTiering(60)
     engine = make_engine(tiering)
     for at in range(4):
@@ -438,7 +438,7 @@ def test_a_tier_whose_loads_never_end_is_left_alone_too(num_new_tokens: int, has
 
 def test_who_waits_for_a_tier_that_is_always_too_slow_does_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: only loads that were done in time told how fast it is, so it was never known to be slower."""
-    monkeypatch.setattr(promotions, "BATCH_CHUNKS", 2)
+    monkeypatch.setattr(fetches, "BATCH_CHUNKS", 2)
     tiering = SimulatedTiering(200, restore_timeout_s=2.0)
     for at in range(9):
         serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 41))
@@ -726,19 +726,19 @@ def test_who_finds_no_slot_does_not_look_for_one_in_every_step(monkeypatch: pyte
     """Each look goes through all chunks of the prompt. Once the tiers had answered, there was no pause between two of them."""
     tiering, engine, transfers = play_out_of_slots()
     looks: list[float] = []
-    promote = tiering.lower.promote
+    fetch = tiering.lower.fetch
 
-    def noted(chains: Sequence[Chain], kept: Sequence[bytes]) -> Promotion | None:
+    def noted(chains: Sequence[Chain], kept: Sequence[bytes]) -> Fetch | None:
         looks.append(engine.clock())
-        return promote(chains, kept)
+        return fetch(chains, kept)
 
-    monkeypatch.setattr(tiering.lower, "promote", noted)
+    monkeypatch.setattr(tiering.lower, "fetch", noted)
     engine.add("known", prompt(0, 17), 3)
     began = engine.clock()
     for at in range(20):
         engine.add(str(at), prompt(2 + at, 9), 1)  # so that something is answered in every step
         engine.step()
-    assert 2 <= len(looks) <= (engine.clock() - began) / recall.LOOK_AGAIN_S
+    assert 2 <= len(looks) <= (engine.clock() - began) / prefetch.LOOK_AGAIN_S
     transfers.auto = True
     finish(engine, tiering)
     assert restored(engine, "known") == {"disk": 16} and engine.tokens("known") == alone(prompt(0, 17), 3)

@@ -15,7 +15,7 @@ import pytest
 
 import cargohold.connector.offloading.loads as loads_module
 import cargohold.connector.offloading.messages as messages_module
-import cargohold.connector.offloading.recall as recall_module
+import cargohold.connector.offloading.prefetch as prefetch_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.offload.tiering.tasks as tasks_module
@@ -34,7 +34,7 @@ from cargohold.connector.offloading.jobs import JobTable, Load, Store
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.messages import OffloadingMetadata
 from cargohold.connector.offloading.params import TransferParams
-from cargohold.connector.offloading.recall import Recalls
+from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared
@@ -48,9 +48,9 @@ from cargohold.engine.core.transfers import TransferTable
 from cargohold.offload.manager.tier_manager import TierManager
 from cargohold.offload.tier.health import CircuitBreaker, MediumHealth
 from cargohold.offload.tier.jobs import Access
-from cargohold.offload.tiering import Promotion
+from cargohold.offload.tiering import Fetch
 from cargohold.offload.tiering.dispatch import Dispatch
-from cargohold.offload.tiering.promotions import Promotions
+from cargohold.offload.tiering.fetches import Fetches
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -491,15 +491,13 @@ def believes_one_worker_that_a_chunk_has_arrived(patch: Patch) -> None:
 
 
 @mutant(connector="tiered", workload="returning", faults="failed")
-def keeps_chunks_whose_promotion_failed(patch: Patch) -> None:
-    end = Promotions._end_load
+def keeps_chunks_whose_fetch_failed(patch: Patch) -> None:
+    end = Fetches._end_load
 
-    def good(
-        self: Promotions, handle: Any, promotion: Any, task: Any, succeeded: Sequence[bool], is_done: bool
-    ) -> None:
-        end(self, handle, promotion, task, [True] * len(succeeded), is_done)
+    def good(self: Fetches, handle: Any, fetch: Any, task: Any, succeeded: Sequence[bool], is_done: bool) -> None:
+        end(self, handle, fetch, task, [True] * len(succeeded), is_done)
 
-    patch.setattr(Promotions, "_end_load", good)
+    patch.setattr(Fetches, "_end_load", good)
 
 
 @mutant(connector="tiered", workload="returning", faults="slow,restart")
@@ -522,8 +520,8 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
 
 
 @mutant(connector="tiered", workload="returning")
-def never_lets_go_of_what_it_has_promoted(patch: Patch) -> None:
-    patch.setattr(Promotion, "release", lambda self: None)
+def never_lets_go_of_what_it_has_fetched(patch: Patch) -> None:
+    patch.setattr(Fetch, "release", lambda self: None)
 
 
 @mutant(connector="tiered", workload="returning", faults="stalls")
@@ -531,9 +529,9 @@ def divides_by_an_unknown_time_when_a_deadline_passes_within_a_call(patch: Patch
     def divided(num_tokens: int, load_s: float, limit_s: float) -> int:
         return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
 
-    patch.setattr(recall_module, "num_tokens_in_time", divided)
+    patch.setattr(prefetch_module, "num_tokens_in_time", divided)
     # Every use of the time reads the clock anew; what is set is ignored.
-    patch.setattr(Recalls, "_now", property(lambda self: self._clock(), lambda self, now: None), raising=False)
+    patch.setattr(Prefetcher, "_now", property(lambda self: self._clock(), lambda self, now: None), raising=False)
 
 
 @mutant(connector="tiered", workload="stops")
@@ -546,7 +544,7 @@ def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
 
 @mutant(connector="tiered", workload="endurance", faults="hangs")
 def waits_longer_than_computing_takes(patch: Patch) -> None:
-    patch.setattr(Recalls, "_limit_wait", lambda *_: True)
+    patch.setattr(Prefetcher, "_limit_wait", lambda *_: True)
 
 
 @mutant(connector="tiered", workload="endurance", faults="hangs")
@@ -572,12 +570,12 @@ def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
 
 @mutant(connector="tiered", workload="endurance")
 def never_learns_how_slow_loads_are(patch: Patch) -> None:
-    patch.setattr(Promotions, "_note_pace", lambda *_: None)
+    patch.setattr(Fetches, "_note_pace", lambda *_: None)
 
 
 @mutant(connector="tiered", workload="endurance")
 def always_asks_tiers_however_slow_they_are(patch: Patch) -> None:
-    patch.setattr(Recalls, "_skip_slow", lambda *_: False)
+    patch.setattr(Prefetcher, "_skip_slow", lambda *_: False)
 
 
 # --- the device pool and the scheduler --------------------------------------------------------------------------------

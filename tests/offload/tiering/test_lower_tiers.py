@@ -34,14 +34,14 @@ from cargohold.offload.tiering import (
     UNKNOWN,
     Admission,
     Chain,
+    Fetch,
     LowerTiers,
-    Promotion,
     TierCommand,
     TieringConfig,
     TieringManager,
     TierOptions,
     WriteMode,
-    promotions,
+    fetches,
 )
 from cargohold.offload.tiering.tier_state import MIN_ANSWERS, TierState
 from cargohold.protocol import TransferOutcome
@@ -227,19 +227,19 @@ def test_who_waits_for_a_full_tier_is_not_overtaken_and_nothing_is_too_large_for
     world.end(second, [True] * 5)
     (third,) = world.step()
     world.end(third, [True])
-    promotion = world.lower.promote([Chain(0, KEYS[:6], None)], ())
+    fetch = world.lower.fetch([Chain(0, KEYS[:6], None)], ())
     (load,) = world.step()
     assert load.keys == tuple(KEYS[:6])
     world.end(load, [True] * 6)
-    assert isinstance(promotion, Promotion)
-    promotion.release()
+    assert isinstance(fetch, Fetch)
+    fetch.release()
 
 
-def test_a_promotion_is_not_ready_before_all_workers_are_done() -> None:
+def test_a_fetch_is_not_ready_before_all_workers_are_done() -> None:
     world = World(num_workers=3)
     world.learn(KEYS[:4])
-    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
-    assert isinstance(promotion, Promotion)
+    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(fetch, Fetch)
     (load,) = world.step()
     assert list(world.lower.lookup(KEYS[:4])) == [NOT_YET] * 4
     world.lower.note_answers(load.job_id, bytes([1, 1, 0, 1]), 2)
@@ -247,10 +247,10 @@ def test_a_promotion_is_not_ready_before_all_workers_are_done() -> None:
     assert world.manager.num_ready == 0
     assert world.lower.end(load.job_id, TransferOutcome.DONE)
     assert list(world.manager.lookup(KEYS[:4])) == [READY, READY, ABSENT, READY]
-    assert list(promotion.sources) == [KEYS[0], KEYS[1], KEYS[3]]
+    assert list(fetch.sources) == [KEYS[0], KEYS[1], KEYS[3]]
     assert world.manager.num_pins == 3
     world.manager.check()
-    promotion.release()
+    fetch.release()
     assert world.manager.num_pins == 0
 
 
@@ -291,25 +291,25 @@ def test_when_no_slot_can_be_had_nothing_is_held() -> None:
     world = World(capacity=4)
     world.learn(KEYS)
     busy = world.manager.prepare_store([key_of(1, at) for at in range(4)])
-    assert world.lower.promote([Chain(0, KEYS, None)], ()) is None
+    assert world.lower.fetch([Chain(0, KEYS, None)], ()) is None
     assert world.step() == [] and world.lower.is_idle
     before = world.manager.generation
     busy.forfeit()
-    promotion = world.lower.promote([Chain(0, KEYS, None)], ())
-    assert isinstance(promotion, Promotion) and world.manager.num_writing == 4
+    fetch = world.lower.fetch([Chain(0, KEYS, None)], ())
+    assert isinstance(fetch, Fetch) and world.manager.num_writing == 4
     assert world.manager.generation >= before
 
 
-def test_a_promotion_that_found_slots_for_one_of_its_chains_goes_on_with_that() -> None:
+def test_a_fetch_that_found_slots_for_one_of_its_chains_goes_on_with_that() -> None:
     world = World(capacity=4)
     others = [key_of(1, at) for at in range(3)]
     world.learn([*KEYS[:4], *others])
-    promotion = world.lower.promote([Chain(0, KEYS[:4], None), Chain(0, others, None)], ())
-    assert isinstance(promotion, Promotion) and not promotion.is_released
+    fetch = world.lower.fetch([Chain(0, KEYS[:4], None), Chain(0, others, None)], ())
+    assert isinstance(fetch, Fetch) and not fetch.is_released
     (load,) = world.step()
     world.end(load, [True] * 4)
     assert list(world.manager.lookup(KEYS[:4])) == [READY] * 4 and world.manager.num_pins == 4
-    promotion.release()
+    fetch.release()
 
 
 def test_a_long_chain_is_brought_up_in_several_jobs_as_far_as_there_are_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,23 +324,23 @@ def test_a_long_chain_is_brought_up_in_several_jobs_as_far_as_there_are_slots(mo
         return prepare_stores(offers)
 
     monkeypatch.setattr(world.host, "prepare_stores", noted)
-    promotion = world.lower.promote([Chain(0, keys, None)], ())
-    assert isinstance(promotion, Promotion) and promotion.num_running == 3
+    fetch = world.lower.fetch([Chain(0, keys, None)], ())
+    assert isinstance(fetch, Fetch) and fetch.num_running == 3
     loads = world.step()
     assert [load.keys for load in loads] == [tuple(keys[:128]), tuple(keys[128:256]), tuple(keys[256:300])]
     assert parents == [None, keys[127], keys[255]]
     for load in loads:
         world.end(load, [True] * len(load.keys))
-    assert promotion.num_running == 0 and list(world.manager.lookup(keys[:301])) == [*[READY] * 300, ABSENT]
-    promotion.release()
+    assert fetch.num_running == 0 and list(world.manager.lookup(keys[:301])) == [*[READY] * 300, ABSENT]
+    fetch.release()
 
 
 def test_what_is_on_its_way_already_is_not_asked_for_again() -> None:
     world = World()
     world.learn(KEYS[:2])
-    first = world.lower.promote([Chain(0, KEYS[:2], None)], ())
-    second = world.lower.promote([Chain(0, KEYS[:2], None)], ())
-    assert isinstance(first, Promotion) and isinstance(second, Promotion)
+    first = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    second = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    assert isinstance(first, Fetch) and isinstance(second, Fetch)
     assert (first.num_running, second.num_running) == (1, 0)
     (load,) = world.step()
     world.end(load, [True, True])
@@ -349,25 +349,25 @@ def test_what_is_on_its_way_already_is_not_asked_for_again() -> None:
     assert world.manager.num_pins == 0 and world.lower.is_idle
 
 
-def test_what_is_kept_for_a_promotion_is_not_evicted_by_it() -> None:
+def test_what_is_kept_for_a_fetch_is_not_evicted_by_it() -> None:
     world = World(capacity=4)
     world.keep(KEYS[:2])
     world.learn(KEYS[2:6])
-    promotion = world.lower.promote([Chain(0, KEYS[2:6], KEYS[1])], KEYS[:2])
-    assert isinstance(promotion, Promotion)
+    fetch = world.lower.fetch([Chain(0, KEYS[2:6], KEYS[1])], KEYS[:2])
+    assert isinstance(fetch, Fetch)
     loads = [command for command in world.step() if command.kind is JobKind.LOAD]
     assert [command.keys for command in loads] == [tuple(KEYS[2:4])]
     assert list(world.manager.lookup(KEYS[:2])) == [READY, READY]
 
 
-def test_a_released_promotion_is_cancelled_and_others_can_have_the_slots() -> None:
+def test_a_released_fetch_is_cancelled_and_others_can_have_the_slots() -> None:
     world = World(capacity=4)
     world.learn(KEYS[:4])
-    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
-    assert isinstance(promotion, Promotion)
+    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(fetch, Fetch)
     (load,) = world.step()
     before = world.manager.generation
-    promotion.release()
+    fetch.release()
     assert world.manager.generation != before, "whoever waits for the same chunks looks again"
     assert world.lower.take_cancelled() == (load.job_id,)
     assert world.lower.take_cancelled() == ()
@@ -378,24 +378,24 @@ def test_a_released_promotion_is_cancelled_and_others_can_have_the_slots() -> No
     assert world.lower.tiers[0].stats["failures"] == 0, "and is not to blame"
 
 
-def test_what_arrives_for_a_released_promotion_is_ready_and_held_by_nobody() -> None:
+def test_what_arrives_for_a_released_fetch_is_ready_and_held_by_nobody() -> None:
     world = World()
     world.learn(KEYS[:4])
-    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
-    assert isinstance(promotion, Promotion)
+    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(fetch, Fetch)
     (load,) = world.step()
-    promotion.release()
+    fetch.release()
     world.end(load, [True] * 4)
     assert list(world.manager.lookup(KEYS[:4])) == [READY] * 4
     assert world.manager.num_pins == 0
 
 
-def test_a_promotion_that_never_got_to_the_workers_is_forgotten() -> None:
+def test_a_fetch_that_never_got_to_the_workers_is_forgotten() -> None:
     world = World()
     world.learn(KEYS[:4])
-    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
-    assert isinstance(promotion, Promotion)
-    promotion.release()
+    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(fetch, Fetch)
+    fetch.release()
     assert world.step() == []
     assert world.lower.is_idle and world.manager.num_free == 8
 
@@ -403,10 +403,10 @@ def test_a_promotion_that_never_got_to_the_workers_is_forgotten() -> None:
 def test_what_was_released_before_it_was_handed_out_is_not_wanted_again_when_others_are_released() -> None:
     world = World()
     world.learn(KEYS[:4])
-    promotions = [world.lower.promote([Chain(0, [key], None)], ()) for key in KEYS[:4]]
-    for promotion in promotions:
-        assert isinstance(promotion, Promotion)
-        promotion.release()
+    fetches = [world.lower.fetch([Chain(0, [key], None)], ()) for key in KEYS[:4]]
+    for fetch in fetches:
+        assert isinstance(fetch, Fetch)
+        fetch.release()
     assert world.step() == []
     assert world.lower.is_idle and world.manager.num_free == 8
 
@@ -433,7 +433,7 @@ def test_workers_hear_once_of_a_job_that_is_cancelled_and_not_of_one_that_has_en
 def test_nobody_holds_chunks_for_ever() -> None:
     world = World()
     world.learn(KEYS[:2])
-    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
     (load,) = world.step()
     world.end(load, [True, True])
     assert world.manager.num_pins == 2
@@ -442,7 +442,7 @@ def test_nobody_holds_chunks_for_ever() -> None:
     assert world.manager.num_pins == 2, "after the time to wait there is as much to be admitted"
     world.clock.advance(0.2)
     world.step()
-    assert isinstance(promotion, Promotion) and promotion.is_released
+    assert isinstance(fetch, Fetch) and fetch.is_released
     assert world.manager.num_pins == 0
 
 
@@ -468,10 +468,10 @@ def test_a_load_of_which_most_has_come_in_time_is_no_failure(num_done: int, is_l
     world = World(capacity=16)
     for _ in range(4):
         world.learn(KEYS[:4])
-        promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
-        assert promotion is not None
+        fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+        assert fetch is not None
         (load,) = world.step()
-        promotion.give_up()
+        fetch.give_up()
         world.end(load, [at < num_done for at in range(4)], TransferOutcome.ABANDONED)
         world.host.remove(KEYS[:4])
         if world.lower.lookup([KEYS[11]])[0] == ABSENT:
@@ -484,17 +484,17 @@ def test_a_tier_that_was_asked_for_more_than_it_can_do_in_time_is_not_left_alone
     num_done: int, is_left_alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by a review: the first load of a long prompt was more than a disk brings up in time, and was held against it."""
-    monkeypatch.setattr(promotions, "BATCH_CHUNKS", 2)
+    monkeypatch.setattr(fetches, "BATCH_CHUNKS", 2)
     world = World(capacity=16)
     world.learn(KEYS[:10])
-    promotion = world.lower.promote([Chain(0, KEYS[:10], None)], ())
-    assert promotion is not None
+    fetch = world.lower.fetch([Chain(0, KEYS[:10], None)], ())
+    assert fetch is not None
     loads = world.step()
     assert len(loads) == 5
     world.clock.advance(0.5)
     for load in loads[:num_done]:
         world.end(load, [True, True])
-    promotion.give_up()
+    fetch.give_up()
     for load in loads[num_done:]:
         world.end(load, [False, False], TransferOutcome.ABANDONED)
     assert (world.lower.lookup([KEYS[11]])[0] == ABSENT) is is_left_alone
@@ -510,11 +510,11 @@ def test_a_tier_whose_writes_keep_failing_still_gives_back_what_it_has() -> None
         world.end(store, [False], TransferOutcome.FAILED)
     world.keep(KEYS[8:12])  # more than may be written at the same time
     assert world.step() == []
-    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
     (load,) = world.step()
     world.end(load, [True, True])
-    assert promotion is not None and set(promotion.sources) == set(KEYS[:2])
-    promotion.release()
+    assert fetch is not None and set(fetch.sources) == set(KEYS[:2])
+    fetch.release()
     assert world.step() == [], "that loads succeed says nothing of writes"
     world.clock.advance(11)
     (trial,) = world.step()
@@ -570,14 +570,14 @@ def test_a_tier_that_a_worker_will_not_use_any_more_is_asked_for_nothing(caplog:
 def test_slots_of_a_job_that_is_not_reported_stay_reserved_until_it_is() -> None:
     world = World(num_workers=2)
     world.learn(KEYS[:2])
-    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
-    assert promotion is not None
+    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    assert fetch is not None
     (load,) = world.step()
     world.lower.note_answers(load.job_id, bytes([1, 1]), 1)
     for _ in range(9):
         world.clock.advance(9.0)
         world.step()
-    assert promotion.is_released, "nobody waits any more"
+    assert fetch.is_released, "nobody waits any more"
     assert load.job_id in world.lower.take_cancelled()
     assert world.manager.num_writing == 2 and not world.manager.num_pins
     world.jobs.clear()
@@ -809,20 +809,20 @@ def test_of_what_is_written_under_old_names_each_job_counts_until_it_has_ended()
 def test_a_reset_is_refused_while_chunks_are_held_for_somebody() -> None:
     world = World()
     world.keep(KEYS[:2])
-    promotion = world.lower.promote([], KEYS[:2])
-    assert promotion is not None
+    fetch = world.lower.fetch([], KEYS[:2])
+    assert fetch is not None
     refused = world.manager.reset()
-    promotion.release()
+    fetch.release()
     assert (refused, world.manager.reset()) == (False, True)
 
 
 def test_a_reset_is_refused_while_chunks_are_brought_up() -> None:
     world = World()
     world.learn(KEYS[:2])
-    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], [])
-    assert promotion is not None and not world.manager.reset()
+    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], [])
+    assert fetch is not None and not world.manager.reset()
     (load,) = world.step()
-    promotion.release()
+    fetch.release()
     assert not world.manager.reset(), "workers may still write there"
     world.end(load, [False, False], TransferOutcome.ABANDONED)
     assert world.manager.reset()
@@ -907,18 +907,18 @@ def test_nothing_is_on_its_way_or_held_in_an_idle_tier() -> None:
     seen = []
 
     def note() -> None:
-        seen.append((world.lower.is_idle, world.lower.is_bringing_up))
+        seen.append((world.lower.is_idle, world.lower.is_fetching))
 
     world.lower.probe(KEYS[:2])
     note()
     world.learn(KEYS[:2])
-    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
-    assert promotion is not None
+    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    assert fetch is not None
     note()
     (load,) = world.step()
     world.end(load, [True, False])
     note()
-    promotion.release()
+    fetch.release()
     note()
     world.keep(KEYS[2:3])
     world.step()
@@ -929,17 +929,17 @@ def test_nothing_is_on_its_way_or_held_in_an_idle_tier() -> None:
     assert not world.lower.take_stats(), "since the last time"
 
 
-def test_what_is_loading_for_a_released_promotion_is_still_being_brought_up() -> None:
+def test_what_is_loading_for_a_released_fetch_is_still_being_brought_up() -> None:
     world = World()
     world.learn(KEYS[:2])
-    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
-    assert promotion is not None
+    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    assert fetch is not None
     (load,) = world.step()
-    promotion.release()
-    before = (world.lower.is_bringing_up, world.lower.is_settling, world.manager.reset())
+    fetch.release()
+    before = (world.lower.is_fetching, world.lower.is_settling, world.manager.reset())
     world.end(load, [False, False], TransferOutcome.ABANDONED)
     assert before == (True, True, False)
-    assert (world.lower.is_bringing_up, world.manager.reset()) == (False, True)
+    assert (world.lower.is_fetching, world.manager.reset()) == (False, True)
 
 
 def test_a_look_up_is_repeated_when_something_may_have_changed_and_only_then() -> None:
@@ -950,12 +950,7 @@ def test_a_look_up_is_repeated_when_something_may_have_changed_and_only_then() -
         changes.append(world.lower.num_changes)
         return changes[-1] > changes[-2]
 
-    world.lower.wake_at(world.lower.clock() + 1.0)
-    world.clock.advance(0.9)
-    assert not changed()
-    world.clock.advance(0.1)
-    assert changed(), "somebody will not wait any longer"
-    world.clock.advance(1.0)
+    world.clock.advance(2.0)
     assert not changed()
     written(world, KEYS[:2])
     assert changed()
@@ -964,9 +959,9 @@ def test_a_look_up_is_repeated_when_something_may_have_changed_and_only_then() -
     (touch,) = world.step()
     world.end(touch, [True, True])
     assert touch.kind is JobKind.TOUCH and not changed()
-    promotion = world.lower.promote([], KEYS[:2])
-    assert promotion is not None
-    promotion.release()
+    fetch = world.lower.fetch([], KEYS[:2])
+    assert fetch is not None
+    fetch.release()
     assert changed(), "others may find slots"
     world.lower.note_health(0, 0, TierHealth(load=BreakerState.OPEN))
     assert changed(), "loads are suspended"
@@ -1016,11 +1011,11 @@ def test_what_a_failed_load_wanted_is_asked_for_again_but_not_what_nobody_wanted
 ) -> None:
     world = World()
     world.learn(KEYS[:2])
-    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
-    assert promotion is not None
+    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    assert fetch is not None
     (load,) = world.step()
     if is_cancelled:
-        promotion.release()
+        fetch.release()
     world.end(load, [True, False], TransferOutcome.FAILED)
     assert list(world.lower.lookup(KEYS[:2])) == [READY if is_cancelled else UNKNOWN] * 2
 
@@ -1028,7 +1023,7 @@ def test_what_a_failed_load_wanted_is_asked_for_again_but_not_what_nobody_wanted
 def test_of_what_came_from_further_away_nearer_tiers_get_what_arrived() -> None:
     world = World(num_tiers=2)
     world.learn(KEYS[:3], tier=1)
-    world.lower.promote([Chain(1, KEYS[:3], None)], ())
+    world.lower.fetch([Chain(1, KEYS[:3], None)], ())
     (load,) = world.step()
     world.end(load, [True, False, True])
     assert [(job.tier, job.keys, job.parents) for job in world.step()] == [(0, (KEYS[0], KEYS[2]), (None, KEYS[1]))]
@@ -1059,15 +1054,15 @@ def test_host_memory_hears_of_use_and_what_changes_in_either_is_a_change() -> No
     assert list(world.manager.lookup(KEYS[:3])) == [READY, ABSENT, READY], "what was used last stays"
 
 
-def test_of_several_promotions_the_released_one_is_cancelled_and_that_counts_once() -> None:
+def test_of_several_fetches_the_released_one_is_cancelled_and_that_counts_once() -> None:
     world = World(capacity=16)
     world.learn(KEYS[:4])
-    promotions = [world.lower.promote([Chain(0, KEYS[at : at + 2], None)], ()) for at in (0, 2)]
+    fetches = [world.lower.fetch([Chain(0, KEYS[at : at + 2], None)], ()) for at in (0, 2)]
     loads = world.step()
     before = world.lower.num_changes
     for _ in range(2):
-        if promotions[0] is not None:
-            promotions[0].release()
+        if fetches[0] is not None:
+            fetches[0].release()
     assert world.lower.num_changes == before + 1
     assert world.lower.take_cancelled() == (loads[0].job_id,)
     world.end(loads[1], [True, False])
@@ -1107,11 +1102,11 @@ def test_a_trial_that_nobody_needs_any_more_leaves_it_to_another() -> None:
     world = World(capacity=16)
     fail_loads(world)
     world.wait(1.0)
-    promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
+    fetch = world.lower.fetch([Chain(0, KEYS[:1], None)], ())
     (load,) = world.step()
     (tier,) = world.lower.tiers
-    assert promotion is not None and not tier.is_readable, "one job finds out"
-    promotion.release()
+    assert fetch is not None and not tier.is_readable, "one job finds out"
+    fetch.release()
     world.end(load, [False], TransferOutcome.ABANDONED)
     assert tier.is_readable
 
@@ -1131,11 +1126,11 @@ def test_events_tell_what_is_known_of_a_tier() -> None:
     world.keep(KEYS[3:5])
     (store,) = world.step()
     world.end(store, [True, False])
-    promotion = world.lower.promote([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
     (load,) = world.step()
     world.end(load, [True, False])
-    assert isinstance(promotion, Promotion)
-    promotion.release()
+    assert isinstance(fetch, Fetch)
+    fetch.release()
     assert follow(world, set()) == {KEYS[0], KEYS[2], KEYS[3]}
 
 
@@ -1211,7 +1206,7 @@ class Traffic:
         self.random = random.Random(seed)
         self.stores: list[StoreHandle] = []
         self.loads: list[LoadHandle] = []
-        self.promotions: list[Promotion] = []
+        self.fetches: list[Fetch] = []
 
     def chain(self) -> list[bytes]:
         first = self.random.randrange(NUM_CHUNKS)
@@ -1242,17 +1237,17 @@ class Traffic:
     def probe(self) -> None:
         self.world.lower.probe(self.chain())
 
-    def promote(self) -> None:
+    def fetch(self) -> None:
         keys, lower = self.chain(), self.world.lower
         kept = [key for key in keys if self.is_ready(key)]
         known = [key for key in keys if key not in kept and lower.lookup([key])[0] == READY]
-        promotion = lower.promote([Chain(lower.tiers_of([key])[0], [key], None) for key in known], kept)
-        if isinstance(promotion, Promotion):
-            self.promotions.append(promotion)
+        fetch = lower.fetch([Chain(lower.tiers_of([key])[0], [key], None) for key in known], kept)
+        if isinstance(fetch, Fetch):
+            self.fetches.append(fetch)
 
     def release(self) -> None:
-        if self.promotions:
-            self.promotions.pop(self.random.randrange(len(self.promotions))).release()
+        if self.fetches:
+            self.fetches.pop(self.random.randrange(len(self.fetches))).release()
 
     def end_job(self) -> None:
         if self.world.running:
@@ -1265,7 +1260,7 @@ class Traffic:
 
     def reset(self) -> None:
         if self.world.manager.reset():
-            assert all(promotion.is_released for promotion in self.promotions)
+            assert all(fetch.is_released for fetch in self.fetches)
             assert READY not in self.world.lower.lookup(self.chain()), "nothing is known any more"
 
     def pass_time(self) -> None:
@@ -1280,8 +1275,8 @@ class Traffic:
             load.release()
         for store in self.stores:
             store.forfeit()
-        for promotion in self.promotions:
-            promotion.release()
+        for fetch in self.fetches:
+            fetch.release()
         for _ in range(200):
             for command in list(self.world.running.values()):
                 self.world.end(command, [True] * len(command.keys))
@@ -1303,7 +1298,7 @@ def test_whatever_happens_nothing_is_lost_or_held_for_ever(
         traffic.load,
         traffic.end_load,
         traffic.probe,
-        traffic.promote,
+        traffic.fetch,
         traffic.release,
         traffic.end_job,
         traffic.end_job,
@@ -1323,14 +1318,14 @@ def test_whatever_happens_nothing_is_lost_or_held_for_ever(
     assert world.manager.reset()
 
 
-def test_a_handle_of_a_promotion_is_given_back_once() -> None:
+def test_a_handle_of_a_fetch_is_given_back_once() -> None:
     world = World()
     world.keep(KEYS[:2])
-    promotion = world.lower.promote([], KEYS[:2])
-    assert isinstance(promotion, Promotion)
+    fetch = world.lower.fetch([], KEYS[:2])
+    assert isinstance(fetch, Fetch)
     assert world.manager.num_pins == 2
-    promotion.release()
-    promotion.release()
+    fetch.release()
+    fetch.release()
     assert world.manager.num_pins == 0
 
 
@@ -1338,12 +1333,12 @@ def test_how_long_a_tier_takes_is_known_for_a_while_and_measured_again_then() ->
     world = World()
     world.learn(KEYS[:4])
     assert world.lower.estimate_s({0: 4}) == 0.0
-    promotion = world.lower.promote([Chain(0, KEYS[:4], None)], ())
-    assert isinstance(promotion, Promotion)
+    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    assert isinstance(fetch, Fetch)
     (load,) = world.step()
     world.clock.advance(1.5)
     world.end(load, [True] * 4)
-    promotion.release()
+    fetch.release()
     world.clock.advance(29)
     assert world.lower.estimate_s({0: 4}) == pytest.approx(1.5)
     world.clock.advance(2)
@@ -1367,14 +1362,14 @@ def test_how_long_a_tier_takes_is_judged_by_jobs_that_were_not_cut_short(happens
     world.learn(KEYS[:2])
     world.learn(KEYS[2:3], tier=1)
     chains = [Chain(0, KEYS[:2], None), Chain(1, KEYS[2:3], KEYS[1])]
-    promotion = world.lower.promote(chains if happens == "another tier" else chains[:1], ())
-    assert promotion is not None
+    fetch = world.lower.fetch(chains if happens == "another tier" else chains[:1], ())
+    assert fetch is not None
     loads = world.step()
     world.clock.advance(0.5)
     if happens == "a release":
-        promotion.release()
+        fetch.release()
     if happens == "giving up":
-        promotion.give_up()
+        fetch.give_up()
     first, second = happens not in {"a miss", "only misses"}, happens != "only misses"
     outcome = TransferOutcome.FAILED if happens == "a failure" else TransferOutcome.DONE
     for load in loads:
@@ -1387,7 +1382,7 @@ def test_each_tier_is_measured_by_itself_and_they_work_side_by_side() -> None:
     world = World(num_tiers=2)
     world.learn(KEYS[:2])
     world.learn(KEYS[2:4], tier=1)
-    assert world.lower.promote([Chain(0, KEYS[:2], None), Chain(1, KEYS[2:4], KEYS[1])], ()) is not None
+    assert world.lower.fetch([Chain(0, KEYS[:2], None), Chain(1, KEYS[2:4], KEYS[1])], ()) is not None
     fast, slow = world.step()
     for load, seconds in ((fast, 0.5), (slow, 1.0)):
         world.clock.advance(seconds)
@@ -1459,10 +1454,10 @@ def test_a_tier_is_asked_for_what_another_could_not_give() -> None:
     """A chunk that turns out to be gone is looked for further down the next time."""
     world = World(num_tiers=2)
     world.learn(KEYS[:1])
-    promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
+    fetch = world.lower.fetch([Chain(0, KEYS[:1], None)], ())
     (load,) = world.step()
     world.end(load, [False])
-    assert isinstance(promotion, Promotion) and not promotion.sources
+    assert isinstance(fetch, Fetch) and not fetch.sources
     assert world.lower.lookup([KEYS[0]])[0] == UNKNOWN
     world.lower.probe(KEYS[:1])
     (probe,) = world.step()
@@ -1657,11 +1652,11 @@ def test_what_is_written_while_loads_are_suspended_is_announced_when_it_can_be_l
     known = follow(world, known)
     assert known == set(), "nobody can load it"
     world.wait(1.0)
-    promotion = world.lower.promote([Chain(0, KEYS[:1], None)], ())
+    fetch = world.lower.fetch([Chain(0, KEYS[:1], None)], ())
     (trial,) = world.step()
     world.end(trial, [True])
-    assert promotion is not None
-    promotion.release()
+    assert fetch is not None
+    fetch.release()
     assert follow(world, known) == {KEYS[0]}
     world.clock.advance(11.0)
     world.manager.touch(KEYS[4:6])
@@ -1685,11 +1680,11 @@ def fail_loads(world: World) -> None:
 
 def fail_load(world: World, key: bytes) -> None:
     """Let a load of one chunk fail."""
-    promotion = world.lower.promote([Chain(0, [key], None)], ())
-    assert promotion is not None
+    fetch = world.lower.fetch([Chain(0, [key], None)], ())
+    assert fetch is not None
     (load,) = world.step()
     world.end(load, [False], TransferOutcome.FAILED)
-    promotion.release()
+    fetch.release()
 
 
 def test_a_touch_neither_tries_nor_blames_a_tier() -> None:

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from cargohold.connector.offloading.chunks import blocks_to_load, rows_to_load
 from cargohold.connector.offloading.jobs import Load, Origins
 from cargohold.connector.offloading.messages import LoadJob
-from cargohold.connector.offloading.recall import Recalls
+from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.offload.manager.base import OffloadKey
@@ -20,9 +20,11 @@ from cargohold.protocol import BlockIds, KVConnectorOutput, TransferOutcome
 class Loads:
     """Plans loads, and handles their ends."""
 
-    def __init__(self, shared: Shared, requests: Mapping[str, RequestState], recalls: Recalls | None = None) -> None:
+    def __init__(
+        self, shared: Shared, requests: Mapping[str, RequestState], prefetcher: Prefetcher | None = None
+    ) -> None:
         self._shared = shared
-        self._recalls = recalls
+        self._prefetcher = prefetcher
         self._requests = requests
         self._planned: list[LoadJob] = []
         # Blocks that some worker reported as bad, of loads that have not ended on all workers.
@@ -61,8 +63,8 @@ class Loads:
             for keys, (_, part) in zip(state.keys, parts, strict=True)
             for number in part.numbers
         ]
-        if self._recalls is not None:
-            origins = self._recalls.origins(state, num_computed_tokens, num_hit_tokens, shared.tier)
+        if self._prefetcher is not None:
+            origins = self._prefetcher.origins(state, num_computed_tokens, num_hit_tokens, shared.tier)
         else:
             origins = Origins((shared.tier,), bytes(num_hit_tokens - num_computed_tokens))
         shared.holder.hold(block_ids)

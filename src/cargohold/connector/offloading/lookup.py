@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cargohold.blocks import READY, GroupUnits, longest_hit
 from cargohold.connector.offloading.jobs import JobTable
-from cargohold.connector.offloading.recall import Recalls
+from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import Lookup, RequestState
 from cargohold.connector.offloading.states import ExpectedStates, HostStates
 from cargohold.offload.manager.base import OffloadKey, OffloadManager
@@ -19,7 +19,7 @@ class TierLookup:
         shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
         shares_load_ends: whether at least those are found with which another request can continue where the load ends.
         full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
-        recalls: brings chunks up from lower tiers first; ``None`` if there are no lower tiers.
+        prefetcher: fetches chunks from lower tiers first; ``None`` if there are no lower tiers.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class TierLookup:
         shares_loads: bool,
         shares_load_ends: bool,
         full_hits: bool,
-        recalls: Recalls | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         self._manager = manager
-        self._recalls = recalls
+        self._prefetcher = prefetcher
         self._jobs = jobs
         self._shares_loads = shares_loads
         self._shares_load_ends = shares_load_ends
@@ -42,8 +42,8 @@ class TierLookup:
     def find(self, state: RequestState, num_computed_tokens: int) -> Lookup:
         """Return the longest usable prefix of a request. Kept in ``state``, and returned again while nothing has changed."""
         request = state.request
-        if self._recalls is not None:
-            self._recalls.note_asked(state)
+        if self._prefetcher is not None:
+            self._prefetcher.note_asked(state)
         basis = (self._manager.generation, self._jobs.version)
         lookup = state.lookup
         # Many requests may wait for one load, while other jobs end in every step.
@@ -51,7 +51,7 @@ class TierLookup:
             lookup is None
             or not lookup.is_of(num_computed_tokens, request.num_tokens)
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
-            or (self._recalls is not None and state.recall is not None and self._recalls.is_next_in_line(state.recall))
+            or (self._prefetcher is not None and self._prefetcher.is_due(state.waiting))
         ):
             state.extend_keys()
             lookup = state.lookup = self._find(state, num_computed_tokens, basis)
@@ -91,7 +91,7 @@ class TierLookup:
         max_load = state.params.max_load_tokens
         if max_load is not None:
             limit = min(limit, num_computed_tokens + max_load)
-        if self._recalls is not None and self._recalls.must_wait(state, num_computed_tokens, limit):
+        if self._prefetcher is not None and self._prefetcher.must_wait(state, num_computed_tokens, limit):
             return Lookup(num_computed_tokens, True, num_computed_tokens, num_tokens, basis)
         hit = longest_hit(
             [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._manager, keys)) for keys in state.keys],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.messages import TierReport
 from cargohold.connector.offloading.pacing import StepPace
-from cargohold.connector.offloading.recall import Recalls
+from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.offload.manager.base import OffloadManager
 from cargohold.offload.tiering import LowerTiers, TierCommand
 from cargohold.protocol import (
@@ -29,7 +29,7 @@ class LowerSide:
         manager: the manager of host memory.
         environment: facts about the engine.
         chunk_tokens: tokens per chunk, per group.
-        only_if_faster: whether to bring chunks up only if that is expected to be faster than computing them.
+        only_if_faster: whether to fetch chunks only if that is expected to be faster than computing them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LowerSide:
     ) -> None:
         self.tiers = lower
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
-        self.recalls = Recalls(manager, lower, self._pace if only_if_faster else None, environment.max_num_seqs)
+        self.prefetcher = Prefetcher(manager, lower, self._pace if only_if_faster else None, environment.max_num_seqs)
         self._events = [
             TierEvents(tier, MEDIUM_STORAGE, chunk_tokens, tier.options.locality)
             for tier in lower.tiers
@@ -54,7 +54,7 @@ class LowerSide:
         """Begin a step; return the jobs that the workers are to start in it, and the ids of jobs that they are to give up."""
         self._pace.begin(step)
         self.tiers.clock.begin_step()
-        self.recalls.note_step(len(step.scheduled))
+        self.prefetcher.note_step(len(step.scheduled))
         return self.tiers.take_commands(new_id), self.tiers.take_cancelled()
 
     def end_step(self) -> None:

@@ -81,16 +81,16 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._lower = LowerSide(
                 lower, manager, environment, chunk_tokens, only_if_faster=config.restore == RESTORE_IF_FASTER
             )
-        recalls = None if self._lower is None else self._lower.recalls
+        prefetcher = None if self._lower is None else self._lower.prefetcher
         self._lookup = TierLookup(
             manager,
             self._shared.jobs,
             shares_loads=environment.prefix_caching and environment.shares_loads,
             shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
             full_hits=environment.full_hits,
-            recalls=recalls,
+            prefetcher=prefetcher,
         )
-        self._loads = Loads(self._shared, self._requests, recalls)
+        self._loads = Loads(self._shared, self._requests, prefetcher)
         self._stores = make_stores(self._shared, self._requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
@@ -144,7 +144,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if keeps_blocks:
             self._lingering.add(request.request_id)
         state = self._requests[request.request_id]
-        state.end_recall()
+        state.end_waiting()
         self._stores.end_request(state, block_ids)
         if not state.params.do_remote_decode:
             return keeps_blocks, None
@@ -181,7 +181,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         sources: Counter[str] = Counter()
         if num_external_tokens:
             sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
-        state.end_recall()
+        state.end_waiting()
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = self._lookup.why_no_more(state, lookup.num_computed_tokens, num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
@@ -193,6 +193,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         Raises ``ContractError`` if a job does not end in time, and its blocks are held by its request alone: they can be
         released only once the workers have stopped.
         """
+        if self._lower is not None:
+            self._lower.prefetcher.act()  # what the look-ups since the last step want
         given_up = self._give_up_overdue()
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))

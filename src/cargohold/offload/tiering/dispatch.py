@@ -11,8 +11,8 @@ from typing import TypeVar
 from cargohold.blocks import READY
 from cargohold.offload.manager.base import LoadHandle, OffloadKey, OffloadManager
 from cargohold.offload.tier.jobs import JobKind
+from cargohold.offload.tiering.fetches import BATCH_CHUNKS
 from cargohold.offload.tiering.options import TieringConfig
-from cargohold.offload.tiering.promotions import BATCH_CHUNKS
 from cargohold.offload.tiering.tasks import TaskTable, TierCommand, TierTask
 from cargohold.offload.tiering.tier_state import TierState
 

@@ -1,9 +1,9 @@
-"""The tiers below host memory: which chunks to ask them for, to bring up and to write down.
+"""The tiers below host memory: which chunks to ask them for, to fetch and to write down.
 
 A pure state machine: it does no I/O and moves no bytes. It hands out commands for the workers, which answer with one byte per
 chunk. A chunk counts as there only if every worker has its shard::
 
-    unknown --probe--> known to be there --promote--> host: writing --all workers done--> host: ready
+    unknown --probe--> known to be there --fetch----> host: writing --all workers done--> host: ready
                |                 |                       |
                +-> absent        +- no slot free         +- failed, late, cancelled --> forfeited: a miss
 
@@ -14,7 +14,6 @@ The device is loaded from host memory only. No request waits for a tier beyond a
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial, reduce
@@ -25,9 +24,8 @@ from cargohold.offload.manager.base import OffloadKey, OffloadManager
 from cargohold.offload.tier.health import TierHealth
 from cargohold.offload.tier.jobs import JobKind
 from cargohold.offload.tiering.dispatch import Dispatch, random_epoch
+from cargohold.offload.tiering.fetches import Chain, Fetch, Fetches
 from cargohold.offload.tiering.options import TieringConfig, TierOptions
-from cargohold.offload.tiering.promotion import Chain, Promotion
-from cargohold.offload.tiering.promotions import Promotions
 from cargohold.offload.tiering.stepped_clock import SteppedClock
 from cargohold.offload.tiering.tasks import TaskTable, TierCommand, TierTask
 from cargohold.offload.tiering.tier_state import UNKNOWN, TierState, mark
@@ -77,9 +75,8 @@ class LowerTiers:
             for at, options in enumerate(tiers)
         ]
         self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
-        self._promotions = Promotions(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s)
+        self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s)
         self._upkeep = Upkeep(self.tiers, self._tasks)
-        self._alarms: list[float] = []
         self._num_changes = 0
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
@@ -88,17 +85,13 @@ class LowerTiers:
 
     @property
     def num_changes(self) -> int:
-        """A counter that grows when an answer of ``lookup`` may have changed, and at the times given to ``wake_at``."""
-        now = self.clock()
-        while self._alarms and self._alarms[0] <= now:
-            heapq.heappop(self._alarms)
-            self._num_changes += 1
-        return self._num_changes + self._promotions.num_released
+        """A counter that grows when an answer of ``lookup`` may have changed."""
+        return self._num_changes + self._fetches.num_released
 
     @property
     def num_never_there(self) -> int:
         """Number of chunks that host memory counts as removed although they had never arrived from a tier."""
-        return self._promotions.num_never_there
+        return self._fetches.num_never_there
 
     @property
     def max_look_up(self) -> int:
@@ -111,18 +104,18 @@ class LowerTiers:
 
     @property
     def may_hold_more(self) -> bool:
-        """Whether more chunks may be brought up: those held for requests so far leave half of host memory to others."""
-        return self._promotions.num_held + len(self._promotions.arriving) <= self._host.capacity // 2
+        """Whether more chunks may be fetched: those held for requests so far leave half of host memory to others."""
+        return self._fetches.num_held + len(self._fetches.arriving) <= self._host.capacity // 2
 
     @property
     def is_idle(self) -> bool:
         """Whether no chunk is on its way or held for a request. Probes and touches, which move none, may be in flight."""
-        return not self._promotions and all(task.kind in (JobKind.PROBE, JobKind.TOUCH) for task in self._tasks)
+        return not self._fetches and all(task.kind in (JobKind.PROBE, JobKind.TOUCH) for task in self._tasks)
 
     @property
-    def is_bringing_up(self) -> bool:
-        """Whether chunks are being brought up, or held for a request."""
-        return bool(self._promotions) or self._is_loading
+    def is_fetching(self) -> bool:
+        """Whether chunks are being fetched, or held for a request."""
+        return bool(self._fetches) or self._is_loading
 
     @property
     def is_settling(self) -> bool:
@@ -147,7 +140,7 @@ class LowerTiers:
     def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, skipped: Container[int] = ()) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
 
-        Host memory is not looked at, except that chunks being brought up into it are ``NOT_YET``.
+        Host memory is not looked at, except that chunks on their way into it are ``NOT_YET``.
 
         Args:
             keys: the chunks.
@@ -158,7 +151,7 @@ class LowerTiers:
             tier.lookup(keys, is_skipped=at in skipped) for at, tier in enumerate(self.tiers) if tier.is_readable
         ]
         states = reduce(_over, answers) if answers else _ABSENT * len(keys)
-        states = mark(states, keys, self._promotions.arriving, NOT_YET)
+        states = mark(states, keys, self._fetches.arriving, NOT_YET)
         return states.partition(_ABSENT)[0] if up_to_absent else states
 
     def tiers_of(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -175,12 +168,8 @@ class LowerTiers:
                 ]
         return tiers
 
-    def wake_at(self, time: float) -> None:
-        """Make ``num_changes`` grow at that time of ``clock``, because a request will not wait longer."""
-        heapq.heappush(self._alarms, time)
-
     def estimate_s(self, num_chunks: Mapping[int, int]) -> float:
-        """Return the estimated seconds to bring up the given number of chunks per tier, as far as that is known.
+        """Return the estimated seconds to fetch the given number of chunks per tier, as far as that is known.
 
         Tiers work side by side. One of which nothing is known counts as fast, so that it is tried, and measured.
         """
@@ -229,14 +218,14 @@ class LowerTiers:
             self._tasks.want(probe)
         return probes
 
-    def promote(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Promotion | None:
-        """Bring chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
+    def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Fetch | None:
+        """Fetch chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
 
         Returns:
-            The promotion to wait for, and to release in the end; nothing is on its way for it if ``kept`` fill host memory.
+            The fetch to wait for, and to release in the end; nothing is on its way for it if ``kept`` fill host memory.
             ``None`` if there is no slot as long as others use them, and then nothing is pinned.
         """
-        return self._promotions.begin(chains, kept)
+        return self._fetches.begin(chains, kept)
 
     def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Learn that host memory has new chunks: they are to be written down."""
@@ -252,11 +241,11 @@ class LowerTiers:
         self._upkeep.note_used([key for key, state in zip(keys, states, strict=True) if state == READY], keys)
 
     def reset(self) -> None:
-        """Forget all chunks, and give chunks other names in the tiers from now on. Only while nothing is being brought up.
+        """Forget all chunks, and give chunks other names in the tiers from now on. Only while nothing is being fetched.
 
         Writes in flight are cancelled. Chunks that they have written already keep their old names, and nobody finds them.
         """
-        assert not self.is_bringing_up, "chunks on their way would be remembered under the wrong name"
+        assert not self.is_fetching, "chunks on their way would be remembered under the wrong name"
         self._tasks.cancel(lambda _: True)
         for tier in self.tiers:
             tier.clear()
@@ -267,7 +256,7 @@ class LowerTiers:
 
     def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
         """Return the commands for the workers in this step. Call it once in every step."""
-        self._promotions.release_expired()
+        self._fetches.release_expired()
         if not self._tasks:
             self._progressed_at = self.clock()
         return (*self._dispatch.requested(new_id, self._turn_away), *self._dispatch.writes(new_id))
@@ -313,9 +302,9 @@ class LowerTiers:
             assert tier.touching == {k for t in own if t.kind is JobKind.TOUCH for k in t.keys}, "touched by nobody"
             assert tier.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
             assert len(tier.backlog) <= self._host.capacity, "the backlog is longer than it may be"
-        self._promotions.check()
+        self._fetches.check()
         num_read = sum(len(task.keys) for task in tasks if task.kind is JobKind.STORE)
-        assert num_read + self._promotions.num_held <= self._host.num_pins, "a chunk is held without a pin"
+        assert num_read + self._fetches.num_held <= self._host.num_pins, "a chunk is held without a pin"
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class TieringManager(ForwardingManager):
 
     @property
     def generation(self) -> int:
-        """Changes also when an answer about lower tiers may have changed, or a request's deadline has come."""
+        """Changes also when an answer about lower tiers may have changed."""
         return self.host.generation + self.lower.num_changes
 
     @property
@@ -60,7 +60,7 @@ class TieringManager(ForwardingManager):
 
         Writes to lower tiers do not prevent a reset: on a slow medium they may take long.
         """
-        if self.lower.is_bringing_up or not self.host.reset():
+        if self.lower.is_fetching or not self.host.reset():
             return False
         self.lower.reset()
         return True

@@ -56,7 +56,7 @@ class TierState:
         options: as given.
         presence: the tier's remembered answers.
         health: its health, as the workers report it; the worst counts.
-        pace: how long bringing up chunks takes.
+        pace: how long fetching chunks takes.
         look_up_pace: how long it takes to ask a tier without an index which chunks it has.
         look_up_gain: how many of the chunks that requests ask it for it has.
         backlog: chunks that wait to be written to it.

@@ -1,4 +1,4 @@
-"""What is brought up for a hit, and where each token of it is said to come from, against plain definitions."""
+"""What is fetched for a hit, and where each token of it is said to come from, against plain definitions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.connector.offloading.recall_plan import (
-    chains_to_promote,
+from cargohold.connector.offloading.prefetch_plan import (
+    chains_to_fetch,
     needed_keys,
     num_tokens_in_time,
     sources_per_token,
@@ -75,7 +75,7 @@ def test_what_host_memory_lacks_is_brought_up_in_pieces_of_one_prefix_and_one_ti
     key_of = {(group, chunk): state.keys[group].keys[chunk] for group, chunk in asked}
     assert needed_keys(state, CHUNK * first, CHUNK * end) == list(key_of.values())
 
-    chains, first_tokens = chains_to_promote(state, host, lower, CHUNK * first, CHUNK * end)
+    chains, first_tokens = chains_to_fetch(state, host, lower, CHUNK * first, CHUNK * end)
     names = [[lower.tiers[chain.tier].name] * len(chain.keys) for chain in chains]
     brought = {
         key: name

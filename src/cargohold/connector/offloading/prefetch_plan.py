@@ -1,8 +1,8 @@
-"""Finds the chunks that a hit needs, and those of them that must be brought up from lower tiers."""
+"""Which chunks a hit needs, which of them to fetch from lower tiers, and what of that pays: functions without effects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from cargohold.blocks import ABSENT
@@ -21,7 +21,7 @@ def needed_keys(state: RequestState, num_computed_tokens: int, num_hit_tokens: i
     ]
 
 
-def chains_to_promote(
+def chains_to_fetch(
     state: RequestState, host: OffloadManager, lower: LowerTiers, num_computed_tokens: int, num_hit_tokens: int
 ) -> tuple[list[Chain], dict[int, int]]:
     """Return the needed chunks that host memory lacks and a lower tier has, in chains of one tier each.
@@ -53,6 +53,17 @@ def num_tokens_in_time(num_tokens: int, load_s: float, limit_s: float) -> int:
     return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
 
 
+def soonest(ways: Sequence[tuple[float, float | None]]) -> int:
+    """Return the index of the way that is expected to take least time; of several, the first.
+
+    Args:
+        ways: seconds of loading and seconds of computing the rest, per way; ``None`` where that is not known. The first way
+            is taken then, whose rest is known to be nothing.
+    """
+    times = [float("inf") if rest_s is None else load_s + rest_s for load_s, rest_s in ways]
+    return times.index(min(times))
+
+
 def sources_per_token(
     state: RequestState, sources: Mapping[OffloadKey, int], num_computed_tokens: int, num_hit_tokens: int
 ) -> bytes:
@@ -63,7 +74,7 @@ def sources_per_token(
 
     Args:
         state: the request.
-        sources: index of the lower tier, from 0, of each chunk that was brought up.
+        sources: index of the lower tier, from 0, of each chunk that was fetched.
         num_computed_tokens: number of leading tokens that are on the device.
         num_hit_tokens: number of leading tokens that will be on the device after the load.
     """

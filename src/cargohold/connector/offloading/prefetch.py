@@ -1,0 +1,456 @@
+"""Prefetching: the chunks of waiting requests are fetched from lower tiers before the requests are looked up in host memory.
+
+::
+
+    ASK ----> ask the tiers about what host memory does not have
+     |          | all have answered
+     |          v
+     |        how much is it worth while to fetch? --nothing--> OVER: host memory's answer counts
+     v          | some leading chunks
+    BRING --> reserve slots, fetch these chunks, hold those that host memory has
+     |          | all have arrived or failed
+     v          v
+    HELD ---> host memory's answer counts, with the chunks held until the request is admitted
+
+A look-up only reads: it notes what it wants, and the answer is "not yet" (``Prefetcher.must_wait``). What reserves slots, asks
+a tier or begins a load happens once per step, in ``build_connector_meta``, for the requests that asked since the last step,
+in their order (``Prefetcher.act``).
+
+If the request is not admitted for long, its chunks are not held any more, and it begins anew when the engine asks for it.
+Requests that wait do not hold more than half of host memory together. Further ones stand in line, and fetch their chunks when
+those before them are admitted.
+
+A deadline ends the wait at every point, in time in which the engine steps: chunks that have not come by then are computed.
+It is twice the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``. While the
+engine has no place for the request, its deadline is put off: the request would have to wait anyway. Half of the time is for
+look-ups, and half for loads: what is not known by then to be there counts as absent. A request whose look-ups or loads try
+whether a tier works again that was suspended waits for one step only, or it would pay for the trial.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
+from cargohold.connector.offloading.jobs import Origins
+from cargohold.connector.offloading.pacing import StepPace
+from cargohold.connector.offloading.prefetch_plan import (
+    chains_to_fetch,
+    needed_keys,
+    num_tokens_in_time,
+    soonest,
+    sources_per_token,
+)
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.states import DeepStates, HostStates
+from cargohold.connector.offloading.waiting import Event, Phase, Plan, Waiting, Wish
+from cargohold.offload.manager.base import OffloadKey, OffloadManager
+from cargohold.offload.tier.jobs import Access
+from cargohold.offload.tiering import Chain, LowerTiers
+
+MAX_COMPUTE_RATIO = 2.0
+"""A request waits for lower tiers for at most this many times the time that computing takes."""
+MAX_TIMEOUT_PART = 0.5
+"""Part of ``restore_timeout_s`` that a load may take by its estimate, because estimates err."""
+_NOT_ENOUGH_TIME = "there was not enough time to learn from {} whether it has more chunks"
+LOOK_AGAIN_S = 0.02
+"""Seconds until a request that waits for slots or for other requests' chunks looks again whether it can have them."""
+
+
+class Prefetcher:
+    """Decides which chunks to fetch from lower tiers, for each waiting request.
+
+    Args:
+        host: the manager of host memory.
+        lower: the tiers below host memory.
+        pace: predicts how long computing takes; ``None`` to fetch all chunks of a hit, even if computing may be faster.
+        max_num_seqs: maximum number of requests that run at the same time; ``None`` if that is not known.
+    """
+
+    def __init__(
+        self, host: OffloadManager, lower: LowerTiers, pace: StepPace | None, max_num_seqs: int | None
+    ) -> None:
+        self._host = host
+        self._lower = lower
+        self._clock = lower.clock
+        self._pace = pace
+        self._max_num_seqs = max_num_seqs
+        # How many requests the engine can admit before the next step, and how many it has asked for.
+        self._num_places = max_num_seqs
+        self._num_asked = 0
+        # Requests that wait, those that look-ups want something for since the last step, and those that wait for slots in
+        # host memory: first come, first served.
+        self._live: list[tuple[RequestState, Waiting]] = []
+        self._wanting: list[tuple[RequestState, Waiting]] = []
+        self._line: list[Waiting] = []
+        # Within one call time stands still: what was compared with a deadline is not compared with a later time behind it.
+        self._now = self._last_step = self._clock()
+        self._num_steps = 0
+        self._num_sizes = 0
+
+    # --- look-ups: they read, and change nothing but their request's own record ---------------------------------------
+
+    def note_asked(self, state: RequestState) -> None:
+        """Learn that the engine asks for a request. Let it begin anew if its chunks are not held any more."""
+        self._num_asked += 1
+        waiting = state.waiting
+        if waiting is None:
+            return
+        waiting.asked_in, waiting.has_place = self._num_steps, self._has_place
+        if waiting.has_expired:
+            state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
+            state.waiting = state.lookup = None
+
+    def is_due(self, waiting: Waiting | None) -> bool:
+        """Whether a request is to be looked at even if nothing has changed."""
+        return waiting is not None and waiting.must_wait and self._clock() >= waiting.due_at
+
+    def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
+        """Whether a request must wait for lower tiers before it is looked up in host memory: whether the answer is "not yet".
+
+        Mutates nothing but ``state``, where it notes what it wants; ``act`` does that.
+
+        Args:
+            state: the request.
+            num_computed_tokens: leading tokens that are on the device.
+            limit_tokens: maximum length in tokens of a hit, computed tokens included.
+        """
+        now = self._now = self._clock()
+        waiting = state.waiting or self._new_waiting(state)
+        if not waiting.must_wait:
+            return False
+        waiting.note_asked(num_computed_tokens, min(limit_tokens, num_computed_tokens + self._max_tokens(state)))
+        if waiting.fetch is not None and not waiting.fetch.num_running:
+            waiting.go(Event.ARRIVED)
+        elif now >= waiting.deadline:
+            state.notes.append(
+                "host memory had no room for what lower tiers have" if waiting.is_in_line else waiting.excuse
+            )
+            waiting.go(Event.LATE)
+        elif waiting.is_in_line:
+            self._wanting.append((state, waiting))
+        elif waiting.fetch is None and waiting.wish is None:
+            self._look(state, waiting)
+        if waiting.must_wait and not waiting.is_limited:
+            waiting.is_limited = self._limit_wait(state, waiting, waiting.limit_tokens)
+        return waiting.must_wait
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether the engine could admit the request that it asks for now."""
+        return self._num_places is None or self._num_asked <= self._num_places
+
+    def _new_waiting(self, state: RequestState) -> Waiting:
+        """Let a request begin to wait."""
+        now, timeout_s = self._now, self._lower.config.restore_timeout_s
+        excuse = f"lower tiers took longer than {timeout_s:g} s"
+        waiting = state.waiting = Waiting(now, now + timeout_s, excuse, self._num_steps, self._has_place)
+        self._live.append((state, waiting))
+        state.notes += [tier.trouble for tier in self._lower.tiers if tier.trouble]
+        return waiting
+
+    def _look(self, state: RequestState, waiting: Waiting) -> None:
+        """Note what a request that asks wants next, if it is time."""
+        if self._now >= waiting.ask_until:
+            self._stop_asking(state, waiting)
+        is_time = waiting.is_answered if waiting.probes else self._now >= waiting.look_at
+        if is_time:
+            waiting.wish = self._next_wish(state, waiting)
+            if waiting.wish is None:
+                waiting.go(Event.NOTHING)
+            else:
+                self._wanting.append((state, waiting))
+
+    def _next_wish(self, state: RequestState, waiting: Waiting) -> Wish | None:
+        """Return what a request wants now: to ask the tiers, or to fetch what they have; ``None`` if that does not pay."""
+        for answered in waiting.probes:
+            waiting.num_found[answered.tier] += answered.num_found
+        waiting.probes = ()
+        unknown: list[OffloadKey] = []
+        hit = self._deep_hit(state, waiting, waiting.limit_tokens, unknown)
+        if self._skip_slow(state, waiting, len(unknown)):
+            unknown.clear()
+            hit = self._deep_hit(state, waiting, waiting.limit_tokens, unknown)
+        if hit.undecided:
+            return Wish(list(dict.fromkeys(unknown)), None, self._host.generation)
+        plan = self._worth_while(state, waiting, hit.num_tokens)
+        return Wish((), plan, self._host.generation) if plan.chains else None
+
+    # --- effects: once per step --------------------------------------------------------------------------------------
+
+    def act(self) -> None:
+        """Do what the look-ups since the last step want, in their order: ask tiers, reserve slots, begin loads.
+
+        Mutates host memory, lower tiers and the requests.
+        """
+        wanting, self._wanting = self._wanting, []
+        self._now = self._clock()
+        for state, waiting in wanting:
+            if state.waiting is waiting and waiting.must_wait and waiting.fetch is None:
+                self._fulfil(state, waiting)
+                if not waiting.must_wait:
+                    state.lookup = None  # it said "not yet"
+
+    def _fulfil(self, state: RequestState, waiting: Waiting) -> None:
+        """Do what one request wants."""
+        wish, waiting.wish = waiting.wish, None
+        if waiting.is_in_line and not self._is_turn(waiting):
+            return
+        if wish is None or wish.version != self._host.generation:  # others before it may have changed what is there
+            wish = self._next_wish(state, waiting)
+        if wish is None:
+            waiting.go(Event.NOTHING)
+        elif wish.plan is None:
+            self._ask(waiting, wish.unknown)
+        else:
+            self._fetch(state, waiting, wish.plan)
+
+    def _ask(self, waiting: Waiting, unknown: Sequence[OffloadKey]) -> None:
+        """Ask the tiers for chunks of which it is not known whether they are there."""
+        waiting.probes = self._lower.probe(
+            unknown, skipped=waiting.skipped, num_found=waiting.num_found, within_s=self._asking_s(waiting)
+        )
+        if not waiting.probes:
+            waiting.look_at = self._now + LOOK_AGAIN_S
+        self._limit_trial(waiting, {probe.tier for probe in waiting.probes}, Access.LOOK_UP)
+
+    def _fetch(self, state: RequestState, waiting: Waiting, plan: Plan) -> None:
+        """Reserve slots and begin to load, or stand in line for slots."""
+        fetch = None
+        if self._is_first_in_line(waiting) and self._lower.may_hold_more:
+            needed = needed_keys(state, waiting.num_computed_tokens, plan.num_tokens)
+            kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
+            fetch = self._lower.fetch(plan.chains, kept)
+        if waiting.phase is Phase.ASK:
+            waiting.go(Event.FOUND)
+            if fetch is None:
+                self._line.append(waiting)
+        waiting.fetch = fetch
+        if fetch is None:
+            waiting.look_at = self._now + LOOK_AGAIN_S
+        elif not fetch.num_running:
+            state.notes.append("the request's own chunks fill host memory: there was no room for more from lower tiers")
+            waiting.go(Event.ARRIVED)
+        else:
+            waiting.is_limited = self._limit_wait(state, waiting, plan.num_tokens)
+            self._limit_trial(waiting, plan.first_tokens, Access.LOAD)
+
+    def note_step(self, num_running: int) -> None:
+        """Learn that a step was scheduled for ``num_running`` requests; put off the deadlines of those that had no place in it.
+
+        The engine has not asked for them since the last step, or has asked for as many before them as it has places for. So
+        they have not spent the time since then waiting for lower tiers. Those that were late release what they held.
+        """
+        now = self._now = self._clock()
+        live, self._live = self._live, []
+        for state, waiting in live:
+            if state.waiting is not waiting:
+                continue
+            if not waiting.must_wait:
+                if waiting.phase is Phase.OVER:
+                    waiting.release()
+                continue
+            self._live.append((state, waiting))
+            if waiting.asked_in != self._num_steps or not waiting.has_place:
+                waiting.put_off(now - max(self._last_step, waiting.begun_at))
+        waits = {id(waiting) for _, waiting in self._live}
+        self._line = [waiting for waiting in self._line if waiting.is_in_line and id(waiting) in waits]
+        self._last_step = now
+        self._num_steps += 1
+        self._num_asked = 0
+        if self._max_num_seqs is not None:
+            self._num_places = max(1, self._max_num_seqs - num_running)  # without any, it would not ask
+        self._note_pace()
+
+    def _note_pace(self) -> None:
+        """Limit the waits that began before it was known how long computing takes, once it is."""
+        if self._pace is None or self._pace.num_sizes <= self._num_sizes:
+            return
+        self._num_sizes = self._pace.num_sizes
+        for state, waiting in self._live:
+            if not waiting.is_limited:
+                waiting.is_limited = self._limit_wait(state, waiting, waiting.limit_tokens)
+
+    # --- the line for slots in host memory ----------------------------------------------------------------------------
+
+    def _is_turn(self, waiting: Waiting) -> bool:
+        """Whether a request in line is to look now whether it can have slots."""
+        return waiting.is_answered and self._now >= waiting.look_at and self._is_first_in_line(waiting)
+
+    def _is_first_in_line(self, waiting: Waiting) -> bool:
+        """Whether no other request that the engine could admit now waits for slots in host memory since longer ago.
+
+        Looking for slots takes time, the more the longer a prompt is. So only the first in line looks.
+        """
+        others = (other for other in self._line if other.is_in_line and other.asked_in == self._num_steps)
+        return next(others, waiting) is waiting
+
+    # --- how long to wait ---------------------------------------------------------------------------------------------
+
+    def _limit_wait(self, state: RequestState, waiting: Waiting, num_tokens: int) -> bool:
+        """Let a request wait from now on for no more than twice the time that computing takes.
+
+        What a tier did lately says nothing of what it does when it hangs: until its jobs count as failed, each request would
+        wait for ``restore_timeout_s``, even if it can be computed in a moment.
+
+        Returns:
+            Whether that time is known.
+        """
+        compute_s = self._compute_s(state, waiting.num_computed_tokens, num_tokens)
+        if compute_s is None:
+            return False
+        limit_s = MAX_COMPUTE_RATIO * compute_s
+        excuse = f"lower tiers took longer than {limit_s:.3g} s, and computing is expected to take {compute_s:.3g} s"
+        waiting.bring_forward(self._now + limit_s, excuse)
+        return True
+
+    def _limit_trial(self, waiting: Waiting, tiers: Iterable[int], access: Access) -> None:
+        """Let a request wait for one step only if jobs for it try whether one of these tiers works again."""
+        if any(self._lower.tiers[at].is_tried(access) for at in tiers):
+            waiting.bring_forward(self._now, "lower tiers are only being tried again")
+
+    def _stop_asking(self, state: RequestState, waiting: Waiting) -> None:
+        """Make do with what the tiers have said: from now on, what is not known to be in one of them is not there.
+
+        The questions are answered all the same, for later requests.
+        """
+        unanswered = {probe.tier for probe in waiting.probes if not probe.has_ended}
+        for at, tier in enumerate(self._lower.tiers):
+            if at not in waiting.skipped and tier.is_readable and (at in unanswered or not tier.options.has_index):
+                state.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
+        waiting.skipped.update(range(len(self._lower.tiers)))
+        if waiting.probes:
+            waiting.probes = [probe for probe in waiting.probes if probe.has_ended]
+            waiting.look_at = self._now
+
+    def _skip_slow(self, state: RequestState, waiting: Waiting, num_unknown: int) -> bool:
+        """Skip tiers that are expected to take longer to answer than that saves, or than there is time left, and note it.
+
+        A tier with an index answers at once.
+
+        Returns:
+            Whether there are any.
+        """
+        num_skipped = len(waiting.skipped)
+        asked = []
+        for at, tier in enumerate(self._lower.tiers):
+            if num_unknown and at not in waiting.skipped and tier.is_readable and not tier.options.has_index:
+                num_found = waiting.num_found[at]
+                if not tier.num_to_ask(num_unknown, num_found, self._asking_s(waiting)):
+                    waiting.skipped.add(at)
+                    state.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
+                    continue
+                part = 1.0 if num_found else tier.look_up_gain.expected  # a tier that has the first chunks may have all
+                if (ask_s := tier.look_up_s(num_unknown, num_found, part)) is not None:
+                    asked.append((at, tier, part, ask_s))
+        compute_s = self._compute_s(state, waiting.num_computed_tokens, waiting.limit_tokens) if asked else None
+        for at, tier, part, ask_s in asked:
+            saved_s = float("inf") if compute_s is None else part * compute_s
+            if ask_s > saved_s:
+                waiting.skipped.add(at)
+                state.notes.append(
+                    f"asking {tier.name} was expected to take {ask_s:.3f} s, and to save {saved_s:.3f} s"
+                )
+        return len(waiting.skipped) > num_skipped
+
+    def _asking_s(self, waiting: Waiting) -> float:
+        """Return the seconds that a request may still wait for answers. In line for slots, it is on nobody's account."""
+        return (waiting.deadline if waiting.is_in_line else waiting.ask_until) - self._now
+
+    def _max_tokens(self, state: RequestState) -> int:
+        """Return how many tokens a look-up may be about, so that all of its chunks' answers are remembered."""
+        return int(self._lower.max_look_up / sum([1 / keys.chunk_tokens for keys in state.keys]))
+
+    # --- what to fetch ------------------------------------------------------------------------------------------------
+
+    def _deep_hit(
+        self, state: RequestState, waiting: Waiting, limit_tokens: int, unknown: list[OffloadKey]
+    ) -> PrefixHit:
+        """Return the longest prefix that all tiers together have. Adds chunks that tiers must be asked for to ``unknown``."""
+        groups = [
+            GroupUnits(
+                keys.group, keys.chunk_tokens, DeepStates(self._host, self._lower, keys, unknown, waiting.skipped)
+            )
+            for keys in state.keys
+        ]
+        return longest_hit(groups, state.request.num_tokens, waiting.num_computed_tokens, limit_tokens)
+
+    def _worth_while(self, state: RequestState, waiting: Waiting, num_hit_tokens: int) -> Plan:
+        """Return what is worth fetching for a hit: all of it, a part, or nothing."""
+        plan = self._soonest(state, waiting, self._plan(state, waiting, num_hit_tokens))
+        limit_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, waiting.deadline - self._now)
+        num_in_time = num_tokens_in_time(plan.num_tokens - waiting.num_computed_tokens, plan.load_s, limit_s)
+        limit_tokens = waiting.num_computed_tokens + num_in_time
+        if limit_tokens == plan.num_tokens:
+            return plan
+        return self._soonest(state, waiting, self._cut(state, waiting, limit_tokens))
+
+    def _soonest(self, state: RequestState, waiting: Waiting, plan: Plan) -> Plan:
+        """Return ``plan``, the part of it before the chunks of a tier, or nothing: whatever is expected to take least time.
+
+        What is not fetched is computed. If that is faster for some of it, it is noted for the request.
+        """
+        if self._pace is None or not plan.load_s:
+            return plan
+        num_here = self._host_hit(state, waiting.num_computed_tokens, plan.num_tokens)
+        plans = [plan]
+        ways: list[tuple[float, float | None]] = [(plan.load_s, 0.0)]
+        for part in self._parts(state, waiting, plan):
+            plans.append(part)
+            ways.append((part.load_s, self._pace.predict(plan.num_tokens - max(num_here, part.num_tokens))))
+        best = plans[soonest(ways)]
+        left_out = sorted(plan.first_tokens.keys() - best.first_tokens.keys())
+        if left_out:
+            names = " and ".join(self._lower.tiers[at].name for at in left_out)
+            best_s = min(load_s + rest_s for load_s, rest_s in ways if rest_s is not None)
+            state.notes.append(
+                f"computing was expected to be faster than loading from {names}: {best_s:.3f} s against {plan.load_s:.3f} s"
+            )
+        return best
+
+    def _parts(self, state: RequestState, waiting: Waiting, plan: Plan) -> Iterator[Plan]:
+        """Yield nothing, and the parts of a plan before the first chunk of each tier."""
+        yield Plan(waiting.num_computed_tokens, (), {}, 0.0)
+        if len(plan.first_tokens) > 1:
+            for first in sorted(plan.first_tokens.values()):
+                if first > waiting.num_computed_tokens:
+                    yield self._cut(state, waiting, first)
+
+    def _cut(self, state: RequestState, waiting: Waiting, limit_tokens: int) -> Plan:
+        """Return the plan for a hit of at most ``limit_tokens`` tokens."""
+        return self._plan(state, waiting, self._deep_hit(state, waiting, limit_tokens, []).num_tokens)
+
+    def _plan(self, state: RequestState, waiting: Waiting, num_tokens: int) -> Plan:
+        chains, first_tokens = chains_to_fetch(state, self._host, self._lower, waiting.num_computed_tokens, num_tokens)
+        return Plan(num_tokens, chains, first_tokens, self._lower.estimate_s(_count(chains)))
+
+    def _compute_s(self, state: RequestState, num_computed_tokens: int, num_tokens: int) -> float | None:
+        """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.
+
+        ``None`` if that is not known, or if it is not to be asked.
+        """
+        if self._pace is None:
+            return None
+        return self._pace.predict(num_tokens - self._host_hit(state, num_computed_tokens, num_tokens))
+
+    def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int, host_name: str) -> Origins:
+        """Return which tier each token about to be loaded came from."""
+        fetch = None if state.waiting is None else state.waiting.fetch
+        if fetch is None:
+            return Origins((host_name,), bytes(num_hit_tokens - num_computed_tokens))
+        names = (host_name, *(tier.name for tier in self._lower.tiers))
+        return Origins(names, sources_per_token(state, fetch.sources, num_computed_tokens, num_hit_tokens))
+
+    def _host_hit(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> int:
+        """Return how many leading tokens host memory can give back without a lower tier, computed tokens included."""
+        groups = [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._host, keys)) for keys in state.keys]
+        return longest_hit(groups, state.request.num_tokens, num_computed_tokens, limit_tokens).num_tokens
+
+
+def _count(chains: Sequence[Chain]) -> Counter[int]:
+    """Return the number of chunks per tier."""
+    counts: Counter[int] = Counter()
+    for chain in chains:
+        counts[chain.tier] += len(chain.keys)
+    return counts
