@@ -60,6 +60,7 @@ class Script:
         self.context: SchedulerContext | None = None
         self.locks: list[int] = []
         self.unlocks: list[int] = []
+        self.num_stuck = 0  # blocks that it holds for copies that may never end
         self.hesitates = False
         self.offers: dict[str, tuple[int, bool]] = {}  # tokens from the start of the prompt; whether asynchronously
         self.keeps: set[str] = set()
@@ -126,6 +127,9 @@ class ScriptedScheduler(NullConnectorScheduler):
         self._script.locks.clear()
         self._script.unlocks.clear()
         return report
+
+    def num_stuck_references(self) -> int:
+        return self._script.num_stuck
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         if request.request_id in self._script.keeps:

@@ -285,6 +285,33 @@ def test_a_connector_that_keeps_a_running_request_waiting_is_turned_off() -> Non
     assert engine.tokens("r") == alone(prompt(0, 5), 12)
 
 
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_a_connector_whose_stuck_copies_leave_no_room_for_any_request_is_turned_off(num_requests: int) -> None:
+    """Found by simulation: each request computed as far as the rest of the pool went, and started over, for ever."""
+    script = Script()
+    engine = SimulatedEngine(
+        simulated_layout(7),
+        scripted_connector(script),
+        load_timeout_s=1.0,
+        max_num_batched_tokens=4,
+        prefix_caching=False,
+    )
+    script.locks += [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()][:3]
+    script.num_stuck = 3
+    engine.step()
+    for at in range(num_requests):
+        engine.add(str(at), prompt(at, 17), 3)
+    began = engine.clock()
+    while engine.scheduler.has_work():
+        engine.step()
+        assert engine.clock() - began < 3.0
+    assert engine.scheduler.connector.broken is not None
+    assert engine.scheduler.connector.broken.rule == f"kept {num_requests} request(s) waiting for 1 s"
+    engine.scheduler.check_settled()
+    for at in range(num_requests):
+        assert engine.tokens(str(at)) == alone(prompt(at, 17), 3)
+
+
 def test_that_every_step_takes_long_is_not_held_against_the_connector() -> None:
     """The process is stopped again and again, say, but each step computes something."""
     engine = SimulatedEngine(simulated_layout(40), scripted_connector(Script()), load_timeout_s=1.0)

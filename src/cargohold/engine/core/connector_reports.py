@@ -54,8 +54,16 @@ class ConnectorReports:
         self._patience = Patience(clock)
 
     def note_progress(self) -> None:
-        """Restart the clock of ``check_progress``: something was computed or loaded, or there were no requests before."""
+        """Restart the clock of ``check_progress``: a request was served, or there were no requests before."""
         self._last_progress = self._clock()
+
+    def note_reached(self, request: Request, num_tokens: int) -> None:
+        """Restart it for a request of which so many tokens are computed or loaded, unless it starved with as many before.
+
+        If copies that never end hold so many blocks that no request fits into the rest, requests would start over for ever.
+        """
+        if not request.num_starved_tokens or num_tokens > request.num_starved_tokens:
+            self.note_progress()
 
     def check_progress(self) -> None:
         """Turn the connector off if a load does not end in time, or if requests wait for as long without any progress."""
@@ -122,7 +130,6 @@ class ConnectorReports:
             self._connector.break_off(f"reported the end of transfers that these requests do not have: {strays}")
             return
         for load in transfers.end_loads(finished):
-            self.note_progress()
             self._end_load(load)
         for request in transfers.end_sends(finished):
             self._roster.free_unless_in_use(request)
@@ -171,6 +178,7 @@ class ConnectorReports:
     def _end_load(self, load: EndedLoad) -> None:
         request = load.request
         num_valid = self._num_valid_tokens(load)
+        self.note_reached(request, num_valid)
         # Blocks that arrived are of use to other requests, even if this one is gone or needs more.
         self._kv.cache_blocks(request, num_valid)
         if request.is_finished:

@@ -173,8 +173,8 @@ class Scheduler:
             # Of requests that have ended or lost their blocks meanwhile, the step's tokens are dropped. If a connector spoils
             # one step after the other, all of them are dropped, and that is no progress.
             if request.status is RequestStatus.RUNNING:
-                self._reports.note_progress()
                 request.num_computed_tokens += share.num_scheduled_tokens
+                self._reports.note_reached(request, request.num_computed_tokens)
                 self.kv.cache_blocks(request, request.num_computed_tokens)
                 if share.sample is not None:
                     token_id = output.sampled[request.request_id]
@@ -239,9 +239,12 @@ class Scheduler:
             victim = self._roster.least_urgent_holder()
             if victim is request and len(self._roster.running) == 1 and self._expects_blocks():
                 return False  # the request keeps its blocks, and waits for those of transfers
-            self._roster.preempt(victim)
             if victim is request:
+                if len(self._roster.running) == 1:
+                    request.note_starved()
+                self._roster.preempt(request)
                 return False
+            self._roster.preempt(victim)
         return True
 
     def _expects_blocks(self) -> bool:
@@ -270,6 +273,7 @@ class Scheduler:
             return
         holders = [request for request in roster.waiting if self.kv.holds_blocks(request)]
         if holders:
+            holders[-1].note_starved()
             roster.preempt(holders[-1])
 
     def _add_connector_metadata(self, plan: StepPlan) -> SchedulerStep:
