@@ -216,7 +216,7 @@ def test_in_a_long_queue_every_request_is_restored(num_requests: int, num_chunks
     And where many are asked for whenever there is a place for one, the time of all of them ran out.
     """
     tiering = SimulatedTiering(2 * num_requests * num_chunks)
-    shape = {"num_blocks": 900, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    shape = {"num_blocks": 1000, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     engine = make_engine(tiering, **shape)
     for at in range(num_requests):
         serve(engine, tiering, str(at), prompt(at, 4 * num_chunks + 1), 1)

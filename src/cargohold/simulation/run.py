@@ -24,6 +24,7 @@ from cargohold.simulation.oracles import (
     Expectation,
     Index,
     LimitOracle,
+    LookUpOracle,
     Oracle,
     OracleError,
     PatienceOracle,
@@ -280,6 +281,7 @@ class Run:
             CopyOracle(engine, holds=scenario.connector.holds_copies),
             TierOracle(engine, self._is_excused),
             LimitOracle(engine),
+            LookUpOracle(engine),
             ContainmentOracle(engine, self._is_excused),
             *world.oracles(engine),
         ]

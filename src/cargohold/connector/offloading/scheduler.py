@@ -108,9 +108,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         return self._shared.manager
 
     @property
-    def num_requests(self) -> int:
-        """Number of requests that the connector knows: for inspection."""
-        return len(self._requests)
+    def requests(self) -> Mapping[str, RequestState]:
+        """The requests that the connector knows, by id: for inspection."""
+        return self._requests
 
     @property
     def max_store_blocks(self) -> int:

@@ -4,6 +4,7 @@ from cargohold.simulation.oracles.base import Oracle, OracleError
 from cargohold.simulation.oracles.blocks import CopyOracle, PoolOracle
 from cargohold.simulation.oracles.containment import ContainmentOracle
 from cargohold.simulation.oracles.events import EventOracle, Index
+from cargohold.simulation.oracles.look_ups import LookUpOracle
 from cargohold.simulation.oracles.patience import PatienceOracle
 from cargohold.simulation.oracles.requests import Expectation, RequestOracle
 from cargohold.simulation.oracles.stats import StatsOracle
@@ -17,6 +18,7 @@ __all__ = [
     "Expectation",
     "Index",
     "LimitOracle",
+    "LookUpOracle",
     "Oracle",
     "OracleError",
     "PatienceOracle",

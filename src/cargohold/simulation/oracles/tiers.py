@@ -80,7 +80,7 @@ class TierOracle(Oracle):
         for side in self._live_sides():
             manager, jobs = side.manager, side.jobs
             self.require(not jobs.num_awaited, f"connector {side.name} has {jobs.num_awaited} jobs left")
-            self.require(side.num_requests == 0, f"connector {side.name} still knows {side.num_requests} requests")
+            self.require(not side.requests, f"connector {side.name} still knows requests {list(side.requests)}")
             num_pins = manager.num_pins - sum(len(load.handle.keys) for load in jobs.loads())
             num_writing = manager.num_writing - sum(len(store.handle.keys) for store in jobs.stores())
             num_leaving = 0 if jobs else manager.num_leaving
