@@ -74,6 +74,23 @@ def test_asking_twice_changes_nothing() -> None:
         suite(Fickle).test_tokens_blocks_and_endings_are_right("shared-prefix")
 
 
+class Unsettling(ShelfScheduler):
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int, bool]:
+        # What other requests could have found goes, as if their chunks gave way to this request's.
+        for other in self._requests.values():
+            if other is not request:
+                for block_hash in other.block_hashes:
+                    if (place := self._places.pop(block_hash, None)) is not None:
+                        self._places[b"nothing more %d" % place] = place
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+def test_a_look_up_changes_no_other_request_s_answer() -> None:
+    broken = suite(Unsettling)
+    with pytest.raises(AssertionError, match="changed another request's answer"):
+        broken.test_tokens_blocks_and_endings_are_right("multi-turn")
+
+
 class Meddling(ShelfScheduler):
     def build_connector_meta(self, step: StepView) -> Orders:
         orders = super().build_connector_meta(step)

@@ -32,6 +32,7 @@ from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.holds import TouchHolder
 from cargohold.connector.offloading.jobs import JobTable, Load, Store
 from cargohold.connector.offloading.loads import Loads
+from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.messages import OffloadingMetadata
 from cargohold.connector.offloading.params import TransferParams
 from cargohold.connector.offloading.prefetch import Prefetcher
@@ -51,6 +52,7 @@ from cargohold.offload.tier.jobs import Access
 from cargohold.offload.tiering import Fetch
 from cargohold.offload.tiering.dispatch import Dispatch
 from cargohold.offload.tiering.fetches import Fetches
+from cargohold.offload.tiering.presence import Presence
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -532,6 +534,45 @@ def divides_by_an_unknown_time_when_a_deadline_passes_within_a_call(patch: Patch
     patch.setattr(prefetch_module, "num_tokens_in_time", divided)
     # Every use of the time reads the clock anew; what is set is ignored.
     patch.setattr(Prefetcher, "_now", property(lambda self: self._clock(), lambda self, now: None), raising=False)
+
+
+@mutant(connector="tiered", workload="returning")
+def reserves_slots_while_it_looks_a_request_up(patch: Patch) -> None:
+    must_wait = Prefetcher.must_wait
+
+    def at_once(self: Prefetcher, *arguments: Any) -> bool:
+        answer = must_wait(self, *arguments)
+        self.act()
+        return answer
+
+    patch.setattr(Prefetcher, "must_wait", at_once)
+
+
+@mutant(connector="tiered", workload="returning")
+def keeps_answers_for_longer_when_they_are_read(patch: Patch) -> None:
+    get = Presence.get
+
+    def renewing(self: Presence, keys: Iterable[bytes]) -> list[bool | None]:
+        keys = list(keys)
+        for key in keys:
+            if key in self._answers:
+                self._answers.move_to_end(key)
+        return get(self, keys)
+
+    patch.setattr(Presence, "get", renewing)
+
+
+@mutant(connector="eager", workload="shared-prefix")
+def marks_chunks_as_used_before_admission(patch: Patch) -> None:
+    find = TierLookup.find
+
+    def touching(self: TierLookup, state: Any, num_computed_tokens: int) -> Any:
+        lookup = find(self, state, num_computed_tokens)
+        for keys in state.keys:
+            self._manager.touch(keys.keys)
+        return lookup
+
+    patch.setattr(TierLookup, "find", touching)
 
 
 @mutant(connector="tiered", workload="stops")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, Final, cast
 
 from cargohold.conformance.early import EarlyViews
 from cargohold.engine.core.step import SchedulerStep, StepOutput
@@ -19,7 +19,9 @@ from cargohold.protocol import (
     KVConnectorFactory,
     KVConnectorScheduler,
     KVConnectorWorker,
+    KVEvent,
     RequestView,
+    SchedulerContext,
     SchedulerEnvironment,
     StepView,
     WorkerEnvironment,
@@ -27,9 +29,15 @@ from cargohold.protocol import (
 from cargohold.simulation.engine import SimulatedEngine
 from cargohold.simulation.executor import SimulatedExecutor
 
+_CHANGING: Final = frozenset({"touch", "free_blocks"})
+"""Methods of a scheduler context that change references."""
+
 
 class StrictScheduler(ForwardingScheduler):
-    """Asks the connector for matched tokens twice, and asserts that it does not change the steps it is shown.
+    """Asks the connector for matched tokens twice, and asserts that looking up changes nothing that others can observe.
+
+    Around a look-up, the answer for the request asked for before it is the same, blocks are neither touched nor freed, and no
+    event appears. Nor does the connector change the steps that it is shown.
 
     Args:
         inner: the connector.
@@ -40,25 +48,52 @@ class StrictScheduler(ForwardingScheduler):
     def __init__(self, inner: KVConnectorScheduler, *, plans_early: bool) -> None:
         super().__init__(inner)
         self._views = EarlyViews() if plans_early else None
+        self._reading = _Reading()
+        self._events: list[KVEvent] = []
+        # The look-up before, while the request still waits and no step was built: its answer must not change.
+        self._before: tuple[RequestView, int, tuple[int | None, bool]] | None = None
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        """Pass on, so that blocks can be neither touched nor freed in a look-up."""
+        super().bind_scheduler_context(cast("SchedulerContext", _ReadOnlyInLookUps(context, self._reading)))
 
     def on_new_request(self, request: RequestView) -> None:
         """Pass on."""
         super().on_new_request(self._shown(request))
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Ask twice; the answers must be equal."""
+        """Ask twice; the answers must be equal, and nothing else may change."""
         request = self._shown(request)
-        first = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
-        second = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._events += self.inner.take_events()
+        first = self._ask(request, num_computed_tokens)
+        second = self._ask(request, num_computed_tokens)
         assert first == second, f"get_num_new_matched_tokens answered {first}, and asked again {second}"
+        if self._before is not None and self._before[0].request_id != request.request_id:
+            other, num_computed, before = self._before
+            after = self._ask(other, num_computed)
+            assert after == before, f"a look-up changed another request's answer from {before} to {after}"
+        events = list(self.inner.take_events())
+        assert not events, f"a look-up has sent events: {events}"
+        self._before = request, num_computed_tokens, second
         return second
+
+    def take_events(self) -> Iterable[KVEvent]:
+        """Pass on, with those from before look-ups."""
+        before, self._events = self._events, []
+        return [*before, *self.inner.take_events()]
+
+    def _ask(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        with self._reading:
+            return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Pass on."""
+        self._before = None
         super().update_state_after_alloc(self._shown(request), blocks, num_external_tokens)
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Pass on."""
+        self._before = None
         return super().request_finished(self._shown(request), block_ids)
 
     def explain(self, request_id: str) -> CacheReport:
@@ -69,6 +104,7 @@ class StrictScheduler(ForwardingScheduler):
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         """Pass on; the connector must leave the step as it was."""
+        self._before = None
         before = deepcopy(step)
         metadata = self.inner.build_connector_meta(step)
         assert step == before, "build_connector_meta changed the step"
@@ -76,6 +112,35 @@ class StrictScheduler(ForwardingScheduler):
 
     def _shown(self, request: RequestView) -> RequestView:
         return request if self._views is None else self._views.of(request)
+
+
+class _Reading:
+    """A look-up in progress, as a context manager.
+
+    Attributes:
+        is_on: whether there is one.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_on = False
+
+
+class _ReadOnlyInLookUps:
+    """A scheduler context that refuses to change references while a look-up is in progress."""
+
+    def __init__(self, context: SchedulerContext, reading: _Reading) -> None:
+        self._context = context
+        self._reading = reading
+
+    def __getattr__(self, name: str) -> Any:
+        assert name not in _CHANGING or not self._reading.is_on, f"get_num_new_matched_tokens called {name}"
+        return getattr(self._context, name)
 
 
 class StrictFactory:

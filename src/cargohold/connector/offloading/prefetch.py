@@ -104,7 +104,7 @@ class Prefetcher:
 
     def is_due(self, waiting: Waiting | None) -> bool:
         """Whether a request is to be looked at even if nothing has changed."""
-        return waiting is not None and waiting.must_wait and self._clock() >= waiting.due_at
+        return waiting is not None and waiting.must_wait() and self._clock() >= waiting.due_at
 
     def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
         """Whether a request must wait for lower tiers before it is looked up in host memory: whether the answer is "not yet".
@@ -118,7 +118,7 @@ class Prefetcher:
         """
         now = self._now = self._clock()
         waiting = state.waiting or self._new_waiting(state)
-        if not waiting.must_wait:
+        if not waiting.must_wait():
             return False
         waiting.note_asked(num_computed_tokens, min(limit_tokens, num_computed_tokens + self._max_tokens(state)))
         if waiting.fetch is not None and not waiting.fetch.num_running:
@@ -132,9 +132,9 @@ class Prefetcher:
             self._wanting.append((state, waiting))
         elif waiting.fetch is None and waiting.wish is None:
             self._look(state, waiting)
-        if waiting.must_wait and not waiting.is_limited:
+        if waiting.must_wait() and not waiting.is_limited:
             waiting.is_limited = self._limit_wait(state, waiting, waiting.limit_tokens)
-        return waiting.must_wait
+        return waiting.must_wait()
 
     @property
     def _has_place(self) -> bool:
@@ -187,9 +187,9 @@ class Prefetcher:
         wanting, self._wanting = self._wanting, []
         self._now = self._clock()
         for state, waiting in wanting:
-            if state.waiting is waiting and waiting.must_wait and waiting.fetch is None:
+            if state.waiting is waiting and waiting.must_wait() and waiting.fetch is None:
                 self._fulfil(state, waiting)
-                if not waiting.must_wait:
+                if not waiting.must_wait():
                     state.lookup = None  # it said "not yet"
 
     def _fulfil(self, state: RequestState, waiting: Waiting) -> None:
@@ -247,7 +247,7 @@ class Prefetcher:
         for state, waiting in live:
             if state.waiting is not waiting:
                 continue
-            if not waiting.must_wait:
+            if not waiting.must_wait():
                 if waiting.phase is Phase.OVER:
                     waiting.release()
                 continue

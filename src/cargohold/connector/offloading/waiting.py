@@ -116,7 +116,6 @@ class Waiting:
         """Go on to the next phase."""
         self.phase = NEXT[self.phase, event]
 
-    @property
     def must_wait(self) -> bool:
         """Whether the answer to the engine is "not yet"."""
         return self.phase is Phase.ASK or self.phase is Phase.BRING

@@ -58,7 +58,9 @@ class LookUpOracle(Oracle):
             after = _written_down(side, request.request_id)
             changed = [part for part, state in before.items() if after.get(part) != state]
             if changed or len(after) > len(before):
-                self._changed = f"the look-up of {request.request_id} by {side.name} changed {changed or 'what there is'}"
+                self._changed = (
+                    f"the look-up of {request.request_id} by {side.name} changed {changed or 'what there is'}"
+                )
             return answer
 
         side.get_num_new_matched_tokens = watched  # type: ignore[method-assign]  # of this one object only
