@@ -6,18 +6,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pickle import PicklingError
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 
 from cargohold.conformance import ConnectorConformance
 from cargohold.conformance.spoiler import Failure
+from cargohold.conformance.strict import StrictScheduler
 from cargohold.protocol import (
     BlockIds,
     CacheReport,
     ClassFactory,
     KVConnectorFactory,
     KVConnectorOutput,
+    NullConnectorScheduler,
     RequestView,
     SchedulerContext,
     SchedulerEnvironment,
@@ -25,7 +27,7 @@ from cargohold.protocol import (
     StepView,
     WorkerEnvironment,
 )
-from cargohold.simulation import WrongTokenError
+from cargohold.simulation import SimulatedEngine, WrongTokenError, simulated_layout
 from tests.conformance.shelf import Orders, ShelfScheduler, ShelfWorker
 
 
@@ -74,21 +76,39 @@ def test_asking_twice_changes_nothing() -> None:
         suite(Fickle).test_tokens_blocks_and_endings_are_right("shared-prefix")
 
 
-class Unsettling(ShelfScheduler):
-    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int, bool]:
-        # What other requests could have found goes, as if their chunks gave way to this request's.
-        for other in self._requests.values():
-            if other is not request:
-                for block_hash in other.block_hashes:
-                    if (place := self._places.pop(block_hash, None)) is not None:
-                        self._places[b"nothing more %d" % place] = place
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+class Unsettling(NullConnectorScheduler):
+    """What it has found for one request goes as soon as it looks another one up, with an event or a reference."""
+
+    def __init__(self, meddles: Callable[[SchedulerContext], object] = lambda _: None) -> None:
+        self.asked: list[str] = []
+        self.context: SchedulerContext | None = None
+        self.meddles = meddles
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        self.context = context
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.asked.append(request.request_id)
+        if self.context is not None:
+            self.meddles(self.context)
+        return (4 if self.asked[0] == self.asked[-1] and len(set(self.asked)) == 1 else 0), False
 
 
 def test_a_look_up_changes_no_other_request_s_answer() -> None:
-    broken = suite(Unsettling)
-    with pytest.raises(AssertionError, match="changed another request's answer"):
-        broken.test_tokens_blocks_and_endings_are_right("multi-turn")
+    engine = SimulatedEngine(simulated_layout(24))
+    first, second = (engine.add(name, list(range(9)), 1) for name in "ab")
+    strict = StrictScheduler(Unsettling(), plans_early=False)
+    assert strict.get_num_new_matched_tokens(first, 0) == (4, False)
+    with pytest.raises(AssertionError, match="changed another request's answer from \\(4, False\\) to \\(0, False\\)"):
+        strict.get_num_new_matched_tokens(second, 0)
+
+
+def test_a_look_up_takes_no_references() -> None:
+    engine = SimulatedEngine(simulated_layout(24))
+    strict = StrictScheduler(Unsettling(lambda context: context.touch([context.get_block(1)])), plans_early=False)
+    strict.bind_scheduler_context(cast("SchedulerContext", engine.scheduler.kv.pool))
+    with pytest.raises(AssertionError, match="get_num_new_matched_tokens called touch"):
+        strict.get_num_new_matched_tokens(engine.add("a", list(range(9)), 1), 0)
 
 
 class Meddling(ShelfScheduler):
