@@ -21,6 +21,7 @@ NAMES = (
     "ranks",
     "bookkeeping",
     "holes",
+    "paths",
     "policies",
     "replay",
     "tiers",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, gpu, holes, policies, transfers, vllm_contenders
+from benchmarks import bookkeeping, gpu, holes, paths, policies, transfers, vllm_contenders
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -34,6 +34,16 @@ def test_holes() -> None:
     rows = holes.run(quick=True)["rows"]
     assert {row["trace"] for row in rows} == {"hot", "made"}
     assert all(row["restored_again"] >= row["restored_once"] for row in rows)
+
+
+def test_a_look_up_with_a_disk_below_passes_little_code() -> None:
+    result = paths.run(quick=True)
+    for row in result.values():
+        assert 1 <= row["most_files"] <= 15
+        assert 1 <= row["most_calls"] <= 150
+        assert 1 <= row["most_levels"] <= 8
+    answers = [row["answer"] for row in result["host and disk"]["rows"] if row["call"] == "look-up"]
+    assert answers == [(None, False), (None, False), (256, True)], "it asks the disk, then loads, then is there"
 
 
 def test_transfers() -> None:

@@ -13,6 +13,7 @@ from cargohold.connector.offloading.prefetch_plan import (
     chains_to_fetch,
     needed_keys,
     num_tokens_in_time,
+    soonest,
     sources_per_token,
 )
 from cargohold.connector.offloading.requests import RequestState
@@ -146,3 +147,25 @@ def test_no_more_tokens_are_loaded_than_come_in_time(num_tokens: int, load_s: fl
         assert num == num_tokens, "all of them come in time, or nothing is known"
     else:
         assert num <= limit_s / load_s * num_tokens
+
+
+ANY_TIME = st.one_of(TIMES, st.floats(max_value=0, allow_nan=False, allow_infinity=False))
+
+
+@given(load_s=ANY_TIME, others=st.lists(st.tuples(ANY_TIME, st.none() | ANY_TIME), max_size=4))
+def test_the_way_that_takes_least_time_is_taken_and_of_several_the_first(
+    load_s: float, others: list[tuple[float, float | None]]
+) -> None:
+    ways = [(load_s, 0.0), *others]
+    best = soonest(ways)
+    took = [load_s + rest_s for load_s, rest_s in ways if rest_s is not None]
+    assert ways[best][1] is not None or took[0] == float("inf"), "a rest of unknown length was taken for a short one"
+    best_load_s, best_rest_s = ways[best]
+    if best_rest_s is not None:
+        assert best_load_s + best_rest_s == min(took)
+        assert all(load_s + rest_s > min(took) for load_s, rest_s in ways[:best] if rest_s is not None)
+
+
+@given(load_s=ANY_TIME, rests=st.lists(ANY_TIME, max_size=4))
+def test_where_no_time_is_known_of_the_rest_all_is_loaded(load_s: float, rests: list[float]) -> None:
+    assert soonest([(load_s, 0.0), *((rest, None) for rest in rests)]) == 0

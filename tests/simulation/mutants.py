@@ -20,7 +20,7 @@ import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.offload.tiering.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
-from cargohold.blocks.prefix_hit import _GroupProbe
+from cargohold.blocks.prefix_hit import _Windowed
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
@@ -305,12 +305,12 @@ def finds_a_chunk_again_that_is_known_to_be_bad(patch: Patch) -> None:
 
 @mutant(connector="any", workload="any", faults="all")
 def finds_a_full_hit_without_what_the_last_query_sees(patch: Patch) -> None:
-    init = _GroupProbe.__init__
+    init = _Windowed.__init__
 
-    def behind(self: _GroupProbe, units: Any, last_query: int, num_computed_tokens: int) -> None:
+    def behind(self: _Windowed, units: Any, last_query: int, num_computed_tokens: int) -> None:
         init(self, units, last_query + 1, num_computed_tokens)
 
-    patch.setattr(_GroupProbe, "__init__", behind)
+    patch.setattr(_Windowed, "__init__", behind)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

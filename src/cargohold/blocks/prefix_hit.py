@@ -84,74 +84,80 @@ def longest_hit(
         num_computed_tokens: number of leading tokens that are present already.
         limit_tokens: maximum length of the prefix; ``num_tokens`` if ``None``.
     """
-    probes = [_GroupProbe(group, num_tokens - 1, num_computed_tokens) for group in groups]
+    prefixes = [
+        _FullAttention(units, num_computed_tokens)
+        if units.group.kind is AttentionKind.FULL
+        else _Windowed(units, num_tokens - 1, num_computed_tokens)
+        for units in groups
+    ]
     length = num_tokens if limit_tokens is None else limit_tokens
     while length > num_computed_tokens:
         before = length
-        for probe in probes:
-            length = probe.shorten(length)
+        for prefix in prefixes:
+            length = prefix.shorten(length)
         if length == before:
             break
-    return PrefixHit(max(length, num_computed_tokens), any(probe.undecided for probe in probes))
+    return PrefixHit(max(length, num_computed_tokens), any(prefix.undecided for prefix in prefixes))
 
 
-class _GroupProbe:
-    """Computes the usable prefix of one group; remembers states, so that no unit is asked for twice."""
+class _FullAttention:
+    """The usable prefix of a group whose queries read all units before them."""
+
+    def __init__(self, units: GroupUnits, num_computed_tokens: int) -> None:
+        self._units = units
+        self._num_local = num_computed_tokens // units.unit_tokens
+        self._longest: int | None = None
+        self.undecided = False
+
+    def shorten(self, length: int) -> int:
+        """Return the length of the longest prefix of at most ``length`` tokens usable for this group, in whole units."""
+        unit_tokens = self._units.unit_tokens
+        if self._longest is None:
+            run = self._units.states.run(self._num_local, length // unit_tokens)
+            absent_at = run.find(_ABSENT)
+            num_present = len(run) if absent_at < 0 else absent_at
+            # A "not yet" counts as present for now, so that units behind it are asked for as well.
+            self.undecided = _NOT_YET in run[:num_present]
+            self._longest = (self._num_local + num_present) * unit_tokens
+        return min(length, self._longest) // unit_tokens * unit_tokens
+
+
+class _Windowed:
+    """The usable prefix of a group whose queries read the last units only. No unit is asked for twice."""
 
     def __init__(self, units: GroupUnits, last_query: int, num_computed_tokens: int) -> None:
-        self._group = units.group
-        self._unit_tokens = units.unit_tokens
-        self._states = units.states
+        self._units = units
         self._last_query = last_query
         self._num_local = num_computed_tokens // units.unit_tokens
-        self._full_length: int | None = None
-        # For other than full attention: states of consecutive units from _known_from on, asked for from the right.
+        # States of consecutive units from _known_from on, asked for from the right.
         self._known = b""
         self._known_from = 0
         self.undecided = False
 
     def shorten(self, length: int) -> int:
         """Return the length of the longest prefix of at most ``length`` tokens usable for this group, in whole units."""
-        if self._group.kind is AttentionKind.FULL:
-            return min(length, self._run_length(length)) // self._unit_tokens * self._unit_tokens
-        return self._windowed(length)
-
-    def _run_length(self, length: int) -> int:
-        if self._full_length is None:
-            run = self._states.run(self._num_local, length // self._unit_tokens)
-            absent_at = run.find(_ABSENT)
-            num_present = len(run) if absent_at < 0 else absent_at
-            # A "not yet" counts as present for now, so that units behind it are asked for as well.
-            self.undecided |= _NOT_YET in run[:num_present]
-            self._full_length = (self._num_local + num_present) * self._unit_tokens
-        return self._full_length
-
-    def _windowed(self, length: int) -> int:
-        end = length // self._unit_tokens
+        unit_tokens = self._units.unit_tokens
+        end = length // unit_tokens
         while end > 0:
-            next_query = min(end * self._unit_tokens, self._last_query)
-            first = self._group.num_skipped_tokens(next_query) // self._unit_tokens
-            absent_at = self._last_absent(first, end)
+            next_query = min(end * unit_tokens, self._last_query)
+            first = self._units.group.num_skipped_tokens(next_query) // unit_tokens
+            absent_at = self._last_absent(max(first, self._num_local), end)
             if absent_at is None:
-                return end * self._unit_tokens
+                return end * unit_tokens
             # Any shorter prefix that still reaches beyond the absent unit needs it as well: the first unit that a prefix needs
             # never moves right when the prefix gets shorter.
             end = absent_at
         return 0
 
     def _last_absent(self, first: int, end: int) -> int | None:
-        first = max(first, self._num_local)
         if first >= end:
             return None
-        self._ask(first, end)
-        at = self._known.rfind(_ABSENT, first - self._known_from, end - self._known_from)
-        return None if at < 0 else at + self._known_from
-
-    def _ask(self, first: int, end: int) -> None:
         if not self._known:
             self._known_from = end
         if first < self._known_from:
-            states = self._states.window(first, self._known_from)
+            states = self._units.states.window(first, self._known_from)
             self.undecided |= _NOT_YET in states
             self._known = states.translate(_NOT_YET_IS_ABSENT) + self._known
             self._known_from = first
+        at = self._known.rfind(_ABSENT, first - self._known_from, end - self._known_from)
+        return None if at < 0 else at + self._known_from

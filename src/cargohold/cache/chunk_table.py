@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from operator import eq
 from typing import Any, Final
 
 import numpy as np
@@ -114,7 +115,8 @@ class ChunkTable:
                 at += 1
                 continue
             ours = keys[at : at + _STRETCH]
-            length = _num_same(ours, column[slot : slot + len(ours)])
+            theirs = column[slot : slot + len(ours)]
+            length = len(ours) if ours == theirs else [*map(eq, ours, theirs), False].index(False)
             num_ready = states.count(READY, slot, slot + length)
             if num_ready < length:
                 num_ready = next(at for at in range(length) if states[slot + at] != READY)
@@ -328,11 +330,3 @@ class ChunkTable:
                 if self.states[slot] in (WRITING, READY):
                     self.parents[slot] = NO_SLOT
             self.children[parent] = 0
-
-
-def _num_same(ours: Sequence[bytes], theirs: Sequence[bytes | None]) -> int:
-    """Return how many leading keys are equal. ``theirs`` may be shorter."""
-    if ours == theirs:
-        return len(ours)
-    differences = (at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
-    return next(differences, len(theirs))

@@ -14,7 +14,7 @@ class TierLookup:
     """Looks requests up in a tier.
 
     Args:
-        manager: the manager of the tier.
+        manager: the manager of the tier; with lower tiers, that of host memory alone.
         jobs: transfers in flight.
         shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
         shares_load_ends: whether at least those are found with which another request can continue where the load ends.
@@ -39,23 +39,29 @@ class TierLookup:
         self._shares_load_ends = shares_load_ends
         self._full_hits = full_hits
 
-    def find(self, state: RequestState, num_computed_tokens: int) -> Lookup:
-        """Return the longest usable prefix of a request. Kept in ``state``, and returned again while nothing has changed."""
-        request = state.request
-        if self._prefetcher is not None:
-            self._prefetcher.note_asked(state)
-        basis = (self._manager.generation, self._jobs.version)
-        lookup = state.lookup
+    def find(self, state: RequestState, num_computed_tokens: int) -> int | None:
+        """Return the length in tokens of the longest usable prefix of a request, or ``None`` for "not yet".
+
+        What host memory has is kept in ``state``, and returned again while nothing has changed.
+        """
+        num_tokens = state.request.num_tokens
+        limit = num_tokens if self._full_hits else num_tokens - 1
+        if state.params.max_load_tokens is not None:
+            limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
+        prefetcher = self._prefetcher
+        if prefetcher is not None and prefetcher.must_wait(state, num_computed_tokens, limit):
+            return None
+        lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
         # Many requests may wait for one load, while other jobs end in every step.
         if (
             lookup is None
-            or not lookup.is_of(num_computed_tokens, request.num_tokens)
+            or not lookup.is_of(num_computed_tokens, num_tokens)
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
-            or (self._prefetcher is not None and self._prefetcher.is_due(state.waiting))
         ):
-            state.extend_keys()
-            lookup = state.lookup = self._find(state, num_computed_tokens, basis)
-        return lookup
+            lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
+        if prefetcher is not None and prefetcher.begins_to_wait(state, num_computed_tokens, limit, lookup.num_tokens):
+            return None
+        return None if lookup.undecided else lookup.num_tokens
 
     def num_loadable_tokens(self, state: RequestState) -> int:
         """Return how many leading tokens of a request can be loaded once the stores in flight have ended, if all succeed."""
@@ -70,10 +76,9 @@ class TierLookup:
     def why_no_more(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> str:
         """Return why no more than ``num_hit_tokens`` leading tokens of a request were found, as the end of a sentence."""
         num_left, max_load = state.request.num_tokens - num_hit_tokens, state.params.max_load_tokens
-        chunk_tokens = min(keys.chunk_tokens for keys in state.keys)
-        if num_left < chunk_tokens:
-            return f"less than a chunk of {chunk_tokens}"
-        if max_load is not None and num_hit_tokens + chunk_tokens > num_computed_tokens + max_load:
+        if num_left < state.chunk_tokens:
+            return f"less than a chunk of {state.chunk_tokens}"
+        if max_load is not None and num_hit_tokens + state.chunk_tokens > num_computed_tokens + max_load:
             return f"because the request allows {max_load} to be loaded"
         for keys in state.keys:
             at = num_hit_tokens // keys.chunk_tokens
@@ -85,21 +90,17 @@ class TierLookup:
                 return f"because the chunk from token {first_token} on is not there"
         return "because chunks that later windows reach back to are not there"
 
-    def _find(self, state: RequestState, num_computed_tokens: int, basis: tuple[int, int]) -> Lookup:
+    def _find(self, state: RequestState, num_computed_tokens: int, limit_tokens: int, basis: tuple[int, int]) -> Lookup:
+        """Return what host memory has of a request."""
+        state.extend_keys()
         num_tokens = state.request.num_tokens
-        limit = num_tokens if self._full_hits else num_tokens - 1
-        max_load = state.params.max_load_tokens
-        if max_load is not None:
-            limit = min(limit, num_computed_tokens + max_load)
-        if self._prefetcher is not None and self._prefetcher.must_wait(state, num_computed_tokens, limit):
-            return Lookup(num_computed_tokens, True, num_computed_tokens, num_tokens, basis)
         hit = longest_hit(
             [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._manager, keys)) for keys in state.keys],
             num_tokens,
             num_computed_tokens,
-            limit_tokens=limit,
+            limit_tokens,
         )
-        if hit.num_tokens - num_computed_tokens < min(keys.chunk_tokens for keys in state.keys):
+        if hit.num_tokens - num_computed_tokens < state.chunk_tokens:
             # Not worth a transfer: less than one chunk beyond the computed tokens.
             return Lookup(num_computed_tokens, hit.undecided, num_computed_tokens, num_tokens, basis)
         awaited = self._load_to_wait_for(state, num_computed_tokens, hit.num_tokens)

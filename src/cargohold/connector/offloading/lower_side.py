@@ -58,9 +58,10 @@ class LowerSide:
         return self.tiers.take_commands(new_id), self.tiers.take_cancelled()
 
     def end_step(self) -> None:
-        """End a step: the workers have reported it."""
+        """End a step: the workers have reported it, and all jobs that ended in it have been ended here."""
         self._pace.end()
         self.tiers.clock.end_step()
+        self.prefetcher.note_answered()
 
     def note_answers(self, output: KVConnectorOutput) -> None:
         """Take in what some or all workers say of their jobs' chunks. ``end`` tells when a job has ended on all workers."""

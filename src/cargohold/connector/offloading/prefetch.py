@@ -79,10 +79,10 @@ class Prefetcher:
         # How many requests the engine can admit before the next step, and how many it has asked for.
         self._num_places = max_num_seqs
         self._num_asked = 0
-        # Requests that wait, those that look-ups want something for since the last step, and those that wait for slots in
+        # Requests that wait, those of them that the engine has asked for since the last step, and those that wait for slots in
         # host memory: first come, first served.
         self._live: list[tuple[RequestState, Waiting]] = []
-        self._wanting: list[tuple[RequestState, Waiting]] = []
+        self._asked: list[tuple[RequestState, Waiting]] = []
         self._line: list[Waiting] = []
         # Within one call time stands still: what was compared with a deadline is not compared with a later time behind it.
         self._now = self._last_step = self._clock()
@@ -91,49 +91,67 @@ class Prefetcher:
 
     # --- look-ups: they read, and change nothing but their request's own record ---------------------------------------
 
-    def note_asked(self, state: RequestState) -> None:
-        """Learn that the engine asks for a request. Let it begin anew if its chunks are not held any more."""
-        self._num_asked += 1
-        waiting = state.waiting
-        if waiting is None:
-            return
-        waiting.asked_in, waiting.has_place = self._num_steps, self._has_place
-        if waiting.has_expired:
-            state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
-            state.waiting = state.lookup = None
-
-    def is_due(self, waiting: Waiting | None) -> bool:
-        """Whether a request is to be looked at even if nothing has changed."""
-        return waiting is not None and waiting.must_wait() and self._clock() >= waiting.due_at
-
     def must_wait(self, state: RequestState, num_computed_tokens: int, limit_tokens: int) -> bool:
-        """Whether a request must wait for lower tiers before it is looked up in host memory: whether the answer is "not yet".
+        """Whether a request that the engine asks for waits for lower tiers: whether the answer is still "not yet".
 
-        Mutates nothing but ``state``, where it notes what it wants; ``act`` does that.
+        Mutates nothing but ``state``. To be called for every look-up, before host memory is looked at.
 
         Args:
             state: the request.
             num_computed_tokens: leading tokens that are on the device.
             limit_tokens: maximum length in tokens of a hit, computed tokens included.
         """
-        now = self._now = self._clock()
-        waiting = state.waiting or self._new_waiting(state)
-        if not waiting.must_wait():
+        self._num_asked += 1
+        waiting = state.waiting
+        if waiting is None:
             return False
-        waiting.note_asked(num_computed_tokens, min(limit_tokens, num_computed_tokens + self._max_tokens(state)))
-        if waiting.fetch is not None and not waiting.fetch.num_running:
-            waiting.go(Event.ARRIVED)
-        elif now >= waiting.deadline:
-            state.notes.append(
-                "host memory had no room for what lower tiers have" if waiting.is_in_line else waiting.excuse
-            )
-            waiting.go(Event.LATE)
-        elif waiting.is_in_line:
-            self._wanting.append((state, waiting))
-        elif waiting.fetch is None and waiting.wish is None:
-            self._look(state, waiting)
-        if waiting.must_wait() and not waiting.is_limited:
-            waiting.is_limited = self._limit_wait(state, waiting, waiting.limit_tokens)
+        waiting.asked_in, waiting.has_place = self._num_steps, self._has_place
+        if waiting.has_expired:
+            state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
+            state.waiting = None
+            return False
+        if waiting.must_wait():
+            waiting.note_asked(num_computed_tokens, limit_tokens)
+            if waiting.has_arrived:
+                waiting.go(Event.ARRIVED)
+            elif self._clock() >= waiting.deadline:
+                state.notes.append(waiting.excuse_now)
+                waiting.go(Event.LATE)
+            else:
+                self._asked.append((state, waiting))
+        return waiting.must_wait()
+
+    def begins_to_wait(
+        self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_host_tokens: int
+    ) -> bool:
+        """Let a request that does not wait begin to, if lower tiers may have more than host memory.
+
+        Mutates nothing but ``state``.
+
+        Args:
+            state: the request.
+            num_computed_tokens: leading tokens that are on the device.
+            limit_tokens: maximum length in tokens of a hit, computed tokens included.
+            num_host_tokens: leading tokens that are on the device or in host memory.
+        """
+        if state.waiting is not None or limit_tokens - num_host_tokens < state.chunk_tokens:
+            return False
+        now, timeout_s = self._clock(), self._lower.config.restore_timeout_s
+        waiting = state.waiting = Waiting(
+            begun_at=now,
+            deadline=now + timeout_s,
+            excuse=f"lower tiers took longer than {timeout_s:g} s",
+            asked_in=self._num_steps,
+            has_place=self._has_place,
+            max_tokens=int(self._lower.max_look_up / sum([1 / keys.chunk_tokens for keys in state.keys])),
+        )
+        waiting.note_asked(num_computed_tokens, limit_tokens)
+        state.notes += [tier.trouble for tier in self._lower.tiers if tier.trouble]
+        if not self._lower.is_readable:
+            waiting.go(Event.NOTHING)
+        else:
+            self._live.append((state, waiting))
+            self._asked.append((state, waiting))
         return waiting.must_wait()
 
     @property
@@ -141,70 +159,72 @@ class Prefetcher:
         """Whether the engine could admit the request that it asks for now."""
         return self._num_places is None or self._num_asked <= self._num_places
 
-    def _new_waiting(self, state: RequestState) -> Waiting:
-        """Let a request begin to wait."""
-        now, timeout_s = self._now, self._lower.config.restore_timeout_s
-        excuse = f"lower tiers took longer than {timeout_s:g} s"
-        waiting = state.waiting = Waiting(now, now + timeout_s, excuse, self._num_steps, self._has_place)
-        self._live.append((state, waiting))
-        state.notes += [tier.trouble for tier in self._lower.tiers if tier.trouble]
-        return waiting
+    # --- effects: once per step --------------------------------------------------------------------------------------
 
-    def _look(self, state: RequestState, waiting: Waiting) -> None:
-        """Note what a request that asks wants next, if it is time."""
-        if self._now >= waiting.ask_until:
-            self._stop_asking(state, waiting)
-        is_time = waiting.is_answered if waiting.probes else self._now >= waiting.look_at
-        if is_time:
-            waiting.wish = self._next_wish(state, waiting)
-            if waiting.wish is None:
-                waiting.go(Event.NOTHING)
-            else:
-                self._wanting.append((state, waiting))
+    def act(self) -> None:
+        """Do what the requests need that the engine has asked for since the last step, in their order.
 
-    def _next_wish(self, state: RequestState, waiting: Waiting) -> Wish | None:
-        """Return what a request wants now: to ask the tiers, or to fetch what they have; ``None`` if that does not pay."""
+        Asks tiers, reserves slots, begins loads. Mutates host memory, lower tiers and the requests.
+        """
+        asked, self._asked = self._asked, []
+        self._now = self._clock()
+        for state, waiting in asked:
+            if state.waiting is waiting and waiting.must_wait() and waiting.fetch is None:
+                self._advance(state, waiting)
+            if waiting.must_wait() and not waiting.is_limited:
+                waiting.is_limited = self._limit_wait(state, waiting, waiting.limit_tokens)
+
+    def note_answered(self) -> None:
+        """Learn that jobs have ended: requests whose questions are answered need not wait if there is nothing for them.
+
+        Mutates these requests. They keep what they want, for ``act``.
+        """
+        self._now = self._clock()
+        for state, waiting in self._live:
+            is_answered = waiting.phase is Phase.ASK and waiting.probes and waiting.is_answered
+            if is_answered and state.waiting is waiting and waiting.asked_in == self._num_steps - 1:
+                self._wish(state, waiting)
+
+    def _advance(self, state: RequestState, waiting: Waiting) -> None:
+        """Do what one request needs, if it is time."""
+        if waiting.is_in_line:
+            is_time = self._is_turn(waiting)
+        else:
+            if self._now >= waiting.ask_until:
+                self._stop_asking(state, waiting)
+            is_time = waiting.is_answered if waiting.probes else self._now >= waiting.look_at
+        if not is_time:
+            return
+        if (
+            waiting.wish is None or waiting.wish.version != self._host.generation
+        ):  # others may have changed what is there
+            self._wish(state, waiting)
+        wish, waiting.wish = waiting.wish, None
+        if wish is None:
+            return
+        if wish.plan is None:
+            self._ask(waiting, wish.unknown)
+        else:
+            self._fetch(state, waiting, wish.plan)
+
+    def _wish(self, state: RequestState, waiting: Waiting) -> None:
+        """Note what a request wants now: to ask tiers, or to fetch what they have. It waits no more if that does not pay."""
         for answered in waiting.probes:
             waiting.num_found[answered.tier] += answered.num_found
-        waiting.probes = ()
+        waiting.probes, waiting.wish = (), None
         unknown: list[OffloadKey] = []
         hit = self._deep_hit(state, waiting, waiting.limit_tokens, unknown)
         if self._skip_slow(state, waiting, len(unknown)):
             unknown.clear()
             hit = self._deep_hit(state, waiting, waiting.limit_tokens, unknown)
         if hit.undecided:
-            return Wish(list(dict.fromkeys(unknown)), None, self._host.generation)
-        plan = self._worth_while(state, waiting, hit.num_tokens)
-        return Wish((), plan, self._host.generation) if plan.chains else None
-
-    # --- effects: once per step --------------------------------------------------------------------------------------
-
-    def act(self) -> None:
-        """Do what the look-ups since the last step want, in their order: ask tiers, reserve slots, begin loads.
-
-        Mutates host memory, lower tiers and the requests.
-        """
-        wanting, self._wanting = self._wanting, []
-        self._now = self._clock()
-        for state, waiting in wanting:
-            if state.waiting is waiting and waiting.must_wait() and waiting.fetch is None:
-                self._fulfil(state, waiting)
-                if not waiting.must_wait():
-                    state.lookup = None  # it said "not yet"
-
-    def _fulfil(self, state: RequestState, waiting: Waiting) -> None:
-        """Do what one request wants."""
-        wish, waiting.wish = waiting.wish, None
-        if waiting.is_in_line and not self._is_turn(waiting):
+            waiting.wish = Wish(list(dict.fromkeys(unknown)), None, self._host.generation)
             return
-        if wish is None or wish.version != self._host.generation:  # others before it may have changed what is there
-            wish = self._next_wish(state, waiting)
-        if wish is None:
-            waiting.go(Event.NOTHING)
-        elif wish.plan is None:
-            self._ask(waiting, wish.unknown)
+        plan = self._worth_while(state, waiting, hit.num_tokens)
+        if plan.chains:
+            waiting.wish = Wish((), plan, self._host.generation)
         else:
-            self._fetch(state, waiting, wish.plan)
+            waiting.go(Event.NOTHING)
 
     def _ask(self, waiting: Waiting, unknown: Sequence[OffloadKey]) -> None:
         """Ask the tiers for chunks of which it is not known whether they are there."""
@@ -320,6 +340,7 @@ class Prefetcher:
             if at not in waiting.skipped and tier.is_readable and (at in unanswered or not tier.options.has_index):
                 state.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
         waiting.skipped.update(range(len(self._lower.tiers)))
+        waiting.wish = None
         if waiting.probes:
             waiting.probes = [probe for probe in waiting.probes if probe.has_ended]
             waiting.look_at = self._now
@@ -357,10 +378,6 @@ class Prefetcher:
     def _asking_s(self, waiting: Waiting) -> float:
         """Return the seconds that a request may still wait for answers. In line for slots, it is on nobody's account."""
         return (waiting.deadline if waiting.is_in_line else waiting.ask_until) - self._now
-
-    def _max_tokens(self, state: RequestState) -> int:
-        """Return how many tokens a look-up may be about, so that all of its chunks' answers are remembered."""
-        return int(self._lower.max_look_up / sum([1 / keys.chunk_tokens for keys in state.keys]))
 
     # --- what to fetch ------------------------------------------------------------------------------------------------
 

@@ -80,6 +80,11 @@ class RequestState:
     def __post_init__(self) -> None:
         self._note_due()
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Number of tokens of the smallest chunk of all groups: less is not worth a transfer."""
+        return min([keys.chunk_tokens for keys in self.keys])
+
     def extend_keys(self) -> None:
         """Add the keys of chunks that became full since the last call."""
         hashes = self.request.block_hashes

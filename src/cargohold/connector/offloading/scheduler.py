@@ -83,7 +83,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             )
         prefetcher = None if self._lower is None else self._lower.prefetcher
         self._lookup = TierLookup(
-            manager,
+            manager if lower is None else lower.host,
             self._shared.jobs,
             shares_loads=environment.prefix_caching and environment.shares_loads,
             shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
@@ -162,10 +162,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Return how many tokens beyond the computed ones the tier can give back; loads are asynchronous."""
         if self._shared.jobs.num_stuck_blocks > self.max_store_blocks:
             return 0, False  # a load might get stuck, too, and take more blocks out of service
-        lookup = self._lookup.find(self._requests[request.request_id], num_computed_tokens)
-        if lookup.undecided:
+        num_tokens = self._lookup.find(self._requests[request.request_id], num_computed_tokens)
+        if num_tokens is None:
             return None, False
-        num_external_tokens = lookup.num_tokens - num_computed_tokens
+        num_external_tokens = num_tokens - num_computed_tokens
         return num_external_tokens, num_external_tokens > 0
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
@@ -194,7 +194,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         released only once the workers have stopped.
         """
         if self._lower is not None:
-            self._lower.prefetcher.act()  # what the look-ups since the last step want
+            self._lower.prefetcher.act()
         given_up = self._give_up_overdue()
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))

@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a look-up wants to be done for its request: to ask the tiers, or to fetch chunks.
+    """What a request wants to be done: to ask the tiers, or to fetch chunks.
 
     Attributes:
         unknown: chunks that tiers must be asked for; if there are none, and no plan, other requests' chunks are waited for.
@@ -84,10 +84,11 @@ class Waiting:
         excuse: what to note for the request if it stops at the deadline.
         asked_in: number of the step before which the engine asked for the request last.
         has_place: whether the engine could have admitted the request then.
+        max_tokens: maximum number of tokens that one look-up may be about, so that all answers are remembered until the last.
         num_computed_tokens: number of leading tokens that were on the device then.
         limit_tokens: maximum length in tokens of a hit then, computed tokens included.
         phase: see ``NEXT``.
-        wish: what the last look-up wants to be done in ``build_connector_meta``; ``None`` once it is done.
+        wish: what it wants to be done in the next ``build_connector_meta``, if that is known already.
         probes: questions to the tiers that the request waits for.
         num_found: by tier, the number of chunks that earlier questions have found there.
         skipped: indices of tiers that are not asked, because that would take too long.
@@ -101,6 +102,7 @@ class Waiting:
     excuse: str
     asked_in: int
     has_place: bool
+    max_tokens: int
     num_computed_tokens: int = 0
     limit_tokens: int = 0
     phase: Phase = Phase.ASK
@@ -136,13 +138,14 @@ class Waiting:
         return (self.begun_at + self.deadline) / 2
 
     @property
-    def due_at(self) -> float:
-        """Time at which it is to be looked at even if nothing has happened."""
-        if self.fetch is not None or self.wish is not None:
-            return self.deadline
-        if self.is_in_line:
-            return self.begun_at  # each time that the engine asks for it, so that its turn is noticed
-        return min(self.deadline, self.ask_until if self.probes else self.look_at)
+    def has_arrived(self) -> bool:
+        """Whether all jobs that fetch its chunks have ended."""
+        return self.fetch is not None and not self.fetch.num_running
+
+    @property
+    def excuse_now(self) -> str:
+        """What to note for the request if it stops waiting now."""
+        return "host memory had no room for what lower tiers have" if self.is_in_line else self.excuse
 
     @property
     def has_expired(self) -> bool:
@@ -151,6 +154,7 @@ class Waiting:
 
     def note_asked(self, num_computed_tokens: int, limit_tokens: int) -> None:
         """Note what the engine asks for. A wish for something else is void."""
+        limit_tokens = min(limit_tokens, num_computed_tokens + self.max_tokens)
         if (self.num_computed_tokens, self.limit_tokens) != (num_computed_tokens, limit_tokens):
             self.num_computed_tokens, self.limit_tokens, self.wish = num_computed_tokens, limit_tokens, None
 

@@ -133,7 +133,6 @@ class Fetches:
 
     Attributes:
         arriving: chunks that are being brought up.
-        num_released: number of fetches released so far. Grows when other requests may find slots.
         num_never_there: number of chunks that host memory counts as removed although they had never arrived.
     """
 
@@ -147,7 +146,6 @@ class Fetches:
         self._timeout_s = timeout_s
         self._live: set[Fetch] = set()
         self.arriving: set[OffloadKey] = set()
-        self.num_released = 0
         self.num_never_there = 0
 
     def __bool__(self) -> bool:
@@ -250,4 +248,3 @@ class Fetches:
                 lambda task: task.owner is fetch,
                 in_flight=not fetch.is_given_up,
             )
-        self.num_released += 1

@@ -52,8 +52,11 @@ class LowerTiers:
         new_epoch: makes a new name at each reset; it becomes part of the chunks' names in the tiers.
 
     Attributes:
+        host: as given.
         tiers: the state of each tier.
         config: as given.
+        max_look_up: maximum number of chunks in one look-up. All of its answers must be remembered until the last has come. If
+            they were not, the first chunks would be asked for again, and push out the answers for the last, without end.
         clock: time in which the engine steps; the owner calls its ``begin_step`` and ``end_step``. Deadlines are in this time.
     """
 
@@ -68,25 +71,20 @@ class LowerTiers:
     ) -> None:
         self.config = config
         self.clock = SteppedClock(clock)
-        self._host = host
+        self.host = host
         self._tasks = TaskTable(self.clock)
         self.tiers = [
             TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
             for at, options in enumerate(tiers)
         ]
+        self.max_look_up = min((tier.presence.limit for tier in self.tiers), default=0) // 2
         self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
         self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s)
         self._upkeep = Upkeep(self.tiers, self._tasks)
-        self._num_changes = 0
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
 
     # --- questions ----------------------------------------------------------------------------------------------------
-
-    @property
-    def num_changes(self) -> int:
-        """A counter that grows when an answer of ``lookup`` may have changed."""
-        return self._num_changes + self._fetches.num_released
 
     @property
     def num_never_there(self) -> int:
@@ -94,18 +92,14 @@ class LowerTiers:
         return self._fetches.num_never_there
 
     @property
-    def max_look_up(self) -> int:
-        """Maximum number of chunks in one look-up.
-
-        All of its answers must be remembered until the last has come. If they were not, the first chunks would be asked for
-        again, and push out the answers for the last, without end.
-        """
-        return min((tier.presence.limit for tier in self.tiers), default=0) // 2
+    def is_readable(self) -> bool:
+        """Whether requests may look for chunks in any of the tiers."""
+        return any(tier.is_readable for tier in self.tiers)
 
     @property
     def may_hold_more(self) -> bool:
         """Whether more chunks may be fetched: those held for requests so far leave half of host memory to others."""
-        return self._fetches.num_held + len(self._fetches.arriving) <= self._host.capacity // 2
+        return self._fetches.num_held + len(self._fetches.arriving) <= self.host.capacity // 2
 
     @property
     def is_idle(self) -> bool:
@@ -233,7 +227,7 @@ class LowerTiers:
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """Learn that a request uses these chunks, in prefix order."""
-        states = self._host.lookup(keys)
+        states = self.host.lookup(keys)
         for tier in self.tiers:
             tier.note_used(keys, states)
         if any(tier.backlog for tier in self.tiers):
@@ -250,7 +244,6 @@ class LowerTiers:
         for tier in self.tiers:
             tier.clear()
         self._dispatch.rename()
-        self._num_changes += 1
 
     # --- for workers --------------------------------------------------------------------------------------------------
 
@@ -274,7 +267,6 @@ class LowerTiers:
     def note_health(self, worker: int, at: int, health: TierHealth) -> None:
         """Learn what a worker says of the health of tier ``at``: a chunk counts only if all workers have it."""
         self.tiers[at].note_health(worker, health)
-        self._num_changes += 1
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
         """End a job that all workers have reported. Returns ``False`` if it is not a job of lower tiers."""
@@ -301,10 +293,10 @@ class LowerTiers:
             assert tier.probing == {k for t in own if t.kind is JobKind.PROBE for k in t.keys}, "asked by nobody"
             assert tier.touching == {k for t in own if t.kind is JobKind.TOUCH for k in t.keys}, "touched by nobody"
             assert tier.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
-            assert len(tier.backlog) <= self._host.capacity, "the backlog is longer than it may be"
+            assert len(tier.backlog) <= self.host.capacity, "the backlog is longer than it may be"
         self._fetches.check()
         num_read = sum(len(task.keys) for task in tasks if task.kind is JobKind.STORE)
-        assert num_read + self._fetches.num_held <= self._host.num_pins, "a chunk is held without a pin"
+        assert num_read + self._fetches.num_held <= self.host.num_pins, "a chunk is held without a pin"
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -324,7 +316,6 @@ class LowerTiers:
     def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
         """Draw the consequences of a job's end."""
         task.has_ended = True
-        self._num_changes += task.kind is not JobKind.TOUCH  # a touch changes no answer of a look-up
         tier, succeeded = self.tiers[task.tier], task.succeeded(self.config.num_workers)
         is_done = outcome is TransferOutcome.DONE
         is_told = is_done and not task.is_cancelled  # after a reset, names are others

@@ -36,11 +36,6 @@ class TieringManager(ForwardingManager):
         return self.inner
 
     @property
-    def generation(self) -> int:
-        """Changes also when an answer about lower tiers may have changed."""
-        return self.host.generation + self.lower.num_changes
-
-    @property
     def num_removed(self) -> int:
         """Number of chunks that were in host memory and have gone."""
         return self.host.num_removed - self.lower.num_never_there
