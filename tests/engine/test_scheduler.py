@@ -312,6 +312,32 @@ def test_a_connector_whose_stuck_copies_leave_no_room_for_any_request_is_turned_
         assert engine.tokens(str(at)) == alone(prompt(at, 17), 3)
 
 
+def test_two_requests_that_take_the_blocks_of_each_others_loads_for_ever_are_no_progress() -> None:
+    """Found by simulation: with copies that never end, neither fits; the moments in which both load let patience start anew."""
+    script = Script()
+    engine = SimulatedEngine(
+        simulated_layout(10), scripted_connector(script), load_timeout_s=1.0, max_num_seqs=2, prefix_caching=False
+    )
+    script.fill = lambda load: fill(engine, load)
+    script.locks += [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()][:3]
+    script.num_stuck = 3
+    engine.step()
+    for name, seed in (("one", 0), ("other", 1)):
+        script.offers[name] = (12, True)
+        engine.add(name, prompt(seed, 25), 3)
+    began = engine.clock()
+    while engine.scheduler.has_work():
+        engine.step()
+        if len(script.loading) == 2 or engine.scheduler.connector.broken is not None:
+            for name in list(script.loading):
+                script.end_load(name, failed=False)
+        assert engine.clock() - began < 5.0
+    assert engine.scheduler.connector.broken is not None
+    engine.scheduler.check_settled()
+    assert engine.tokens("one") == alone(prompt(0, 25), 3)
+    assert engine.tokens("other") == alone(prompt(1, 25), 3)
+
+
 def test_that_every_step_takes_long_is_not_held_against_the_connector() -> None:
     """The process is stopped again and again, say, but each step computes something."""
     engine = SimulatedEngine(simulated_layout(40), scripted_connector(Script()), load_timeout_s=1.0)

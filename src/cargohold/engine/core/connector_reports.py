@@ -72,6 +72,8 @@ class ConnectorReports:
         late = oldest[0].request_id if oldest is not None and now - oldest[1] > limit else None
         is_quiet = now - self._last_progress > limit
         num_kept = len(self._roster.waiting) + len(self._roster.running) if is_quiet else 0
+        if is_quiet and late is None and not num_kept and self._roster.transfers.num_loads:
+            return  # all are loading, and loads have a limit of their own: no progress, but nobody is kept waiting right now
         # A lack of progress is identified by the time of the last progress, so that any progress makes patience start anew.
         overdue = late if late is not None or not num_kept else self._last_progress
         if not self._patience.has_run_out(overdue, limit):
