@@ -111,4 +111,4 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release files, locks and connections; the chunks stay. The last call; never raises."""
+        """Release files, locks and connections; the chunks stay. The last call, in a thread of its own; never raises."""

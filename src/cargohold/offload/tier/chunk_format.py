@@ -1,10 +1,49 @@
-"""The format of a stored chunk, on every medium: header, payload, details. ``docs/tiers.md`` describes it byte by byte.
+"""The format of a stored chunk, on every medium: header, payload, details.
 
 The header says which chunk it is and how to verify it. The payload is the KV, encrypted if there is a key. The details are what
 KV events need of a chunk that was found after a restart: its tokens above all. They are encrypted when the payload is, but by
 themselves, so that they can be read without it. A value in a store has them behind the payload, a disk in a table of their own.
 
-All numbers are little-endian. Checksums are XXH3: they find accidental damage. Against tampering, use encryption.
+The header has 256 bytes:
+
+====  =============================================  ======  ===============================================================
+at    field                                          bytes
+====  =============================================  ======  ===============================================================
+0     magic                                          8       93 43 48 4b 56 0d 0a 1a
+8     version                                        2       2; chunks of other versions are misses: their namespace differs
+10    flags                                          2       1: encrypted
+12    priority                                       1       0 to 100; 255: not given
+13    unused                                         1
+14    tenant                                         8       stands for whose quota it counts towards; zeros: nobody's
+22    length of the payload                          8
+30    namespace                                      32      its SHA-256
+62    key: length, bytes                             1 + 64
+127   key of the chunk before it: length, bytes      1 + 64  length 0: none
+192   nonce, tag of the payload's encryption         12, 16  zeros: not encrypted
+220   checksum of the payload as stored              16      XXH3-128
+236   time of storing                                8       nanoseconds since 1970
+244   end of a lease                                 4       seconds since 1970; 0: no lease
+248   checksum of the 248 bytes before               8       XXH3-64
+====  =============================================  ======  ===============================================================
+
+Details of n bytes, with t tokens; a chunk without them is as good as one with them:
+
+==========  =======================================  ============  =========================================================
+at          field                                    bytes
+==========  =======================================  ============  =========================================================
+0           length of all of it, n                   4
+4           number of tokens, t                      4             0: not known
+8           nonce, tag of their own encryption       12, 16        zeros: not encrypted
+36          unused                                   4
+40          token ids                                4 t
+40 + 4 t    extras                                   n - 48 - 4 t  a MessagePack map of what else belongs to the hashes
+                                                                   (``hashes`` of inner blocks, ``extra_keys``), or empty
+n - 8       checksum of namespace, key, all before   8             XXH3-64
+==========  =======================================  ============  =========================================================
+
+All numbers are little-endian; what is unused is zero. Checksums are XXH3: they find accidental damage. Against tampering, use
+encryption: it binds details to the namespace, the number of tokens, and the key of the chunk. Engines write neither details
+nor priorities, tenants or leases yet; they read chunks that have them.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class TierConfig(ABC):
     For a tier of your own, derive a frozen dataclass with further fields. It must be picklable, because workers open the tier.
 
     Attributes:
-        kind: name of this kind of tier for users, in counters, reports and messages.
+        kind: name of this kind of tier for users, in counters, reports and messages; a second tier of a kind gets a number.
         has_index: the same as its ``Tier.has_index``.
         locality: ``LOCAL`` if only this machine has it, ``REMOTE`` if others share it. KV events carry it, so that routers do
             not send requests to one machine for chunks that all have. ``None`` leaves it open.
@@ -130,7 +130,10 @@ class TierConfig(ABC):
 
     @property
     def num_max_bytes(self) -> int | None:
-        """Maximum number of bytes that the tier may take, over all workers; ``None`` if the medium sets the limit."""
+        """Maximum number of bytes that the tier may take, over all workers; ``None`` if the medium sets the limit.
+
+        KV events announce no more chunks than fit.
+        """
         return None
 
     @property
