@@ -26,6 +26,7 @@ __all__ = ["cargohold", "chat_model"]
 
 # No deadlines: how long an example takes depends on what else the machine does.
 settings.register_profile("cargohold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", settings.get_profile("cargohold"), max_examples=1000)  # see ``tests.effort``
 settings.load_profile("cargohold")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, READY, KVCacheBlock, extend_hashes, root_hash
@@ -36,6 +36,7 @@ from cargohold.protocol import (
 )
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
+from tests.effort import examples
 
 HOLDS: dict[str, dict[str, Any]] = {
     "touch": {},
@@ -46,7 +47,7 @@ HOLDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("hold", HOLDS)
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (9, None, 3)])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_tokens_are_those_without_offloading_under_any_schedule_of_copies(
     hold: str, windows: tuple[int | None, ...], data: st.DataObject
@@ -904,7 +905,7 @@ def test_chunks_that_a_failed_store_lost_are_stored_when_a_request_hits_them_on_
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(data=st.data())
 def test_an_index_built_from_the_events_equals_the_tier(blocks_per_chunk: int, data: st.DataObject) -> None:
     offloading = SimulatedOffloading(data.draw(st.integers(1, 12)), blocks_per_chunk=blocks_per_chunk)

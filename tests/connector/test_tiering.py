@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.blocks import extend_hashes, root_hash
@@ -25,6 +25,7 @@ from cargohold.simulation.layouts import GroupPlan, layout_of
 from cargohold.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.simulation.transfers import HeldTransfers
 from tests.connector.common import alone, evict_everything, prompt
+from tests.effort import examples
 
 DISK = TierOptions(name="disk")
 SHARED = TierOptions(name="shared")
@@ -926,7 +927,7 @@ def run_any_way(engine: SimulatedEngine, tiering: SimulatedTiering, draw: Callab
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_tokens_are_those_without_offloading_under_any_schedule_of_jobs(
     windows: tuple[int | None, ...], data: st.DataObject

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
@@ -46,6 +46,7 @@ from cargohold.offload.tiering import (
 from cargohold.offload.tiering.tier_state import MIN_ANSWERS, TierState
 from cargohold.protocol import TransferOutcome
 from cargohold.simulation import VirtualClock
+from tests.effort import examples
 
 NUM_CHUNKS = 12
 STATUSES = {
@@ -1285,7 +1286,7 @@ class Traffic:
                 break
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 2), st.integers(1, 2))
 def test_whatever_happens_nothing_is_lost_or_held_for_ever(
     seed: int, capacity: int, num_tiers: int, num_workers: int
