@@ -11,6 +11,9 @@ OVERLAY_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quie
 PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 NAME ?=
 ARGS ?=
+# Of `make test-long`: what random tests begin with, new in every run, and how long simulations last.
+SEED ?= $(shell date +%s)
+MINUTES ?= 5
 VLLM ?=
 VLLM_SUFFIX := $(addprefix -,$(VLLM))
 # A machine with a GPU may reach no package index: its own Python is used, with the packages that travel beside the tree.
@@ -21,7 +24,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo test test-lowest check bench format clean test-vllm demo-vllm bench-vllm gpu-packages test-gpu bench-gpu
+.PHONY: help demo test test-long test-lowest check bench format clean test-vllm demo-vllm bench-vllm gpu-packages test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -31,6 +34,12 @@ demo: $(VENV)/.demo ## Serve a real model, without and with offloading
 
 test: $(VENV)/.dev $(VENV)/.demo ## Run the test suite
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-long: SEED := $(SEED)
+test-long: $(VENV)/.dev $(VENV)/.demo ## Run the long tests, then simulations with new seeds for MINUTES=5; SEED=... runs the same again
+	@echo "make test-long SEED=$(SEED)"
+	$(BIN)/python -m pytest $(PARALLEL) -m "long or hypothesis" --hypothesis-profile long --hypothesis-seed $(SEED) $(ARGS)
+	$(BIN)/cargohold simulate --first-seed $(SEED) --minutes $(MINUTES)
 
 test-lowest: $(LOWEST_VENV)/.installed ## Run the test suite with the lowest versions that we support, in an environment of its own
 	$(LOWEST_VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)

@@ -19,13 +19,15 @@ from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.model.info import describe_model
 from cargohold.garbage import made_for_good
 from tests.command import cargohold, chat_model
+from tests.forks import forked_ranks
 from tests.llms import SettledLLM, scheduler_of
 from tests.servers import Server, s3_server
 
-__all__ = ["cargohold", "chat_model"]
+__all__ = ["cargohold", "chat_model", "forked_ranks"]
 
 # No deadlines: how long an example takes depends on what else the machine does.
 settings.register_profile("cargohold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", settings.get_profile("cargohold"), max_examples=1000)  # see ``tests.effort``
 settings.load_profile("cargohold")
 
 

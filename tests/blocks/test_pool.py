@@ -3,13 +3,13 @@
 from collections import Counter
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cargohold.blocks import BlockPool, KVCacheBlock
 from cargohold.errors import BlockNotHeldError, NullBlockError, OutOfBlocksError, StaleCursorError
 from cargohold.protocol import BlockPoolView, KVCacheBlockView
+from tests.effort import examples
 
 NUM_BLOCKS = 8
 HASHES = [bytes([number]) * 4 for number in range(4)]
@@ -115,7 +115,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolMachine.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolAgainstModel.settings = examples(60, stateful_step_count=40)
 
 
 def test_satisfies_the_contract_as_it_is() -> None:

@@ -1,29 +1,34 @@
-"""Ctrl-C, SIGTERM and closed pipes, in a process of its own."""
+"""Ctrl-C, SIGTERM and closed pipes, in a process of its own.
+
+Commands that load a model are forked with PyTorch imported, all but one: what matters comes after that.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 import pytest
 
 from tests.command import Command
 from tests.data.make_trace import TRACE
+from tests.forks import ForkedCommand
 
 WAIT_S = 30.0
-Start = Callable[..., "subprocess.Popen[str]"]
+Process = subprocess.Popen[str] | ForkedCommand
+Start = Callable[..., subprocess.Popen[str]]
+Fork = Callable[..., ForkedCommand]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 @pytest.fixture
@@ -31,18 +36,30 @@ def start() -> Iterator[Start]:
     """Starts the command; whatever is left of it at the end is killed."""
     with ExitStack() as stack:
 
-        def run(*args: str, **options: Any) -> subprocess.Popen[str]:
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        def run(*args: str) -> subprocess.Popen[str]:
             process = subprocess.Popen(
                 [sys.executable, "-m", "cargohold", *args],
                 start_new_session=True,  # so that its processes can be sent what a terminal would send to all of them
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-                **{**pipes, **options},
+                env={**os.environ, **ENVIRONMENT},
             )
             stack.enter_context(process)
             stack.callback(process.kill)
             return process
+
+        yield run
+
+
+@pytest.fixture
+def fork() -> Iterator[Fork]:
+    """Starts the command at once, with PyTorch imported; whatever is left of it at the end is killed."""
+    with ExitStack() as stack:
+
+        def run(*args: str, terminal: int | None = None) -> ForkedCommand:
+            return stack.enter_context(closing(ForkedCommand(args, {**os.environ, **ENVIRONMENT}, terminal)))
 
         yield run
 
@@ -56,18 +73,17 @@ def read_some(stream: IO[str] | None) -> str:
 LONG = ("--max-tokens", "6000")
 
 
-def chat_in_an_answer(start: Start, chat_model: str) -> subprocess.Popen[str]:
+def chat_in_an_answer(fork: Fork, chat_model: str) -> ForkedCommand:
     """A chat that has begun with its first answer."""
-    process = start("chat", chat_model, *LONG)
-    assert process.stdin is not None
+    process = fork("chat", chat_model, *LONG)
     process.stdin.write("Hello\n")
     process.stdin.flush()
     assert read_some(process.stdout)
     return process
 
 
-def test_ctrl_c_while_it_generates_ends_cleanly(start: Start, chat_model: str) -> None:
-    process = start("run", chat_model, "-p", "Hello", *LONG)
+def test_ctrl_c_while_it_generates_ends_cleanly(fork: Fork, chat_model: str) -> None:
+    process = fork("run", chat_model, "-p", "Hello", *LONG)
     assert read_some(process.stdout)
     _interrupt(process)
 
@@ -78,7 +94,7 @@ def test_ctrl_c_while_it_loads_ends_cleanly(start: Start, chat_model: str) -> No
     _interrupt(process)
 
 
-def _interrupt(process: subprocess.Popen[str]) -> None:
+def _interrupt(process: Process) -> None:
     _end(process, signal.SIGINT)
 
 
@@ -86,29 +102,28 @@ ENDS = {signal.SIGINT: (130, "interrupted\n"), signal.SIGTERM: (143, "terminated
 """Exit status and last words by signal."""
 
 
-def _end(process: subprocess.Popen[str], number: signal.Signals) -> None:
+def _end(process: Process, number: signal.Signals) -> None:
     process.send_signal(number)
     _, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, err) == ENDS[number]
 
 
-def test_sigterm_while_it_generates_ends_cleanly(start: Start, chat_model: str) -> None:
-    process = start("run", chat_model, "-p", "Hello", *LONG)
+def test_sigterm_while_it_generates_ends_cleanly(fork: Fork, chat_model: str) -> None:
+    process = fork("run", chat_model, "-p", "Hello", *LONG)
     assert read_some(process.stdout)
     _end(process, signal.SIGTERM)
 
 
-def test_sigterm_while_it_loads_ends_cleanly(start: Start, chat_model: str) -> None:
-    process = start("--verbose", "run", chat_model, "-p", "Hello", "--num-device-blocks", "100")
+def test_sigterm_while_it_loads_ends_cleanly(fork: Fork, chat_model: str) -> None:
+    process = fork("--verbose", "run", chat_model, "-p", "Hello", "--num-device-blocks", "100")
     assert "sequences are limited" in read_some(process.stderr)
     _end(process, signal.SIGTERM)
 
 
-def test_sigterm_in_a_chat_ends_more_than_the_answer(start: Start, chat_model: str) -> None:
-    process = chat_in_an_answer(start, chat_model)
+def test_sigterm_in_a_chat_ends_more_than_the_answer(fork: Fork, chat_model: str) -> None:
+    process = chat_in_an_answer(fork, chat_model)
     process.send_signal(signal.SIGTERM)
     assert process.wait(WAIT_S) == 143, "while its input is still open"
-    assert process.stderr is not None
     assert process.stderr.read().splitlines()[1:] == ["terminated"]
 
 
@@ -183,26 +198,21 @@ class Terminal:
         os.close(self._ours)
 
 
-StartInTerminal = Callable[..., tuple["subprocess.Popen[str]", Terminal]]
+ForkInTerminal = Callable[..., tuple[ForkedCommand, Terminal]]
 
 
 @pytest.fixture
-def start_in_terminal(start: Start) -> Iterator[StartInTerminal]:
+def fork_in_terminal(fork: Fork) -> Iterator[ForkInTerminal]:
     """Starts the command in a terminal of its own."""
     with ExitStack() as stack:
 
-        def run(*args: str) -> tuple[subprocess.Popen[str], Terminal]:
+        def run(*args: str) -> tuple[ForkedCommand, Terminal]:
             terminal = stack.enter_context(closing(Terminal()))
-            theirs = terminal.theirs
-            process = start(*args, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=_own_terminal)
-            os.close(theirs)
+            process = fork(*args, terminal=terminal.theirs)
+            os.close(terminal.theirs)
             return process, terminal
 
         yield run
-
-
-def _own_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C that is typed becomes a signal
 
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -210,10 +220,10 @@ HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 @pytest.mark.parametrize("number", ENDS)
 def test_a_terminal_gets_its_cursor_back(
-    number: signal.Signals, start_in_terminal: StartInTerminal, chat_model: str
+    number: signal.Signals, fork_in_terminal: ForkInTerminal, chat_model: str
 ) -> None:
     """Found by a newcomer: SIGTERM while a model was loaded left the terminal without one."""
-    process, terminal = start_in_terminal("run", chat_model, "-p", "Hello", *LONG)
+    process, terminal = fork_in_terminal("run", chat_model, "-p", "Hello", *LONG)
     terminal.read_until(HIDE_CURSOR)
     process.send_signal(number)
     shown = terminal.read_until(NEVER)
@@ -225,9 +235,9 @@ CTRL_C, CTRL_D, NEVER = "\x03", "\x04", "\0"
 
 
 def test_ctrl_c_at_the_prompt_of_a_chat_leaves_only_when_it_is_repeated(
-    start_in_terminal: StartInTerminal, chat_model: str
+    fork_in_terminal: ForkInTerminal, chat_model: str
 ) -> None:
-    process, terminal = start_in_terminal("chat", chat_model)
+    process, terminal = fork_in_terminal("chat", chat_model)
     for _ in range(2):  # a question between them makes both of them first ones
         terminal.wait_for_prompt()
         terminal.type(f"half a quest{CTRL_C}")
@@ -244,27 +254,25 @@ def test_ctrl_c_at_the_prompt_of_a_chat_leaves_only_when_it_is_repeated(
 
 @pytest.mark.parametrize("first", [[], [CTRL_C]])
 def test_ctrl_d_at_the_prompt_of_a_chat_leaves_at_once(
-    first: list[str], start_in_terminal: StartInTerminal, chat_model: str
+    first: list[str], fork_in_terminal: ForkInTerminal, chat_model: str
 ) -> None:
-    process, terminal = start_in_terminal("chat", chat_model)
+    process, terminal = fork_in_terminal("chat", chat_model)
     for keys in [*first, CTRL_D]:
         terminal.wait_for_prompt()
         terminal.type(keys)
     assert process.wait(WAIT_S) == 0
 
 
-def test_sigterm_at_the_prompt_of_a_chat_needs_no_repetition(
-    start_in_terminal: StartInTerminal, chat_model: str
-) -> None:
-    process, terminal = start_in_terminal("chat", chat_model)
+def test_sigterm_at_the_prompt_of_a_chat_needs_no_repetition(fork_in_terminal: ForkInTerminal, chat_model: str) -> None:
+    process, terminal = fork_in_terminal("chat", chat_model)
     terminal.wait_for_prompt()
     process.send_signal(signal.SIGTERM)
     assert terminal.read_until(NEVER).endswith("terminated\r\n")
     assert process.wait(WAIT_S) == 143
 
 
-def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation(start: Start, chat_model: str) -> None:
-    process = chat_in_an_answer(start, chat_model)
+def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation(fork: Fork, chat_model: str) -> None:
+    process = chat_in_an_answer(fork, chat_model)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate("/new\n/quit\n")
     assert process.returncode == 0
@@ -273,12 +281,10 @@ def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation(start: Start,
     assert "Traceback" not in err
 
 
-def test_a_reader_that_goes_away_is_no_error(start: Start, chat_model: str) -> None:
-    process = start("run", chat_model, "-p", "Hello", *LONG)
-    assert process.stdout is not None
+def test_a_reader_that_goes_away_is_no_error(fork: Fork, chat_model: str) -> None:
+    process = fork("run", chat_model, "-p", "Hello", *LONG)
     assert read_some(process.stdout)
     process.stdout.close()
-    assert process.stderr is not None
     err = process.stderr.read()
     assert process.wait() == 0
     assert err == ""

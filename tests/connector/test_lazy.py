@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold import ConfigError, LazyOffloadConfig
@@ -23,10 +23,11 @@ from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated
 from cargohold.simulation.transfers import HeldTransfers
 from tests.conformance.oldest_ends import OldestEnds
 from tests.connector.common import alone, evict_everything, finish, prompt
+from tests.effort import examples
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_tokens_are_those_without_offloading_under_any_schedule_of_copies(
     windows: tuple[int | None, ...], data: st.DataObject

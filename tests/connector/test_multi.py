@@ -9,7 +9,7 @@ from inspect import isfunction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.conformance.strict import CodedExecutor
@@ -44,6 +44,7 @@ from cargohold.protocol import (
 )
 from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt
+from tests.effort import examples
 
 SHAPES: dict[str, Callable[[Sequence[SimulatedOffloading]], KVConnectorFactory]] = {
     "flat": lambda tiers: MultiConnectorFactory(tuple(tiers)),
@@ -54,7 +55,7 @@ SHAPES: dict[str, Callable[[Sequence[SimulatedOffloading]], KVConnectorFactory]]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_context", [True, False])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_tokens_are_those_without_offloading(shape: str, with_context: bool, data: st.DataObject) -> None:
     tiers = [

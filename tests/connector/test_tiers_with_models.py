@@ -120,6 +120,7 @@ def test_other_weights_under_the_same_name_find_nothing(
     assert restored(ask(make_llm(str(path), offload=config, **OPTIONS), prompts())) == [{}] * 3
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("workers", [{}, {"tensor_parallel_size": 2, "executor": "multiprocess"}], ids=["one", "two"])
 def test_weights_that_were_replaced_after_they_were_loaded_are_refused_tiers(
     workers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -300,6 +301,7 @@ def test_as_one_of_several_connectors(
     assert restored(again) == [{"disk": 100}] * 3
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_on_two_workers_each_with_its_shard(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, make_llm: Callable[..., LLM]
 ) -> None:

@@ -67,8 +67,12 @@ def generate(llm: LLM, prompts: tuple[str, ...] = PROMPTS) -> list[tuple[int, ..
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_batched_tokens": 37}, {"max_num_seqs": 1, "prefix_caching": False}, {"block_tokens": 7}],
-    ids=["together", "in chunks", "one by one", "in odd blocks"],
+    [
+        pytest.param({}, id="together"),
+        pytest.param({"max_num_batched_tokens": 37}, id="in chunks"),
+        pytest.param({"max_num_seqs": 1, "prefix_caching": False}, id="one by one", marks=pytest.mark.long),
+        pytest.param({"block_tokens": 7}, id="in odd blocks", marks=pytest.mark.long),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(
     options: dict[str, Any], reference: list[tuple[int, ...]], smollm2: Callable[..., LLM]
@@ -96,6 +100,7 @@ OFFLOADS: dict[str, Any] = {
         EAGER,
     ],
 }
+SEVERAL = [name for name in OFFLOADS if name.startswith("multi")]
 
 
 def visit(llm: LLM) -> list[RequestOutput]:
@@ -125,7 +130,9 @@ def answers() -> list[tuple[int, ...]]:
         return tokens_of(visit(llm))
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize(
+    "offload", ["eager", "lazy", *(pytest.param(name, marks=pytest.mark.long) for name in SEVERAL)]
+)
 def test_conversations_that_come_back_are_restored_and_go_on_the_same(
     offload: str, answers: list[tuple[int, ...]], smollm2: Callable[..., LLM]
 ) -> None:
@@ -149,7 +156,9 @@ def test_in_half_precision_what_is_restored_is_what_was_there(smollm2: Callable[
         assert restored(after) > 45
 
 
-@pytest.mark.parametrize("offload", [None, EAGER], ids=["none", "eager"])
+@pytest.mark.parametrize(
+    "offload", [pytest.param(None, id="none", marks=pytest.mark.long), pytest.param(EAGER, id="eager")]
+)
 def test_a_pool_so_small_that_requests_are_preempted(
     offload: Any, reference: list[tuple[int, ...]], smollm2: Callable[..., LLM]
 ) -> None:

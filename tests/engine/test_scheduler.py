@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.engine.core.request import FinishReason
@@ -15,6 +15,7 @@ from cargohold.engine.core.waiting_queue import QueuePolicy
 from cargohold.errors import RequestError
 from cargohold.protocol import FinishedTransfers, RequestView
 from cargohold.simulation import SimulatedEngine, VirtualClock, WrongTokenError, simulated_layout
+from tests.effort import examples
 from tests.engine.scripted import Load, Script, ScriptedScheduler, ScriptedWorker, fill, scripted_connector
 
 LAYOUTS = {
@@ -45,7 +46,7 @@ def alone(tokens: list[int], max_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("windows", LAYOUTS.values(), ids=LAYOUTS.keys())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_tokens_do_not_depend_on_batching_chunking_reuse_or_preemption(
     windows: tuple[int | None, ...], data: st.DataObject

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,6 +20,7 @@ from cargohold.protocol import NULL_BLOCK_ID
 from cargohold.simulation import SimulatedEngine, simulated_layout
 from cargohold.simulation.chains import tokens_alone
 from cargohold.simulation.engine import VOCAB_SIZE
+from tests.effort import examples
 from tests.engine.scripted import Load, Script, fill, scripted_connector
 
 BLOCK_TOKENS = 4
@@ -239,7 +239,7 @@ class DecisionMachine(RuleBasedStateMachine):
 
 
 TestEveryDecision = DecisionMachine.TestCase
-TestEveryDecision.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEveryDecision.settings = examples(60, stateful_step_count=40)
 
 
 # --- who holds what ---------------------------------------------------------------------------------------------------
@@ -395,4 +395,4 @@ class OwnershipMachine(RuleBasedStateMachine):
 
 
 TestWhoHoldsWhat = OwnershipMachine.TestCase
-TestWhoHoldsWhat.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWhoHoldsWhat.settings = examples(60, stateful_step_count=40)

@@ -80,6 +80,8 @@ MakeExecutor = Callable[..., Executor]
 
 
 MANY = ["multiprocess", "ray"]
+MOSTLY_PROCESSES = ["multiprocess", pytest.param("ray", marks=pytest.mark.long)]
+"""Of what is the same code, over Ray in the long tests alone: its actors take seconds to start."""
 
 
 @pytest.fixture
@@ -104,6 +106,7 @@ def make_executor(request: pytest.FixtureRequest) -> Iterator[MakeExecutor]:
                 request.getfixturevalue("ray_cluster")
                 made.append(RayExecutor(spec, 2, codec, OutputAggregator(2), step_timeout_s=step_timeout_s))
             else:
+                request.getfixturevalue("forked_ranks")
                 made.append(MultiprocessExecutor(spec, 2, codec, OutputAggregator(2), step_timeout_s))
         return made[-1]
 
@@ -150,19 +153,19 @@ def test_the_message_is_forgotten_last_also_when_the_forward_pass_raises(make_ex
     assert list(calls[: len(first)]) == first
 
 
-@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("kind", MOSTLY_PROCESSES)
 def test_jobs_end_when_the_last_rank_has_reported_them(kind: str, make_executor: MakeExecutor) -> None:
     executor = make_executor(kind)
     ended = [sorted(executor.execute(step(number)).connector.finished.jobs) for number in range(4)]
     assert ended == [[], [0], [1], [2]], "rank 1 reports each a step later than rank 0"
 
 
-@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("kind", MOSTLY_PROCESSES)
 def test_stats_of_all_ranks_are_added_up(kind: str, make_executor: MakeExecutor) -> None:
     assert make_executor(kind).execute(step(0)).connector.stats == {"ranks": 2}
 
 
-@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("kind", MOSTLY_PROCESSES)
 def test_what_a_rank_has_loaded_is_never_looked_at_for_garbage(kind: str, make_executor: MakeExecutor) -> None:
     output = make_executor(kind, connectors=Probing(CollectorWorker)).execute(step(0))
     for calls in calls_of(output):
@@ -256,8 +259,10 @@ def test_a_killed_rank_ends_the_engine_with_its_name(
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("kind", MANY)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    [("multiprocess", 0), ("multiprocess", 1), pytest.param("ray", 0, marks=pytest.mark.long), ("ray", 1)],
+)
 def test_a_rank_that_hangs_ends_the_engine_in_bounded_time(kind: str, rank: int, make_executor: MakeExecutor) -> None:
     executor = make_executor(kind, Trouble("hang", "forward", rank, 1), step_timeout_s=1.0)
     executor.execute(step(0))
@@ -339,14 +344,14 @@ def _leave_stopped_workers(channel: multiprocessing.connection.Connection) -> No
     channel.send(executor.process_ids)
 
 
-@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("kind", MOSTLY_PROCESSES)
 def test_an_exception_in_a_rank_ends_the_engine_with_its_traceback(kind: str, make_executor: MakeExecutor) -> None:
     executor = make_executor(kind, Trouble("raise", "forward", 1, 0))
     with pytest.raises(EngineDeadError, match=r"(?s)worker 1 cannot go on.*the model broke"):
         executor.execute(step(0))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_an_actor_that_dies_ends_the_engine_with_its_name(rank: int, make_executor: MakeExecutor) -> None:
     executor = make_executor("ray", Trouble("kill", "forward", rank, 1))
     executor.execute(step(0))
@@ -371,18 +376,19 @@ def test_more_ranks_than_the_cluster_has_room_for_are_refused(
         RayExecutor(RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 5, StepCodec(), OutputAggregator(5))
 
 
-@pytest.mark.parametrize("kind", MANY)
-@pytest.mark.parametrize(
-    ("what", "error", "message"),
-    [
-        ("kill", EngineDeadError, "worker 1 died"),
-        ("raise", EngineDeadError, "the model broke"),
-        ("refuse", UnsupportedModelError, "model 'some model': it cannot be served"),
-    ],
-)
-def test_a_rank_that_cannot_start_leaves_none_running(
-    kind: str, what: str, error: type[Exception], message: str, make_executor: MakeExecutor
-) -> None:
+BAD_STARTS: dict[str, tuple[type[Exception], str]] = {
+    "kill": (EngineDeadError, "worker 1 died"),
+    "raise": (EngineDeadError, "the model broke"),
+    "refuse": (UnsupportedModelError, "model 'some model': it cannot be served"),
+}
+
+
+@pytest.mark.parametrize(("kind", "what"), [
+    *(("multiprocess", what) for what in BAD_STARTS), ("ray", "kill"),
+    *(pytest.param("ray", what, marks=pytest.mark.long) for what in ("raise", "refuse")),
+])  # fmt: skip
+def test_a_rank_that_cannot_start_leaves_none_running(kind: str, what: str, make_executor: MakeExecutor) -> None:
+    error, message = BAD_STARTS[what]
     with pytest.raises(error, match=message):
         make_executor(kind, Trouble(what, "start", 1))
     assert not multiprocessing.active_children()

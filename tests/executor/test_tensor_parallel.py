@@ -63,16 +63,23 @@ def no_process_left() -> Iterator[None]:
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(("kind", "num_kv_heads"), [("qwen3", 2), ("gemma3", 4)])
 @pytest.mark.usefixtures("no_process_left")
-def test_split_models_answer_as_whole_ones(
-    kind: str, num_kv_heads: int, model_with_heads: MakeModel, make_llm: Callable[..., LLM]
+def test_a_split_model_with_norms_of_keys_answers_as_a_whole_one(
+    model_with_heads: MakeModel, make_llm: Callable[..., LLM]
 ) -> None:
-    check_split_as_whole(model_with_heads(kind, num_kv_heads), make_llm)
+    """In processes that are started as outside of tests."""
+    check_split_as_whole(model_with_heads("qwen3", 2), make_llm)
+
+
+@pytest.mark.usefixtures("no_process_left", "forked_ranks")
+def test_a_split_model_with_windows_answers_as_a_whole_one(
+    model_with_heads: MakeModel, make_llm: Callable[..., LLM]
+) -> None:
+    check_split_as_whole(model_with_heads("gemma3", 4), make_llm)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "vocab_size"), [(1, 200), (2, 199)])
-@pytest.mark.usefixtures("no_process_left")
+@pytest.mark.usefixtures("no_process_left", "forked_ranks")
 def test_what_two_workers_do_not_divide_is_there_twice_or_refused(
     num_kv_heads: int, vocab_size: int, model_with_heads: MakeModel, make_llm: Callable[..., LLM]
 ) -> None:
@@ -100,7 +107,7 @@ def test_split_over_ray_actors(model_with_heads: MakeModel, make_llm: Callable[.
     assert restored > 100
 
 
-@pytest.mark.usefixtures("no_process_left")
+@pytest.mark.usefixtures("no_process_left", "forked_ranks")
 def test_a_rank_whose_tier_fails_every_load_costs_no_token(
     model_with_heads: MakeModel, make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,7 +120,7 @@ def test_a_rank_whose_tier_fails_every_load_costs_no_token(
     assert "failed" in caplog.text
 
 
-@pytest.mark.usefixtures("no_process_left")
+@pytest.mark.usefixtures("no_process_left", "forked_ranks")
 def test_a_rank_killed_between_collectives_is_named(model_with_heads: MakeModel) -> None:
     llm = LLM(model_with_heads("llama", 2), **OPTIONS, tensor_parallel_size=2, step_timeout_s=60)
     with LLM(llm.plan.config.model, **OPTIONS) as whole:

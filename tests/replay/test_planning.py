@@ -44,11 +44,9 @@ def conversations(minutes: float) -> Workload:
     rng = random.Random(3)
     lines: list[tuple[float, list[int]]] = []
     next_id = 0
-    for chat in range(60 * 75):
-        arrival_s, path = (
-            2.0 * chat - 60 * 60,
-            list[int](),
-        )  # an hour earlier, so that it does not begin with beginnings
+    for chat in range(60 * 35):
+        # It begins an hour earlier, so that what is kept does not begin with beginnings.
+        arrival_s, path = 4.0 * chat - 60 * 60, list[int]()
         while True:
             path = [*path, *range(next_id, next_id + 2)]
             next_id += 2
@@ -96,6 +94,7 @@ class TestRecommendation:
             assert max(known) / min(known) < 1.25
             assert all(size.num_bytes < 1.25 * known[-1] for size in sizes if size.is_least)
 
+    @pytest.mark.long
     @pytest.mark.skipif(
         not CHAT.exists(), reason="the trace of chats is not there: CARGOHOLD_TRACES names its directory"
     )
@@ -108,7 +107,7 @@ class TestRecommendation:
         assert not half.is_least and not whole.is_least
         assert half.num_bytes == pytest.approx(whole.num_bytes, rel=0.25)
 
-    @pytest.mark.parametrize("seconds", [400, 800, 3200])
+    @pytest.mark.parametrize("seconds", [400, 1600])
     def test_what_a_full_cache_saves_does_not_move_with_the_length_of_the_trace(self, seconds: int) -> None:
         # Every second, a new chunk is used, and the one of 100 seconds ago a second and last time.
         requests = [
@@ -292,6 +291,7 @@ class TestDisk:
         assert "Whether 4.0 TiB of disk pays cannot be told: the trace is too short to fill it." in words
         assert "at least" in words
 
+    @pytest.mark.long
     @pytest.mark.skipif(
         not CHAT.exists(), reason="the trace of chats is not there: CARGOHOLD_TRACES names its directory"
     )

@@ -219,7 +219,7 @@ def forgets_an_event_when_chunks_are_evicted(patch: Patch) -> None:
     patch.setattr(TierEvents, "_removed", lambda self, keys: ())
 
 
-@mutant(connector="multi", faults="raises")
+@mutant(connector="multi", faults="raises", first_seed=28)
 def still_counts_the_chunks_of_a_connector_that_was_turned_off(patch: Patch) -> None:
     patch.setattr("cargohold.protocol.guard.is_level", lambda counter: False)
 
@@ -303,7 +303,7 @@ def finds_a_chunk_again_that_is_known_to_be_bad(patch: Patch) -> None:
     patch.setattr(Loads, "end", forgetful)
 
 
-@mutant(connector="any", workload="any", faults="all")
+@mutant(connector="any", workload="any", faults="all", first_seed=27)
 def finds_a_full_hit_without_what_the_last_query_sees(patch: Patch) -> None:
     init = _Windowed.__init__
 
@@ -363,7 +363,7 @@ def does_not_end_stores_of_preempted_requests(patch: Patch) -> None:
     patch.setattr(OffloadingWorker, "handle_preemptions", lambda self: None)
 
 
-@mutant(connector="eager-requests")
+@mutant(connector="eager-requests", first_seed=15)
 def remembers_only_one_of_the_requests_whose_blocks_a_job_reads(patch: Patch) -> None:
     patch.setattr(
         JobTable,
@@ -483,7 +483,7 @@ def gives_a_slot_to_two_chunks(patch: Patch) -> None:
 # --- tiers below host memory ------------------------------------------------------------------------------------------
 
 
-@mutant(connector="tiered", workload="ranks", faults="failed,corrupt")
+@mutant(connector="tiered", workload="ranks", faults="failed,corrupt", first_seed=38)
 def believes_one_worker_that_a_chunk_has_arrived(patch: Patch) -> None:
     def either(left: bytes, right: bytes) -> bytes:
         return bytes(map(max, left, right))
@@ -526,7 +526,7 @@ def never_lets_go_of_what_it_has_fetched(patch: Patch) -> None:
     patch.setattr(Fetch, "release", lambda self: None)
 
 
-@mutant(connector="tiered", workload="returning", faults="stalls")
+@mutant(connector="tiered", workload="returning", faults="stalls", first_seed=28)
 def divides_by_an_unknown_time_when_a_deadline_passes_within_a_call(patch: Patch) -> None:
     def divided(num_tokens: int, load_s: float, limit_s: float) -> int:
         return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
@@ -588,17 +588,17 @@ def waits_longer_than_computing_takes(patch: Patch) -> None:
     patch.setattr(Prefetcher, "_limit_wait", lambda *_: True)
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs")
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=28)
 def never_leaves_a_tier_that_hangs_alone(patch: Patch) -> None:
     patch.setattr(CircuitBreaker, "note_failure", lambda self: False)
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs")
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=28)
 def takes_a_job_that_hangs_for_one_too_many(patch: Patch) -> None:
     patch.setattr(MediumHealth, "_was_one_too_many", lambda *_: True)
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=90)
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=134)
 def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
     original = MediumHealth.__init__
 

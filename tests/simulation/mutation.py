@@ -22,7 +22,7 @@ class Mutant:
         what: what is broken, for people.
         apply: breaks it.
         recipe: the scenarios in which an oracle should find it.
-        first_seed: the seed to begin with, for those that many seeds do not find.
+        first_seed: the seed to begin with: one that found it, where the first ones do not.
     """
 
     what: str

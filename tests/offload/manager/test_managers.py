@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,6 +23,7 @@ from cargohold.cache.policies import POLICIES
 from cargohold.cache.policies.runs import Runs
 from cargohold.errors import LifecycleError, MissingChunkError
 from cargohold.offload.manager import ChunksStored, OffloadManager, StoreOffer, make_manager
+from tests.effort import examples
 from tests.offload.common import DEPTH, EVERY_KEY, chain, numbered
 from tests.offload.manager.naive_tier import NaiveTier
 
@@ -156,10 +156,11 @@ class TierMachine(RuleBasedStateMachine):
         assert self.manager.num_free == self.manager.capacity
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("name", MANAGERS)
 def test_under_random_operations(name: str) -> None:
     machine = type("Machine", (TierMachine,), {"make": staticmethod(MANAGERS[name])})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=examples(40, stateful_step_count=40))
 
 
 @pytest.mark.parametrize("name", MANAGERS)

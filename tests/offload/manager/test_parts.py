@@ -6,18 +6,19 @@ from itertools import takewhile
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import chunk_table
 from cargohold.cache.chunk_table import NO_SLOT, READY, ChunkTable
 from cargohold.offload.keys import ChunkKeys, offload_key, split_key
 from cargohold.protocol import AttentionKind, KVCacheGroup
+from tests.effort import examples
 from tests.offload.common import numbered
 
 
 @pytest.mark.parametrize("most_in_one_dict", [0, 600])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_a_table_finds_every_chunk_whatever_is_removed(most_in_one_dict: int, data: st.DataObject) -> None:
     """Prefixes that share beginnings, in neighbouring slots and scattered over the table."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.blocks import READY
 from cargohold.cache.policies.arc import ARCPolicy, Balance, Ghosts
 from cargohold.offload.manager import TierManager
+from tests.effort import examples
 from tests.offload.common import numbered
 from tests.offload.policy.naive_arc import PaperARC
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(capacity=st.integers(1, 12), generator=st.randoms(use_true_random=False), length=st.integers(0, 400))
 def test_does_what_the_paper_says_where_chunks_come_alone(capacity: int, generator: Random, length: int) -> None:
     # Some chunks come often, others in phases: both ghost lists are hit, at different lengths.
@@ -80,7 +81,7 @@ def test_strangers_are_admitted_at_once_as_one_by_one(
     assert at_once == one_by_one
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(capacity=st.integers(1, 6), data=st.data())
 def test_ghosts_are_two_lists_of_keys(capacity: int, data: st.DataObject) -> None:
     ghosts = Ghosts(capacity)

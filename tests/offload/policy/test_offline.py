@@ -7,11 +7,12 @@ from functools import cache
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.policies.offline import OfflineTrace
+from tests.effort import examples
 from tests.offload.common import chain, hits_of
 
 Requests = Sequence[Sequence[bytes]]
@@ -35,7 +36,7 @@ def best_by_search(requests: Requests, capacity: int, num_asked: Sequence[int]) 
     return best(0, frozenset())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(requests=st.lists(paths.map(chain), max_size=6), capacity=st.integers(1, 4))
 def test_no_choice_whatever_gives_more_hits(requests: Requests, capacity: int) -> None:
     assert sum(OfflineTrace(requests).optimal_hits(capacity)) == best_by_search(
@@ -43,7 +44,7 @@ def test_no_choice_whatever_gives_more_hits(requests: Requests, capacity: int) -
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(requests=st.lists(st.tuples(paths.map(chain), st.integers(0, 3)), max_size=6), capacity=st.integers(1, 4))
 def test_the_optimum_counts_only_chunks_that_are_looked_up(
     requests: Sequence[tuple[Sequence[bytes], int]], capacity: int
@@ -55,7 +56,7 @@ def test_the_optimum_counts_only_chunks_that_are_looked_up(
     assert all(found <= asked for found, asked in zip(hits, num_asked, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(requests=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple), max_size=30))
 def test_no_policy_gives_more_and_more_room_never_gives_less(requests: list[tuple[int, ...]]) -> None:
     keys = [chain(path) for path in requests]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,6 +19,7 @@ from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import ReplacementPolicy
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.offload.manager import ChunksRemoved, LoadHandle, StoreHandle, TierManager, make_manager
+from tests.effort import examples
 from tests.offload.common import DEPTH, chain
 from tests.offload.policy.naive_policies import NaiveFIFO, NaiveLRU
 
@@ -98,16 +98,17 @@ class TwinMachine(RuleBasedStateMachine):
         self.twins.compare()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("name", TWINS)
 def test_evicts_what_the_model_evicts_and_in_its_order(name: str) -> None:
     machine = type("Machine", (TwinMachine,), {"policies": TWINS[name]})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(machine, settings=examples(25, stateful_step_count=50))
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_long_history_of_a_large_tier_is_evicted_in_the_order_of_the_model(name: str) -> None:
     """Long enough that the oldest are picked out in several passes."""
-    capacity = 6_000
+    capacity = 1_000
     twins = Twins(capacity, TWINS[name])
     for at in range(300):
         path = chain_of_numbers(at % 97, 40 + at % 31)

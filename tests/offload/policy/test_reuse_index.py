@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -17,6 +17,7 @@ from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.cache.policies.reuse_index import AbsentChunks, ReuseIndexPolicy
 from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_bucket
 from cargohold.offload.manager import StoreOffer, TierManager, make_manager
+from tests.effort import examples
 from tests.offload.common import DEPTH, EVERY_PATH, chain, key, numbered
 from tests.offload.manager.naive_tier import NaiveTier
 
@@ -70,10 +71,10 @@ class NoHoles(RuleBasedStateMachine):
 
 
 TestNoHoles = NoHoles.TestCase
-TestNoHoles.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestNoHoles.settings = examples(25, stateful_step_count=40)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(capacity=st.integers(1, 10), requests=st.lists(paths, max_size=40))
 def test_lru_leaves_no_hole_either_where_nothing_is_pinned(capacity: int, requests: list[tuple[int, ...]]) -> None:
     tier = NaiveTier(make_manager("lru", capacity))
@@ -185,7 +186,6 @@ def test_the_same_requests_end_in_the_same_choice() -> None:
 # --- the parts ------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(risks=st.lists(st.floats(0, 0.5), min_size=NUM_AGES, max_size=NUM_AGES))
 def test_the_index_is_the_best_ratio_of_reuse_to_time_over_all_horizons(risks: list[float]) -> None:
     edges = [0.0, *(2.0**age for age in range(1, NUM_AGES + 1))]
@@ -235,7 +235,7 @@ def test_ages_are_told_apart_by_powers_of_two(age: int, bucket: int) -> None:
     assert age_bucket(age) == bucket
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_the_leaf_that_is_worth_least_goes_until_a_newcomer_is_worth_less(data: st.DataObject) -> None:
     """Prefixes that branch, of classes of any worth, some of whose chunks are in use."""

@@ -18,7 +18,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache.policies import find_policy
@@ -158,7 +158,6 @@ SPOILED = st.tuples(FORGED, st.integers(0, HEADER_BYTES - 1), st.integers(0, 255
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "arc", "reuse-index"])
-@settings(deadline=None)
 @given(
     found=st.lists(st.one_of(FORGED, SPOILED, st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES)), max_size=12),
     uses=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=12, max_size=12),

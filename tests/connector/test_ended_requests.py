@@ -1,0 +1,204 @@
+"""Chunks of requests that have ended: stored after their end, and handed over for remote decode."""
+
+from __future__ import annotations
+
+import pytest
+
+from cargohold.blocks import ABSENT, READY
+from cargohold.connector.offloading.leftovers import Leftovers
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.engine.core.context import EngineContext
+from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
+from cargohold.protocol import (
+    TransferOutcome,
+)
+from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from tests.connector.common import alone, evict_everything, finish, prompt
+from tests.connector.offloading import HOLDS, keys_of
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_chunks_of_an_ended_request_that_were_not_stored_are_stored_after_its_end(blocks_per_chunk: int) -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1, blocks_per_chunk=blocks_per_chunk)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 1)
+    engine.step()
+    assert not engine.scheduler.num_unfinished
+    num_free = engine.scheduler.kv.pool.num_free_blocks
+    assert num_free == 59 - 6, "only what is being copied is held"
+    transfers.auto = True
+    finish(engine, offloading)
+    num_chunks = 12 // blocks_per_chunk
+    keys = keys_of(prompt(0, 49), num_chunks, blocks_per_chunk)
+    assert offloading.manager.lookup_run(keys) == bytes([READY]) * num_chunks
+    evict_everything(engine)
+    engine.add("again", prompt(0, 49), 3)
+    finish(engine, offloading)
+    assert engine.tokens("again") == alone(prompt(0, 49), 3)
+
+
+def test_chunks_of_an_ended_request_in_one_group_alone_are_stored_after_its_end() -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(125, windows=(None, None)), offloading, max_num_batched_tokens=64)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 1)
+    engine.step()
+    assert not engine.scheduler.num_unfinished
+    (store,) = transfers.pending
+    assert len(store.block_ids) == 12, "all of the first group's chunks, and none of the second's"
+    transfers.auto = True
+    finish(engine, offloading)
+    evict_everything(engine)
+    engine.add("again", prompt(0, 49), 3)
+    finish(engine, offloading)
+    assert engine.outputs["again"].cache_report.restored_tokens == {"host": 48}
+    assert engine.tokens("again") == alone(prompt(0, 49), 3)
+
+
+def test_chunks_that_left_the_window_of_an_ended_request_are_skipped() -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(60, windows=(6,)), offloading, max_num_batched_tokens=64)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 2)
+    for _ in range(2):
+        engine.step()
+    assert not engine.scheduler.num_unfinished
+    num_offered = sum(len(job.block_ids) for job in transfers.pending)
+    transfers.auto = True
+    finish(engine, offloading)
+    states = [READY] * num_offered + [ABSENT] * (11 - num_offered) + [READY]
+    assert list(offloading.manager.lookup(keys_of(prompt(0, 49), 12))) == states
+
+
+def test_stores_after_the_end_of_a_request_keep_max_store_tokens() -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 1, kv_transfer_params={"max_store_tokens": 32})
+    engine.step()
+    assert not engine.scheduler.num_unfinished and offloading.manager.num_writing < 8
+    transfers.auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 8
+
+
+def test_chunks_of_an_ended_request_are_known_though_they_were_never_looked_up() -> None:
+    """Under asynchronous scheduling the last tokens are known when no step is planned for the request any more."""
+    engine = SimulatedEngine(simulated_layout(60))
+    engine.add("r", prompt(0, 17), 8)
+    engine.step()
+    context = EngineContext(engine.scheduler.kv, WaitingQueue(QueuePolicy.FCFS))
+    request = engine.requests["r"]
+    state = RequestState.create(request, engine.scheduler.kv.layout, blocks_per_chunk=2)
+    leftovers = Leftovers()
+    leftovers.add(state, engine.scheduler.kv.block_ids(request), 17, context)
+    (leftover,) = leftovers
+    assert leftover.end_chunk(0, 2, context, limit=8) == 2
+    engine.run()
+
+
+def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_reused() -> None:
+    engine = SimulatedEngine(simulated_layout(9))
+    engine.add("r", prompt(0, 25), 8)
+    engine.step()
+    kv, request = engine.scheduler.kv, engine.requests["r"]
+    context = EngineContext(kv, WaitingQueue(QueuePolicy.FCFS))
+    table = tuple(kv.block_ids(request)[0])
+    pool = kv.pool
+
+    def leftovers() -> Leftovers:
+        those = Leftovers()
+        state = RequestState.create(request, kv.layout, blocks_per_chunk=2)
+        those.add(state, (table,), 25, context)
+        return those
+
+    (leftover,) = leftovers()
+    assert [leftover.end_chunk(0, 2, context, limit) for limit in (1, 2, 3, 9)] == [1, 2, 3, 3]
+    rest = Leftovers()
+    rest.add(leftover.state, (table,), 25, context)
+    leftover.state.note_offered(0, 2)
+    rest.add(leftover.state, (table,), 25, context)
+    leftover.state.note_offered(0, 0)
+    assert [of.end_chunk(0, 2, context, 9) for of in rest] == [3, 0], "nothing is known of what had been offered"
+    pool.uncache_block(pool.get_block(table[3]))
+    assert leftover.end_chunk(0, 2, context, 9) == 1, "the other half of its chunk is still there"
+    (later,) = leftovers()
+    assert later.end_chunk(0, 2, context, 9) == 1, "what it holds is not known, whatever it was"
+    pool.uncache_block(pool.get_block(table[0]))
+    assert len(leftovers()) == 0
+    engine.run()
+    engine.add("other", prompt(1, 28), 4)
+    engine.run()
+    assert pool.get_block(table[2]).block_hash is not None, "its block holds something else"
+    (state, first) = (leftover.state, leftover.state.next_chunk[0])
+    state.note_offered(0, 1)
+    assert (first, leftover.end_chunk(0, 2, context, 9)) == (0, 1)
+
+
+def test_chunks_of_an_ended_request_are_dropped_once_their_blocks_are_reused() -> None:
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    transfers = offloading.transfers[0]
+    transfers.auto = False
+    engine.add("r", prompt(0, 49), 1)
+    engine.step()
+    evict_everything(engine)
+    transfers.auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 6, "what was being copied when the request ended"
+    assert offloading.manager.lookup_run(keys_of(prompt(0, 49), 12)) == bytes([READY]) * 6
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+def test_one_engine_prefills_and_another_decodes(windows: tuple[int | None, ...]) -> None:
+    offloading = SimulatedOffloading(200)
+    prefill = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
+    decode = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
+    prefill.add("r", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": True})
+    finish(prefill, offloading)
+    params = prefill.outputs["r"].kv_transfer_params
+    assert params == {"do_remote_prefill": True, "num_offloaded_tokens": 40}
+    decode.add("r", prompt(0, 41), 8, kv_transfer_params=params)
+    finish(decode, offloading)
+    assert decode.outputs["r"].cache_report.restored_tokens == {"host": 40}
+    assert decode.tokens("r") == alone(prompt(0, 41), 8)
+    assert decode.tokens("r")[:1] == prefill.tokens("r")
+
+
+@pytest.mark.parametrize("holds", HOLDS)
+def test_remote_decode_keeps_all_of_a_long_prompt_even_if_one_step_computes_it(holds: str) -> None:
+    """Found by reading: what exceeded the limit on blocks held by stores was announced as missing, or lost."""
+    offloading = SimulatedOffloading(200)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=256, **HOLDS[holds])
+    engine.add("r", prompt(0, 201), 1, kv_transfer_params={"do_remote_decode": True})
+    finish(engine, offloading)
+    assert engine.outputs["r"].kv_transfer_params == {"do_remote_prefill": True, "num_offloaded_tokens": 200}
+    assert offloading.manager.num_ready == 50
+
+
+def test_remote_decode_is_not_promised_chunks_that_found_no_slot_or_were_lost() -> None:
+    offloading = SimulatedOffloading(4)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    engine.add("too long", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": True})
+    finish(engine, offloading)
+    num_there = len(offloading.manager.lookup_run(keys_of(prompt(0, 41), 10)))
+    assert 0 < num_there <= 4
+    told = {"do_remote_prefill": True, "num_offloaded_tokens": 4 * num_there}
+    assert engine.outputs["too long"].kv_transfer_params == told
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=8)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("unlucky", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": True})
+    for _ in range(3):
+        engine.step()
+    lost = transfers.pending[1]
+    transfers.complete(lost, TransferOutcome.FAILED)
+    transfers.auto = True
+    finish(engine, offloading)
+    assert engine.outputs["unlucky"].kv_transfer_params == {"do_remote_prefill": True, "num_offloaded_tokens": 8}

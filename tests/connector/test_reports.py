@@ -1,0 +1,200 @@
+"""What the offloading connector tells: events, counters, and reports to requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cargohold.blocks import READY, extend_hashes, root_hash
+from cargohold.offload.keys import offload_key
+from cargohold.offload.transfer import Direction
+from cargohold.protocol import (
+    BlockRemoved,
+    BlockStored,
+    TransferOutcome,
+)
+from cargohold.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
+from tests.connector.common import evict_everything, finish, prompt, serve_and_lose
+from tests.effort import examples
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@examples(30)
+@given(data=st.data())
+def test_an_index_built_from_the_events_equals_the_tier(blocks_per_chunk: int, data: st.DataObject) -> None:
+    offloading = SimulatedOffloading(data.draw(st.integers(1, 12)), blocks_per_chunk=blocks_per_chunk)
+    engine = SimulatedEngine(simulated_layout(30, windows=(None, 9)), offloading, emit_events=True)
+    index: dict[str, set[tuple[bytes, int]]] = {"CPU": set(), "GPU": set()}
+    for at in range(data.draw(st.integers(1, 8))):
+        engine.add(f"r{at}", prompt(data.draw(st.integers(0, 3)), data.draw(st.integers(1, 40))), 3)
+        for _ in range(data.draw(st.integers(0, 8))):
+            if engine.scheduler.has_work():
+                engine.step()
+            for job in list(offloading.transfers[0].pending):
+                offloading.transfers[0].complete(job, data.draw(st.sampled_from(TransferOutcome)))
+        if data.draw(st.booleans()):
+            finish(engine, offloading)
+            engine.scheduler.reset_cache()
+        follow(engine, index)
+    finish(engine, offloading)
+    follow(engine, index)
+    keys = [offload_key(block_hash, group) for block_hash, group in sorted(index["CPU"])]
+    assert offloading.manager.lookup(keys) == bytes([READY]) * len(keys)
+    assert len(keys) == offloading.manager.num_ready
+    pool = engine.scheduler.kv.pool
+    blocks = [pool.get_block(block_id) for block_id in range(1, 30)]
+    assert index["GPU"] == {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
+
+
+def follow(engine: SimulatedEngine, index: dict[str, set[tuple[bytes, int]]]) -> None:
+    """Apply events to an index, and check what they say of tokens and parents."""
+    for event in engine.scheduler.take_events():
+        assert isinstance(event, BlockStored | BlockRemoved)
+        prefixes = {(block_hash, event.group) for block_hash in event.block_hashes}
+        if isinstance(event, BlockRemoved):
+            assert prefixes <= index[event.medium], "nothing is removed that was not announced"
+            index[event.medium] -= prefixes
+            continue
+        assert not prefixes & index[event.medium], "nothing is announced twice"
+        index[event.medium] |= prefixes
+        hashes: list[bytes] = []
+        extend_hashes(hashes, event.token_ids, 4, event.parent_block_hash or root_hash())
+        assert (hashes[-1],) == event.block_hashes
+        assert len(event.token_ids) == event.block_tokens
+
+
+@pytest.mark.parametrize("outcome", [TransferOutcome.ABANDONED, TransferOutcome.FAILED])
+@pytest.mark.parametrize("direction", Direction)
+def test_copies_that_did_not_happen_are_not_counted(direction: Direction, outcome: TransferOutcome) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 60), 1)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("second", prompt(0, 60) if direction is Direction.LOAD else prompt(1, 60), 1)
+    engine.step()
+    (job,) = transfers.pending
+    transfers.complete(job, outcome)
+    _, output = engine.step()
+    assert job.direction is direction
+    assert output.connector.finished.jobs == {job.job_id: outcome}
+    assert output.connector.stats == {}
+    transfers.auto = True
+    finish(engine, offloading)
+
+
+def test_a_request_reports_the_time_that_it_waited_for_its_load() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
+    assert engine.requests["first"].times.load_wait_s == 0
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(50.0)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("second", prompt(0, 30), 1)
+    began = engine.clock()
+    engine.step()
+    (load,) = transfers.pending
+    engine.clock.advance(3.0)
+    transfers.complete(load)
+    engine.step()
+    assert 3.0 <= engine.requests["second"].times.load_wait_s <= engine.clock() - began
+    transfers.auto = True
+    finish(engine, offloading)
+    assert 3.0 <= engine.requests["second"].times.load_wait_s <= 3.1
+    assert engine.requests["second"].num_preemptions == 0
+
+
+@pytest.mark.parametrize("end", ["abort", "turned off"])
+def test_a_request_reports_the_time_that_it_waited_in_vain(end: str) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("second", prompt(0, 30), 1)
+    engine.step()
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(3.0)
+    if end == "abort":
+        engine.abort("second")
+    else:
+        engine.scheduler.connector.break_off("made for this test")
+    transfers.auto = True
+    engine.run()
+    assert 3.0 <= engine.requests["second"].times.load_wait_s <= 3.1
+
+
+def test_prompt_tokens_are_counted_once_however_often_a_request_is_preempted() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(15), offloading)
+    prompts = [prompt(number, 21) for number in range(3)]
+    for turn in range(2):
+        for number, tokens in enumerate(prompts):
+            engine.add(f"{number} in turn {turn}", tokens, 24)
+        finish(engine, offloading)
+    stats = engine.scheduler.connector.get_stats()
+    requests = engine.requests.values()
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert stats["asked_tokens"] == 2 * 3 * 21
+    assert stats["device_hit_tokens"] == sum(request.num_first_device_tokens for request in requests)
+    told = sum(sum(output.cache_report.restored_tokens.values()) for output in engine.outputs.values())
+    assert 0 < stats["host_hit_tokens"] < told, "a request is told of all that was loaded for it"
+    assert stats["device_hit_tokens"] + stats["host_hit_tokens"] <= stats["asked_tokens"]
+
+
+def test_a_request_is_told_why_no_more_of_it_was_found() -> None:
+    offloading = SimulatedOffloading(60, blocks_per_chunk=2)
+    engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)
+    (transfers,) = offloading.transfers
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
+
+    def why(name: str, tokens: list[int], **options: Any) -> str:
+        engine.add(name, tokens, 1, **options)
+        while name not in engine.outputs:
+            engine.step()
+        return engine.outputs[name].cache_report.notes[-1].partition("; ")[2]
+
+    limit = {"kv_transfer_params": {"max_load_tokens": 16}}
+    assert why("limited", prompt(0, 40), **limit) == (
+        "24 were left to compute, because the request allows 16 to be loaded"
+    )
+    assert why("little is left", [*prompt(0, 40), 1, 2]) == "2 were left to compute, less than a chunk of 8"
+    transfers.auto = False
+    assert why("longer", [*prompt(1, 24)]) == "24 were left to compute, because the chunk from token 0 on is not there"
+    assert why("too early", [*prompt(1, 24), 1]) == (
+        "25 were left to compute, because the chunk from token 0 on is still being stored"
+    )
+    transfers.auto = True
+    finish(engine, offloading)
+
+
+def test_copies_are_counted_by_how_they_ended() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    (transfers,) = offloading.transfers
+
+    def counted() -> dict[str, float]:
+        stats = engine.connector.get_stats()
+        return {name: count for name, count in stats.items() if count and not name.endswith("_tokens")}
+
+    transfers.auto = False
+    engine.add("first", prompt(0, 30), 1)
+    engine.step()
+    transfers.complete(transfers.pending[0], TransferOutcome.FAILED)
+    finish(engine, offloading)
+    assert counted() == {"stores": 1, "stored_blocks": 7, "stores_failed": 1}
+    assert offloading.manager.num_ready == 0
+    transfers.auto = True
+    evict_everything(engine)
+    engine.add("second", prompt(0, 30), 1)
+    finish(engine, offloading)
+    assert counted() == {"stores": 1, "stored_blocks": 7, "stored_chunks": 7, "num_ready_chunks": 7}
+    evict_everything(engine)
+    engine.add("third", prompt(0, 30), 1)
+    finish(engine, offloading)
+    assert counted() == {"loads": 1, "loaded_blocks": 7}

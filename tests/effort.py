@@ -1,0 +1,12 @@
+"""How much is drawn: little in ``make test``, ten times as much in ``make test-long``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+
+
+def examples(count: int, **options: Any) -> settings:
+    """Settings of a test of so many examples; with Hypothesis's profile ``long``, of ten times as many."""
+    return settings(max_examples=count * (10 if settings.get_current_profile_name() == "long" else 1), **options)

@@ -1,0 +1,195 @@
+"""A manager with lower tiers, for tests: workers answer what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cargohold.offload.manager import (
+    ChunksStored,
+    OffloadManager,
+    make_manager,
+)
+from cargohold.offload.tier import (
+    Answer,
+    BreakerConfig,
+    BreakerState,
+    JobKind,
+    JobStatus,
+    LoadOutcome,
+    StoreOutcome,
+    TierJob,
+)
+from cargohold.offload.tier.health import MediumHealth
+from cargohold.offload.tiering import (
+    UNKNOWN,
+    Admission,
+    Chain,
+    LowerTiers,
+    TierCommand,
+    TieringConfig,
+    TieringManager,
+    TierOptions,
+    WriteMode,
+)
+from cargohold.protocol import TransferOutcome
+from cargohold.simulation import VirtualClock
+
+NUM_CHUNKS = 12
+STATUSES = {
+    TransferOutcome.DONE: JobStatus.DONE,
+    TransferOutcome.FAILED: JobStatus.FAILED,
+    TransferOutcome.ABANDONED: JobStatus.EXPIRED,
+}
+ANSWERS: dict[JobKind, tuple[Answer, Answer]] = {
+    JobKind.PROBE: (False, True),
+    JobKind.TOUCH: (False, True),
+    JobKind.LOAD: (LoadOutcome.ABSENT, LoadOutcome.LOADED),
+    JobKind.STORE: (StoreOutcome.REFUSED, StoreOutcome.STORED),
+}
+
+
+def key_of(prefix: int, at: int) -> bytes:
+    return bytes([prefix, at]) * 16 + bytes(4)
+
+
+class World:
+    """A manager, and workers that are told what to answer."""
+
+    def __init__(
+        self,
+        capacity: int = 8,
+        num_tiers: int = 1,
+        num_workers: int = 1,
+        *,
+        max_inflight_chunks: int = 64,
+        max_chunks: int | None = None,
+        max_daily_chunks: int | None = None,
+        admission: Admission = Admission.ALL,
+        write_mode: WriteMode = WriteMode.THROUGH,
+        has_index: bool = True,
+        max_asked_chunks: int = 65536,
+        num_asked_at_once: int | None = None,
+        host: OffloadManager | None = None,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.epochs: Iterator[bytes] = (bytes([at]) * 16 for at in range(1, 256))
+        self.host = make_manager("lru", capacity) if host is None else host
+        self.lower = LowerTiers(
+            self.host,
+            [
+                TierOptions(
+                    name=f"tier{at}",
+                    admission=admission,
+                    write_mode=write_mode,
+                    max_inflight_chunks=max_inflight_chunks,
+                    max_chunks=max_chunks,
+                    max_daily_chunks=max_daily_chunks,
+                    has_index=has_index,
+                    max_asked_chunks=max_asked_chunks,
+                    num_asked_at_once=num_asked_at_once,
+                )
+                for at in range(num_tiers)
+            ],
+            self.clock,
+            TieringConfig(num_workers=num_workers, restore_timeout_s=2.0, store_timeout_s=5.0, record_events=True),
+            new_epoch=lambda: next(self.epochs),
+        )
+        self.lower.clock.begin_step()  # so that time passes
+        self.manager = TieringManager(self.host, self.lower)
+        self.ids: Iterator[int] = iter(range(1, 10**9))
+        self.running: dict[int, TierCommand] = {}
+        self.jobs: dict[int, TierJob] = {}
+        self.media = [
+            MediumHealth(tier.name, self.clock, BreakerConfig(), has_index=has_index) for tier in self.lower.tiers
+        ]
+
+    def step(self) -> list[TierCommand]:
+        self.report()
+        commands = self.lower.take_commands(lambda: next(self.ids))
+        self.running |= {command.job_id: command for command in commands}
+        for command in commands:
+            assert self.media[command.tier].admit(command.kind), "a job that workers would refuse"
+            job = self.jobs[command.job_id] = TierJob(command.job_id, command.kind, command.keys, 0.0)
+            job.queued_at = self.clock()
+        return list(commands)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass in which workers report."""
+        self.clock.advance(seconds)
+        self.report()
+
+    def report(self) -> None:
+        """Let a worker report the health of the tiers, as it does with every step."""
+        for at, medium in enumerate(self.media):
+            if not self.lower.tiers[at].is_off and medium.report() != self.lower.tiers[at].health:
+                self.lower.note_health(0, at, medium.report())
+
+    def end(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome = TransferOutcome.DONE) -> None:
+        assert len(answers) == len(command.keys)
+        del self.running[command.job_id]
+        self._judge(command, answers, outcome)
+        self.report()
+        self.lower.note_answers(command.job_id, bytes(answers), self.lower.config.num_workers)
+        assert self.lower.end(command.job_id, outcome)
+
+    def _judge(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome) -> None:
+        job, medium = self.jobs.pop(command.job_id), self.media[command.tier]
+        task = self.lower._tasks.get(command.job_id)
+        job.status = STATUSES[outcome] if task is not None and not task.is_cancelled else JobStatus.CANCELLED
+        for at, is_good in enumerate(answers):
+            if is_good or job.status is JobStatus.DONE:
+                answer = job.answers[at] = ANSWERS[command.kind][is_good]
+                medium.note_answers(job, [answer])
+        medium.note_end(job)
+
+    def keep(self, keys: list[bytes], parent: bytes | None = None) -> None:
+        handle = self.manager.prepare_store(keys, parent)
+        handle.commit()
+
+    def learn(self, keys: list[bytes], tier: int = 0) -> None:
+        """Let a tier say that it has these chunks."""
+        self.lower.probe(keys)
+        for _ in range(tier + 1):
+            for command in self.step():
+                if command.kind is JobKind.PROBE:
+                    self.end(command, [command.tier == tier] * len(command.keys))
+            self.lower.probe([key for key in keys if self.lower.lookup([key])[0] == UNKNOWN])
+
+
+KEYS = [key_of(0, at) for at in range(NUM_CHUNKS)]
+
+
+def follow(world: World, known: set[bytes]) -> set[bytes]:
+    """An index that was built from events, with what became of it since."""
+    for event in world.lower.tiers[0].take_events():
+        known = known.union(event.keys) if isinstance(event, ChunksStored) else known.difference(event.keys)
+    return known
+
+
+def written(world: World, keys: list[bytes]) -> None:
+    """The tier has these chunks, and so has host memory."""
+    world.keep(keys)
+    (store,) = world.step()
+    world.end(store, [True] * len(keys))
+
+
+def breaker_state(world: World) -> BreakerState:
+    world.report()
+    return world.lower.tiers[0].health.worst
+
+
+def fail_loads(world: World) -> None:
+    """Let three loads fail."""
+    for _ in range(3):
+        world.learn(KEYS[:1])
+        fail_load(world, KEYS[0])
+    assert breaker_state(world) is BreakerState.OPEN
+
+
+def fail_load(world: World, key: bytes) -> None:
+    """Let a load of one chunk fail."""
+    fetch = world.lower.fetch([Chain(0, [key], None)], ())
+    assert fetch is not None
+    (load,) = world.step()
+    world.end(load, [False], TransferOutcome.FAILED)
+    fetch.release()
