@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -38,7 +39,7 @@ class Hall:
 
     def names(self) -> list[str]:
         """The names that clients may ask for the model by."""
-        return list(self.config.served_names) or [self.desk.llm.plan.info.name]
+        return list(self.config.served_names) or [_short(self.desk.llm.plan.info.name)]
 
     def check_model(self, name: str) -> str:
         """Return the name. Raises ``ApiError`` 404 if the model is not served under it."""
@@ -46,6 +47,11 @@ class Hall:
             message = f"there is no model {name!r:.200} here, but {first_name(self.names(), '')!r}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         return name
+
+
+def _short(model: str) -> str:
+    """The name of a directory or a file without what is before it; any other name as it is."""
+    return Path(model).name if Path(model).exists() else model
 
 
 def hall_of(request: Request) -> Hall:
