@@ -70,7 +70,9 @@ def connect(server: Server) -> socket.socket:
 def posted(path: str, body: Any) -> bytes:
     """A whole request as bytes."""
     sent = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+    )
     return head.encode() + sent
 
 

@@ -137,9 +137,7 @@ def test_a_template_without_tools_refuses_them_unless_they_may_not_be_used(clien
     tools: Any = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
     with pytest.raises(openai.BadRequestError, match="the chat template of this model has no place for tools"):
         client.chat.completions.create(model="chat", messages=HELLO, tools=tools)
-    answer = client.chat.completions.create(
-        model="chat", messages=HELLO, tools=tools, tool_choice="none", max_tokens=1
-    )
+    answer = client.chat.completions.create(model="chat", messages=HELLO, tools=tools, tool_choice="none", max_tokens=1)
     assert answer.choices[0].finish_reason == "length"
 
 
@@ -164,7 +162,11 @@ def test_a_template_without_tools_refuses_them_unless_they_may_not_be_used(clien
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role", "'king'"),
         ({"messages": [{"role": "user"}]}, "messages[0]", "has no content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "reads text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "reads text only",
+        ),
         ({"messages": "Hello"}, "messages", "valid list"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         ({"chat_template_kwargs": {"tokenize": True}}, None, "no variable of a chat template"),

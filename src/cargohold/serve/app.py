@@ -65,10 +65,10 @@ async def _refused(request: Request, error: Exception) -> Response:
         reason = worst.get("ctx", {}).get("error", "")
         return error_response(request.url.path, invalid(f"the body is no JSON: {reason}"))
     param = _place(worst["loc"][1:], error.body)
-    if not param:
+    if not isinstance(error.body, dict):
         return error_response(request.url.path, invalid("the body must be a JSON object, sent as application/json"))
     given = "" if worst["type"] == "missing" else f", not {worst['input']!r:.{_MAX_SHOWN_CHARS}}"
-    return error_response(request.url.path, invalid(f"{param}: {worst['msg']}{given}", param))
+    return error_response(request.url.path, invalid(f"{param or 'the body'}: {worst['msg']}{given}", param))
 
 
 def _place(path: Sequence[object], body: object) -> str:

@@ -196,7 +196,11 @@ class Records:
 
     def latest(self, client: Client) -> Iterator[Record]:
         """The requests that this client may see, the latest first."""
-        return (record for record in reversed(self._records.values()) if _may_see(client, record))
+        return (record for record in self.latest_of_all() if _may_see(client, record))
+
+    def latest_of_all(self) -> Iterator[Record]:
+        """The requests of all clients, the latest first."""
+        return reversed(self._records.values())
 
     def history(self) -> list[Bucket]:
         """What happened over time, the oldest first."""
