@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -51,6 +51,7 @@ class RequestOutput:
         metrics: where tokens came from and what took how long; complete once finished.
         cache_notes: why the request hit or missed the cache, as sentences, once finished.
         kv_transfer_params: what a connector returns with the response, once finished.
+        stop_string: the stop string that ended it, if one did.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class RequestOutput:
     metrics: RequestMetrics
     cache_notes: tuple[str, ...] = ()
     kv_transfer_params: Mapping[str, Any] | None = None
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from cargohold import __version__
 from cargohold.errors import CargoholdError
-from cargohold.serve import openai
+from cargohold.serve import anthropic, openai
 from cargohold.serve.desk import Desk, State
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
 from cargohold.serve.gate import Gate
@@ -37,6 +37,7 @@ def make_app(desk: Desk, config: ServeConfig) -> ASGIApp:
     app = FastAPI(title="Cargohold", version=__version__, docs_url=None, redoc_url=None)
     app.state.hall = Hall(desk, config, time.time())
     app.include_router(openai.router)
+    app.include_router(anthropic.router)
     app.add_api_route("/health", _health, methods=["GET", "HEAD"])
     for kind, handler in (
         (RequestValidationError, _refused),

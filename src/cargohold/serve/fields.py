@@ -1,4 +1,4 @@
-"""Fields of requests that clients of OpenAI send: which the engine has, which it has not, and which change nothing."""
+"""Fields of requests that clients send: which the engine has, which it has not, and which change nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from cargohold.serve.errors import invalid
 
 WITHOUT_EFFECT: Final = frozenset(
     {
+        "cache_control",
+        "inference_geo",
         "metadata",
         "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
         "user",
+        "user_profile_id",
+        "workspace_id",
     }
 )
 """They say who asks, or where; every prompt is cached anyway. No answer depends on them."""
@@ -28,6 +33,8 @@ WITHOUT_EFFECT: Final = frozenset(
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
     "best_of": (1,),
+    "container": (),
+    "diagnostics": (),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none",),
@@ -39,14 +46,18 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "logit_bias": ({},),
     "logprobs": (False,),
     "min_p": (0,),
+    "mcp_servers": ([],),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "moderation": (),
+    "output_config": ({},),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
+    "speed": ("standard",),
     "store": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
