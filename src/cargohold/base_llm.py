@@ -58,6 +58,7 @@ class BaseLLM:
 
     Attributes:
         plan: the engine's options, and the sizes that follow from them for this model.
+        offload: what was asked to be kept, as it was given.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class BaseLLM:
         check_chunks(offload, self.plan.layout, self.plan.scheduler.max_model_len)
         for line in start_report(self.plan.layout, offload, equal_parts(self.plan.layout)):
             logger.info("%s", line)
+        self.offload = offload
         self._engine = EngineThread(
             partial(build_engine, self.plan, factory), shutdown_timeout_s=config.shutdown_timeout_s
         )

@@ -235,6 +235,7 @@ class LLMEngine:
             num_loading=self.scheduler.num_loading,
             num_blocks=pool.num_usable_blocks,
             num_free_blocks=pool.num_free_blocks,
+            num_cached_blocks=pool.num_cached_prefixes,
             connector_error=None if broken is None else str(broken),
         )
 

@@ -79,6 +79,7 @@ class EngineStatus:
         num_loading: requests whose KV is being loaded, ended ones among them.
         num_blocks: blocks of the device pool, without the null block.
         num_free_blocks: blocks that nobody uses, though they may hold KV that can be found again.
+        num_cached_blocks: blocks' worth of KV in it that can be found again.
         connector_error: why the connector was turned off; ``None`` while it works, or if there is none.
     """
 
@@ -87,4 +88,5 @@ class EngineStatus:
     num_loading: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_cached_blocks: int = 0
     connector_error: str | None = None

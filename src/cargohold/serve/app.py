@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -16,29 +17,35 @@ from starlette.types import ASGIApp
 
 from cargohold import __version__
 from cargohold.errors import CargoholdError
-from cargohold.serve import anthropic, openai
+from cargohold.serve import anthropic, cache, openai
 from cargohold.serve.desk import Desk, State
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
 from cargohold.serve.gate import Gate
-from cargohold.serve.serving import Hall
+from cargohold.serve.hall import Hall
+from cargohold.serve.meters import Meters
 from cargohold.serve.settings import ServeConfig
+from cargohold.serve.watch import Watch
 
 _MAX_SHOWN_CHARS = 200
 
 
-def make_app(desk: Desk, config: ServeConfig) -> ASGIApp:
+def make_app(desk: Desk, meters: Meters, config: ServeConfig) -> ASGIApp:
     """The application of one server.
 
     Args:
         desk: admits requests to the model.
+        meters: count them.
         config: the server's options.
     """
     # The pages of FastAPI's own need scripts from the internet.
-    app = FastAPI(title="Cargohold", version=__version__, docs_url=None, redoc_url=None)
-    app.state.hall = Hall(desk, config, time.time())
+    app = FastAPI(title="Cargohold", version=__version__, docs_url=None, redoc_url=None, lifespan=_watching)
+    hall = Hall(desk, config, Watch(desk), meters)
+    meters.read_also(desk, hall.watch)
+    app.state.hall = hall
     app.include_router(openai.router)
     app.include_router(anthropic.router)
     app.add_api_route("/health", _health, methods=["GET", "HEAD"])
+    app.include_router(cache.router)
     for kind, handler in (
         (RequestValidationError, _refused),
         (HTTPException, _failed),
@@ -48,6 +55,16 @@ def make_app(desk: Desk, config: ServeConfig) -> ASGIApp:
     ):
         app.add_exception_handler(kind, handler)
     return Gate(app, config)
+
+
+@asynccontextmanager
+async def _watching(app: FastAPI) -> AsyncGenerator[None]:
+    """Look at the engine as long as the server runs."""
+    hall: Hall = app.state.hall
+    task = asyncio.create_task(hall.watch.run())
+    yield
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def _health(request: Request) -> Response:

@@ -22,8 +22,8 @@ from cargohold.serve.conversations import Message, ToolChoice, offered_tools
 from cargohold.serve.desk import Job, Outputs
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
 from cargohold.serve.fields import OpenAIBody
+from cargohold.serve.hall import Hall
 from cargohold.serve.serving import (
-    Hall,
     cached_tokens,
     checked,
     client_of,

@@ -16,6 +16,7 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.errors import ConfigError
 from cargohold.serve.app import make_app
 from cargohold.serve.desk import Desk
+from cargohold.serve.meters import Meters
 from cargohold.serve.records import Records
 from cargohold.serve.settings import ServeConfig
 
@@ -44,13 +45,14 @@ class Server:
     """
 
     def __init__(self, config: ServeConfig) -> None:
-        self.desk = Desk(Records(lambda _: None), config.max_queue)
+        meters = Meters()
+        self.desk = Desk(Records(meters.count), config.max_queue)
         self._socket = _listening(config)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._llm: AsyncLLM | None = None
         options = uvicorn.Config(
-            make_app(self.desk, config),
+            make_app(self.desk, meters, config),
             http="h11",
             ws="none",
             log_config=None,

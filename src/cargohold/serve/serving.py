@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -16,42 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from cargohold.async_llm import AsyncLLM
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
-from cargohold.serve.desk import Desk, Job, Outputs, unless_gone
+from cargohold.serve.desk import Job, Outputs, unless_gone
 from cargohold.serve.errors import ApiError, api_error, invalid
-from cargohold.serve.settings import Client, ServeConfig, first_name
+from cargohold.serve.hall import Hall
+from cargohold.serve.settings import Client
 
 Events = Callable[[Outputs], AsyncGenerator[bytes]]
-
-
-@dataclass(frozen=True, slots=True)
-class Hall:
-    """What requests are served with.
-
-    Attributes:
-        desk: admits them.
-        config: the server's options.
-        started: when, in seconds since 1970.
-    """
-
-    desk: Desk
-    config: ServeConfig
-    started: float
-
-    def names(self) -> list[str]:
-        """The names that clients may ask for the model by."""
-        return list(self.config.served_names) or [_short(self.desk.llm.plan.info.name)]
-
-    def check_model(self, name: str) -> str:
-        """Return the name. Raises ``ApiError`` 404 if the model is not served under it."""
-        if name not in self.names():
-            message = f"there is no model {name!r:.200} here, but {first_name(self.names(), '')!r}"
-            raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
-        return name
-
-
-def _short(model: str) -> str:
-    """The name of a directory or a file without what is before it; any other name as it is."""
-    return Path(model).name if Path(model).exists() else model
 
 
 def hall_of(request: Request) -> Hall:

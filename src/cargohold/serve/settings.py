@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cargohold.errors import ConfigError
@@ -106,8 +105,3 @@ class Keys:
 def _tenant(key: str) -> str:
     """A name that does not give the key away: salts are part of KV events. Chunks on disk are found under it again."""
     return hashlib.blake2b(key.encode(), digest_size=_SALT_BYTES, person=b"cargohold-tenant").hexdigest()
-
-
-def first_name(names: Iterable[str], model: str) -> str:
-    """The name by which the model is shown."""
-    return next(iter(names), model)
