@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from cargohold import __version__
 from cargohold.errors import CargoholdError
-from cargohold.serve import anthropic, cache, openai
+from cargohold.serve import anthropic, cache, openai, page
 from cargohold.serve.desk import Desk, State
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
 from cargohold.serve.gate import Gate
@@ -46,6 +46,7 @@ def make_app(desk: Desk, meters: Meters, config: ServeConfig) -> ASGIApp:
     app.include_router(anthropic.router)
     app.add_api_route("/health", _health, methods=["GET", "HEAD"])
     app.include_router(cache.router)
+    app.include_router(page.router)
     for kind, handler in (
         (RequestValidationError, _refused),
         (HTTPException, _failed),
