@@ -21,7 +21,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo serve test test-lowest check bench format clean test-vllm demo-vllm bench-vllm gpu-packages test-gpu bench-gpu
+.PHONY: help demo serve test test-browser test-lowest check bench format clean test-vllm demo-vllm bench-vllm gpu-packages test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -37,6 +37,10 @@ test: $(VENV)/.dev $(VENV)/.demo ## Run the test suite
 
 test-lowest: $(LOWEST_VENV)/.installed ## Run the test suite with the lowest versions that we support, in an environment of its own
 	$(LOWEST_VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+
+test-browser: $(VENV)/.dev $(VENV)/.demo ## Test the pages in a real browser, which must be there: apt-get install chromium
+	$(PIP) install --constraint constraints.txt --group browser
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/replay/test_browser.py $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation
 	$(BIN)/ruff format --check .

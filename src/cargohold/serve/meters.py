@@ -37,7 +37,7 @@ class Meters:
         self._output_tokens = Counter("cargohold_generated_tokens", "Tokens generated.", registry=self.registry)
         self._ttft = Histogram(
             "cargohold_time_to_first_token_seconds",
-            "From a request's arrival in the engine to its first token; hit if a part of its prompt was found.",
+            "From a request's arrival in the engine to its first token; hit if half of its prompt or more was found.",
             ("cache",),
             buckets=_SECONDS,
             registry=self.registry,

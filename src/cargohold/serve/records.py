@@ -88,8 +88,9 @@ class Record:
 
     @property
     def is_hit(self) -> bool:
-        """Whether a part of its prompt was found somewhere."""
-        return any(tokens for source, tokens in self.sources().items() if source != COMPUTED)
+        """Whether half of its prompt or more was found somewhere. Of a chat template, every prompt finds the beginning."""
+        sources = self.sources()
+        return sources[COMPUTED] <= sources.total() / 2
 
     def as_json(self) -> dict[str, Any]:
         """What people are shown."""
@@ -119,7 +120,7 @@ class Bucket:
     Attributes:
         start: of the span, in seconds since 1970.
         tokens: prompt tokens by source.
-        num_hits, num_misses: requests with and without a part found.
+        num_hits, num_misses: requests of which half of the prompt or more was found, and others.
         hit_ttft_s, miss_ttft_s: their times to the first token, added up.
     """
 
@@ -145,7 +146,8 @@ class Bucket:
         return {
             "start": self.start,
             "tokens": dict(self.tokens),
-            "requests": self.num_hits + self.num_misses,
+            "hit_requests": self.num_hits,
+            "miss_requests": self.num_misses,
             "hit_ttft_s": self.hit_ttft_s / self.num_hits if self.num_hits else None,
             "miss_ttft_s": self.miss_ttft_s / self.num_misses if self.num_misses else None,
         }
