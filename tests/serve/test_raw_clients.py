@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from cargohold import AsyncLLM, EngineDeadError
 from cargohold.serve.desk import State
 from cargohold.serve.server import Server, serving
 from cargohold.serve.settings import ServeConfig
+from tests.llms import scheduler_of
 from tests.serve.running import LONG, Reply, call, connect, posted, running, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -190,6 +192,24 @@ def test_requests_that_take_too_long_at_the_end_are_told_so(chat_model: str, str
         assert b"the engine has stopped" in replies[0].body and replies[0].body.endswith(b"data: [DONE]\n\n")
     else:
         assert (replies[0].status, replies[0].json["error"]["code"]) == (503, "engine_stopped")
+
+
+def test_when_the_engine_ends_clients_are_told_and_the_server_stops_waiting(
+    chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    with serving(ServeConfig(port=0)) as server:
+        llm = AsyncLLM(chat_model, num_device_blocks=100)
+        server.open(llm)
+        monkeypatch.setattr(scheduler_of(llm), "schedule", fail)
+        refused = call(server, CHAT, BODY)
+        assert (refused.status, "out of order" in refused.json["error"]["message"]) == (503, True)
+        with pytest.raises(EngineDeadError, match="out of order"):
+            server.wait()
+        assert call(server, "/health").json == {"status": "stopped"}
+        assert call(server, CHAT, BODY).json["error"]["code"] == "stopped"
 
 
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(server: Server) -> None:

@@ -44,7 +44,8 @@ def make_app(desk: Desk, meters: Meters, config: ServeConfig) -> ASGIApp:
     app.state.hall = hall
     app.include_router(openai.router)
     app.include_router(anthropic.router)
-    app.add_api_route("/health", _health, methods=["GET", "HEAD"])
+    app.add_api_route("/health", _health, methods=["GET"])
+    app.add_api_route("/health", _health, methods=["HEAD"], include_in_schema=False)
     app.include_router(cache.router)
     app.include_router(page.router)
     for kind, handler in (

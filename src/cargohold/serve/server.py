@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import sys
 import threading
@@ -143,6 +144,8 @@ def _listening(config: ServeConfig) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("host", config.host, "it must be an address of this machine") from error
         expected = f"nothing else may listen there; 0 takes any free port ({error.strerror})"
         raise ConfigError("port", config.port, expected) from error
     return listener
