@@ -54,7 +54,10 @@ def test_it_serves_until_it_is_told_to_end(chat_model: str, how: signal.Signals,
     ("args", "message"),
     [
         (["--port", "70000"], "cargohold: --port=70000 is not possible: it must be a number from 0"),
-        (["--host", "192.0.2.1"], "cargohold: --host='192.0.2.1' is not possible: it must be an address of this machine"),
+        (
+            ["--host", "192.0.2.1"],
+            "cargohold: --host='192.0.2.1' is not possible: it must be an address of this machine",
+        ),
         (["--max-queue", "-1"], "cargohold: --max-queue=-1 is not possible: it must be an integer from 0"),
         (["--max-body-bytes", "much"], "cargohold: --max-body-bytes='much' is not possible"),
         (["--api-key", "a", "--admin-key", "a"], "cargohold: --admin-key='***' is not possible"),
