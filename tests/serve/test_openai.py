@@ -158,6 +158,8 @@ def test_a_template_without_tools_refuses_them_unless_they_may_not_be_used(clien
         ({"seed": -1}, "seed", "an integer from 0"),
         ({"stop": [""]}, "stop", "none of them empty"),
         ({"stop": [3]}, "stop[0]", "valid string"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16 items"),
+        ({"stop": "x" * 257}, "stop", "at most 256 characters"),
         ({"tool_choice": "required"}, "tool_choice", "use auto or none"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role", "'king'"),

@@ -18,7 +18,7 @@ from cargohold.engine.sampling_params import SamplingParams
 from cargohold.serve.conversations import text_of
 from cargohold.serve.desk import Job, Outputs
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
-from cargohold.serve.fields import Body
+from cargohold.serve.fields import Body, StopStrings
 from cargohold.serve.serving import (
     cached_tokens,
     checked,
@@ -114,7 +114,7 @@ class MessagesBody(Prompt):
 
     max_tokens: int = Field(ge=1)
     stream: bool = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopStrings | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=0)

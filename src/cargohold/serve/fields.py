@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -69,6 +69,11 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 without them would pass for one that was made with them."""
 
 
+# After every token, the engine looks for all of them, in all requests' time.
+StopString = Annotated[str, Field(max_length=256)]
+StopStrings = Annotated[list[StopString], Field(max_length=16)]
+
+
 class Body(BaseModel):
     """The body of a request. Fields that it does not declare are looked up above."""
 
@@ -108,8 +113,8 @@ class OpenAIBody(Body):
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
     priority: int = 0
     cache_salt: str | None = None
