@@ -79,8 +79,8 @@ async def _health(request: Request) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     """The answer to a body that is not as it should be: where, and what would be accepted."""
     assert isinstance(error, RequestValidationError)
-    # Where there are several forms, all of them report; the one that got furthest was meant.
-    worst: dict[str, Any] = max(error.errors(), key=lambda one: len(one["loc"]))
+    # Where there are several forms, all of them report. The one that got furthest, or that this has the type of, was meant.
+    worst: dict[str, Any] = max(error.errors(), key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     if worst["type"] == "json_invalid":
         reason = worst.get("ctx", {}).get("error", "")
         return error_response(request.url.path, invalid(f"the body is no JSON: {reason}"))
