@@ -143,6 +143,16 @@ def test_whoever_finds_the_queue_full_is_told_to_come_again(chat_model: str) -> 
         assert call(server, CHAT, BODY).status == 200
 
 
+def test_more_connections_than_allowed_are_refused_until_others_close(chat_model: str) -> None:
+    with running(chat_model, ServeConfig(port=0, max_connections=2)) as server:
+        with connect(server) as idle, connect(server) as idle_too:
+            for connection in (idle, idle_too):
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n")
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            assert call(server, "/health").status == 503
+        wait_until(lambda: call(server, "/health").status == 200)
+
+
 def test_who_waits_in_the_queue_and_goes_away_is_forgotten(chat_model: str) -> None:
     with running(chat_model, max_num_seqs=1) as server, connect(server) as first:
         first.sendall(posted(CHAT, STREAM))

@@ -23,6 +23,8 @@ from cargohold.serve.settings import ServeConfig
 
 _FAREWELL_S = 2
 """How long connections may take to get their last answers."""
+_KEEP_ALIVE_S = 30
+"""How long a connection may be idle. Clients keep theirs, and some fail when one is closed just as they use it again."""
 _START_S = 30.0
 _BACKLOG = 1024
 _LOOK_S = 0.05
@@ -61,7 +63,8 @@ class Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=config.max_connections,
+            limit_concurrency=config.max_connections + 1,  # it refuses whoever makes it so many
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_FAREWELL_S,
         )
         self._uvicorn = uvicorn.Server(options)
