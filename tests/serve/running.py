@@ -61,10 +61,15 @@ def call(
     return reply
 
 
-def connect(server: Server) -> socket.socket:
-    """A bare connection."""
+def connect(server: Server, *, buffer_bytes: int | None = None) -> socket.socket:
+    """A bare connection. The system takes in ``buffer_bytes`` that nobody reads, or by default megabytes."""
+    connection = socket.socket()
+    connection.settimeout(PATIENCE_S)
+    if buffer_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     address = urlsplit(server.url)
-    return socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S)
+    connection.connect((address.hostname, address.port))
+    return connection
 
 
 def posted(path: str, body: Any) -> bytes:

@@ -117,7 +117,7 @@ def test_a_client_that_goes_away_in_the_middle_of_its_body_leaves_nothing(server
 def test_a_client_that_takes_nothing_is_taken_to_be_gone(chat_model: str) -> None:
     config = ServeConfig(port=0, write_timeout_s=0.2)
     with running(chat_model, config) as server, ExitStack() as stack:
-        connection = stack.enter_context(connect(server))
+        connection = stack.enter_context(connect(server, buffer_bytes=4096))
         # Pieces of many answers at once, so that the system's buffers are full soon.
         connection.sendall(posted(CHAT, {**STREAM, "n": 32}))
         wait_until(lambda: server.desk.num_answers == 32)
