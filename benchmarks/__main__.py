@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 NAMES = (
     "engine",
     "restore",
+    "serve",
     "transfers",
     "lazy",
     "ranks",

@@ -70,6 +70,16 @@ class AsyncLLM(BaseLLM):
             async for _, output in outputs:
                 yield output
 
+    def stream_each(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Complete prompts, yielding outputs of all of them as they come; see ``LLM.stream_each``. Close it as ``stream``."""
+        check_names("stream_each", ("prompts", "sampling"), options)
+        return self._serve(all_asked(prompts, sampling, options))
+
     async def chat(
         self,
         messages: Sequence[Mapping[str, str]],

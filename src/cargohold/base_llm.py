@@ -58,6 +58,7 @@ class BaseLLM:
 
     Attributes:
         plan: the engine's options, and the sizes that follow from them for this model.
+        offload: what was asked to be kept, as it was given.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class BaseLLM:
         check_chunks(offload, self.plan.layout, self.plan.scheduler.max_model_len)
         for line in start_report(self.plan.layout, offload, equal_parts(self.plan.layout)):
             logger.info("%s", line)
+        self.offload = offload
         self._engine = EngineThread(
             partial(build_engine, self.plan, factory), shutdown_timeout_s=config.shutdown_timeout_s
         )
@@ -90,12 +92,38 @@ class BaseLLM:
         finalize(self, self._engine.start_closing).atexit = False
         _close_at_exit(self._engine)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ending where the assistant is to speak."""
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, as ``generate`` makes them of a prompt. Any thread may do this; no step waits for it.
+
+        Raises:
+            RequestError: the model has no tokenizer, or the text is not valid Unicode.
+        """
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer; give the prompt as token ids")
+        return tokenizer.encode(text)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, ending where the assistant is to speak.
+
+        Args:
+            messages: each with ``role`` and ``content``, and whatever else the model's chat template reads.
+            tools: what the assistant may call, for the template.
+            template_options: variables of the template, such as ``enable_thinking`` of Qwen 3.
+
+        Raises:
+            RequestError: the model has no chat template, or this does not fit it.
+        """
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RequestError("this model has no tokenizer, so it has no chat template")
-        return tokenizer.apply_chat_template(messages)
+        return tokenizer.apply_chat_template(messages, tools, template_options)
 
     def abort(self, request_id: str) -> None:
         """End a request early, from any thread and without waiting; does nothing if no request of this id is being served.

@@ -104,6 +104,19 @@ class LLM(BaseLLM):
             for _, output in outputs:
                 yield output
 
+    def stream_each(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generator[tuple[int, RequestOutput]]:
+        """Complete prompts, yielding an output per new piece of any of them, with the position of its prompt.
+
+        Otherwise as ``stream``: all prompts are served or none is, and closing the iterator aborts what has not ended.
+        """
+        check_names("stream_each", ("prompts", "sampling"), options)
+        return self._serve(all_asked(prompts, sampling, options))
+
     def chat(
         self,
         messages: Sequence[Mapping[str, str]],

@@ -26,12 +26,19 @@ def remark(text: str, style: str = "dim") -> None:
 @contextmanager
 def loaded(model: str, **options: Any) -> Iterator[LLM]:
     """An ``LLM``, loaded behind a spinner, closed at the end."""
-    once = "" if is_kept_converted(model) else "; the first time it is converted, which takes about 20 s"
-    with errors.status(f"loading {escape(model)}{once}"), made_for_good():
-        quiet_transformers()
+    with loading(model):
         llm = LLM(model, **options)
     with llm:
         yield llm
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """A spinner while the model is loaded in the block."""
+    once = "" if is_kept_converted(model) else "; the first time it is converted, which takes about 20 s"
+    with errors.status(f"loading {escape(model)}{once}"), made_for_good():
+        quiet_transformers()
+        yield
 
 
 def quiet_transformers() -> None:

@@ -20,7 +20,17 @@ def main() -> int:
         The exit status: 0; 1 if something failed; 2 for impossible requests; 130 after Ctrl-C, and 143 after SIGTERM.
     """
     try:
-        from cargohold.cli import cache, chat, demo, demo_vllm, plan, replay, run, simulate  # noqa: F401, PLC0415  # they join
+        from cargohold.cli import (  # noqa: PLC0415  # they join
+            cache,  # noqa: F401
+            chat,  # noqa: F401
+            demo,  # noqa: F401
+            demo_vllm,  # noqa: F401
+            plan,  # noqa: F401
+            replay,  # noqa: F401
+            run,  # noqa: F401
+            serve,  # noqa: F401
+            simulate,  # noqa: F401
+        )
 
         return int(app(standalone_mode=False, prog_name="cargohold") or 0)
     except _UsageError as error:

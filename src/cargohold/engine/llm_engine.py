@@ -235,6 +235,7 @@ class LLMEngine:
             num_loading=self.scheduler.num_loading,
             num_blocks=pool.num_usable_blocks,
             num_free_blocks=pool.num_free_blocks,
+            num_cached_blocks=pool.num_cached_prefixes,
             connector_error=None if broken is None else str(broken),
         )
 
@@ -372,7 +373,17 @@ class LLMEngine:
             metrics=_metrics(update),
             cache_notes=update.cache_report.notes,
             kv_transfer_params=update.kv_transfer_params,
+            stop_string=self._stop_string(live),
         )
+
+    def _stop_string(self, live: _Live) -> str | None:
+        """The stop string that ended a request: one in its text, or a special token."""
+        request = live.request
+        if request.finish_reason is not FinishReason.STOP or live.stream.stopped or self.tokenizer is None:
+            return live.stream.stop_string
+        last = request.all_token_ids[-1]
+        stops = request.sampling.stop
+        return next((stop for stop in stops if last in self.tokenizer.special_token_ids([stop])), None)
 
 
 def _check_options(

@@ -51,6 +51,7 @@ class RequestOutput:
         metrics: where tokens came from and what took how long; complete once finished.
         cache_notes: why the request hit or missed the cache, as sentences, once finished.
         kv_transfer_params: what a connector returns with the response, once finished.
+        stop_string: the stop string that ended it, if one did.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class RequestOutput:
     metrics: RequestMetrics
     cache_notes: tuple[str, ...] = ()
     kv_transfer_params: Mapping[str, Any] | None = None
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class EngineStatus:
         num_loading: requests whose KV is being loaded, ended ones among them.
         num_blocks: blocks of the device pool, without the null block.
         num_free_blocks: blocks that nobody uses, though they may hold KV that can be found again.
+        num_cached_blocks: blocks' worth of KV in it that can be found again.
         connector_error: why the connector was turned off; ``None`` while it works, or if there is none.
     """
 
@@ -85,4 +88,5 @@ class EngineStatus:
     num_loading: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_cached_blocks: int = 0
     connector_error: str | None = None

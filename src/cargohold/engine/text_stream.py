@@ -22,7 +22,12 @@ class TextStream:
         self._stop = stop
         self._num_released = 0
         self.text = ""
-        self.stopped = False
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text has reached a stop string."""
+        return self.stop_string is not None
 
     def push(self, token_id: int) -> bool:
         """Add a token. Returns whether the text has reached a stop string."""
@@ -31,10 +36,10 @@ class TextStream:
             # A new occurrence must end in the new piece, so what lies further back has been searched.
             search_from = max(0, len(self.text) - max(map(len, self._stop), default=0) + 1)
             self.text += piece
-            found = [at for at in (self.text.find(stop, search_from) for stop in self._stop) if at >= 0]
+            found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, search_from)) >= 0]
             if found:
-                self.text = self.text[: min(found)]
-                self.stopped = True
+                at, self.stop_string = min(found)
+                self.text = self.text[:at]
         return self.stopped
 
     @property

@@ -124,6 +124,10 @@ class LinkedQueue:
         ended, self._ended = self._ended, []
         return ended
 
+    def num_bytes(self) -> int:
+        """Nothing: fingerprints take no room."""
+        return 0
+
     def health(self) -> TierHealth:
         """The health of the medium, judged as a real queue does."""
         return self._health.report()

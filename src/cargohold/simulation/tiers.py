@@ -129,6 +129,10 @@ class HeldQueue:
         ended, self._ended = self._ended, []
         return ended
 
+    def num_bytes(self) -> int:
+        """Nothing: fingerprints take no room."""
+        return 0
+
     def health(self) -> TierHealth:
         """The health of the medium, judged as a real queue does."""
         return replace(self._health.report(), is_off=self.is_off)

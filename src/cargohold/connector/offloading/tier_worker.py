@@ -41,6 +41,10 @@ class JobQueue(Protocol):
         """Return which kinds of jobs the queue takes now."""
         ...
 
+    def num_bytes(self) -> int:
+        """Return the bytes of the chunks that the tier holds, as far as is known here."""
+        ...
+
     def shutdown(self) -> None:
         """Stop the queue."""
         ...
@@ -65,6 +69,8 @@ class TierWorker:
         self._clock = clock
         self._rank = rank
         self._health = [HEALTHY] * len(queues)
+        self._num_bytes = [0] * len(queues)
+        self._knows_bytes = False
         self._answers: dict[int, tuple[bytes, int]] = {}
         self._refused: list[TierCommand] = []
         # The queue of each job in flight.
@@ -96,6 +102,7 @@ class TierWorker:
         self._answers.update((command.job_id, (bytes(len(command.keys)), 1)) for command in refused)
         for name, queue in zip(self._names, self._queues, strict=True):
             for job in queue.poll():
+                self._knows_bytes = False
                 self._queue_of.pop(job.job_id, None)
                 self._count(name, job)
                 assert job.status is not None
@@ -110,11 +117,13 @@ class TierWorker:
         news = {(self._rank, at): now for at, now in enumerate(health) if now != self._health[at]}
         for name, before, now in zip(self._names, self._health, health, strict=True):
             self._stats[f"{name}_suspensions"] += now.num_open > before.num_open
+            self._stats[f"num_{name}_suspended"] += now.num_open - before.num_open
         self._health = health
         return TierReport(answers, news) if answers or news else None
 
     def take_stats(self) -> Stats:
-        """Return the bytes moved and the chunks that failed their check, per tier, since the last call."""
+        """Return the bytes moved and the chunks that failed their check, per tier, since the last call, and changed levels."""
+        self._count_bytes()
         stats, self._stats = self._stats, Counter()
         return stats
 
@@ -122,6 +131,15 @@ class TierWorker:
         """Stop all queues."""
         for queue in self._queues:
             queue.shutdown()
+
+    def _count_bytes(self) -> None:
+        """Note how much more, or less, the tiers hold than when this was last counted."""
+        if self._knows_bytes:
+            return
+        self._knows_bytes = True
+        for at, (name, queue) in enumerate(zip(self._names, self._queues, strict=True)):
+            before, self._num_bytes[at] = self._num_bytes[at], queue.num_bytes()
+            self._stats[f"num_{name}_bytes"] += self._num_bytes[at] - before
 
     def _count(self, name: str, job: TierJob) -> None:
         self._stats[f"{name}_failures"] += job.status in (JobStatus.FAILED, JobStatus.EXPIRED)

@@ -22,6 +22,27 @@ _MAX_CHARACTER_TOKENS = 4
 _MAX_PENDING_TOKENS = 4 * _MAX_CHARACTER_TOKENS
 """Most tokens to hold back as an incomplete character: a model may write bytes that are not UTF-8 for as long as it likes."""
 
+_OWN_TEMPLATE_OPTIONS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Arguments of transformers' own method, which are no variables of the template."""
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -126,19 +147,33 @@ class Tokenizer:
         text: str = self._inner.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Tokens of a conversation, ending where the assistant is to speak.
 
         Raises:
-            RequestError: the model has no chat template, or the conversation does not fit it or is no valid Unicode.
+            RequestError: the model has no chat template, or the conversation does not fit it or is no valid Unicode, or the
+                template has no place for tools.
         """
         from jinja2 import TemplateError  # noqa: PLC0415  # only needed here
 
         if not self._inner.chat_template:
             raise RequestError("this model has no chat template; use generate with a prompt instead")
         _check_messages(messages)
+        options = dict(template_options or {})
+        for name in _OWN_TEMPLATE_OPTIONS & options.keys():
+            raise RequestError(f"{name} is no variable of a chat template that a client may set")
+        tools = list(tools) if tools else None
+        if tools and "tools" not in self._inner.get_chat_template(tools=tools):
+            raise RequestError("the chat template of this model has no place for tools; leave them out")
         try:
-            text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = self._inner.apply_chat_template(
+                list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **options
+            )
         except (TemplateError, TypeError, ValueError) as error:
             # A template may compute with what it is given, and then raises Python's own errors.
             raise RequestError(f"the conversation does not fit the model's chat template: {one_line(error)}") from error

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, one_line
 from cargohold.offload.tier.base import StoreOutcome, Tier
 from cargohold.offload.tier.health import BreakerConfig, BreakerState, MediumHealth, TierHealth
 from cargohold.offload.tier.io_thread import IoThread
@@ -122,6 +122,14 @@ class TierQueue:
         """Return which of look-ups, loads and writes are possible, and whether the tier is off for good."""
         with self._changed:
             return replace(self._health.report(), is_off=self._is_off)
+
+    def num_bytes(self) -> int:
+        """Return the bytes of the chunks that the tier holds, as far as is known here; 0 if it cannot say."""
+        try:
+            return self.tier.usage().num_bytes
+        except Exception as error:  # noqa: BLE001  # a tier of somebody's own; it is counted, and nothing depends on it
+            logger.info("tier %s does not say how full it is: %s", self.tier.name, one_line(error))
+            return 0
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has ended or no thread lives, at most ``timeout_s`` seconds; return whether that is so."""

@@ -1,0 +1,160 @@
+"""A model through HTTP beside the same model in a program: tokens per second, and time to the first token, in turn."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+from benchmarks.environment import NotInstalledError
+from cargohold import LLM, OffloadConfig, SamplingParams
+
+MODEL = "smollm2"
+HOST_BYTES = "1GiB"
+NUM_BLOCKS = 1200
+NAME = "served"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of one round, all sent at the same time."""
+
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    vocab_size: int
+
+    def prompts(self, generator: random.Random) -> list[list[int]]:
+        """Prompts that no earlier one begins like."""
+        return [
+            [generator.randrange(self.vocab_size) for _ in range(self.prompt_tokens)] for _ in range(self.num_requests)
+        ]
+
+
+def run(*, quick: bool, model: str = MODEL) -> dict[str, Any]:
+    if find_spec("uvicorn") is None:
+        raise NotInstalledError("the server's packages are not installed: pip install '.[serve]'")
+    rounds, generator = (1 if quick else 9), random.Random(0)
+    with (
+        serving(model) as port,
+        LLM(model, num_device_blocks=NUM_BLOCKS, offload=OffloadConfig(host_bytes=HOST_BYTES)) as llm,
+    ):
+        shape = (2, 20, 4) if quick else (8, 128, 96)
+        load = Load(*shape, llm.plan.info.vocab_size)
+        measured: list[dict[str, tuple[float, float]]] = []
+        for number in range(rounds + 1):
+            ways = {
+                "library": lambda: in_program(llm, load, generator),
+                "http": lambda: over_http(port, load, generator, stream=False),
+                "http_streams": lambda: over_http(port, load, generator, stream=True),
+            }
+            names = [*ways][number % 3 :] + [*ways][: number % 3]  # whoever comes after another finds the machine warm
+            measured.append({name: ways[name]() for name in names})
+            llm.settle()
+    return {
+        "workload": {
+            "model": MODEL if model == MODEL else "tiny",
+            "concurrent_requests": load.num_requests,
+            "prompt_tokens": load.prompt_tokens,
+            "generated_tokens": load.output_tokens,
+            "rounds": rounds,
+        },
+        "rows": [_row(name, measured[1:]) for name in ("library", "http", "http_streams")],
+    }
+
+
+def _row(name: str, measured: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Any]:
+    """Medians over the rounds; ratios are of what was measured in the same round."""
+    return {
+        "way": name,
+        "tokens_per_s": round(median(one[name][0] for one in measured), 2),
+        "first_token_s": round(median(one[name][1] for one in measured), 4),
+        "tokens_per_s_over_library": round(median(one[name][0] / one["library"][0] for one in measured), 3),
+        "first_token_over_library": round(median(one[name][1] / one["library"][1] for one in measured), 3),
+    }
+
+
+def in_program(llm: LLM, load: Load, generator: random.Random) -> tuple[float, float]:
+    """Tokens per second, and seconds to the first token, the median of the requests."""
+    prompts, start = load.prompts(generator), time.perf_counter()
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=load.output_tokens, ignore_eos=True))
+    took_s = time.perf_counter() - start
+    return sum(len(out.token_ids) for out in outputs) / took_s, median(out.metrics.ttft_s or 0.0 for out in outputs)
+
+
+def over_http(port: int, load: Load, generator: random.Random, *, stream: bool) -> tuple[float, float]:
+    """The same. Without streams, the first token is that of the engine, as the server says it."""
+    prompts, together = load.prompts(generator), threading.Barrier(load.num_requests)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(load.num_requests) as pool:
+        answers = list(
+            pool.map(lambda prompt: _ask(port, prompt, load.output_tokens, together, stream=stream), prompts)
+        )
+    took_s = time.perf_counter() - start
+    return sum(tokens for tokens, _ in answers) / took_s, median(first_s for _, first_s in answers)
+
+
+def _ask(
+    port: int, prompt: list[int], max_tokens: int, together: threading.Barrier, *, stream: bool
+) -> tuple[int, float]:
+    """Generated tokens, and seconds to the first."""
+    body: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    body |= {"temperature": 0, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    connection = HTTPConnection("127.0.0.1", port, timeout=300)
+    together.wait()
+    start = time.perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    reply = connection.getresponse()
+    assert reply.status == 200, reply.read()
+    first_s = 0.0
+    last: dict[str, Any] = {}
+    for line in reply:
+        if not line.strip() or line.startswith(b"data: [DONE]"):
+            continue
+        if not last:
+            first_s = time.perf_counter() - start
+        last = json.loads(line.removeprefix(b"data: ")) if not stream or b'"usage"' in line else {"line": line}
+    connection.close()
+    if not stream:
+        first_s = _explained(port, last["id"])["ttft_s"]
+    return int(last["usage"]["completion_tokens"]), first_s
+
+
+def _explained(port: int, request_id: str) -> Any:
+    connection = HTTPConnection("127.0.0.1", port, timeout=300)
+    connection.request("GET", f"/cache/explain/{request_id}")
+    told = json.load(connection.getresponse())
+    connection.close()
+    return told
+
+
+@contextmanager
+def serving(model: str) -> Iterator[int]:
+    """The server, in a process of its own; yields its port."""
+    options = ["--port", "0", "--host-bytes", HOST_BYTES, "--num-device-blocks", str(NUM_BLOCKS)]
+    command = [sys.executable, "-m", "cargohold", "serve", model, "--served-model-name", NAME, *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603  # our own command
+    try:
+        assert process.stderr is not None
+        lines = [process.stderr.readline()]
+        while (found := re.search(r"at http://[\d.]+:(\d+) ", lines[-1])) is None:
+            assert lines[-1], f"the server has ended: {''.join(lines)}"
+            lines.append(process.stderr.readline())
+        yield int(found[1])
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)

@@ -1,0 +1,87 @@
+"""``cargohold serve``: a model behind the interfaces of OpenAI and Anthropic, and a page that shows its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+
+from cargohold.cli.app import EXIT_USAGE, app
+from cargohold.cli.common import loading, remark
+from cargohold.cli.options import EngineOptions, ModelArgument, takes_groups
+from cargohold.units import parse_bytes
+
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Where the server listens, for whom, and how much it takes on; see ``ServeConfig``."""
+
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="The port to listen at; 0 takes any free one.")] = 8000
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let only clients with a key in; may be given several times: each is a tenant with a cache of its own.",
+            envvar="CARGOHOLD_API_KEYS",
+            show_envvar=True,
+        ),
+    ] = None
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            help="This key sees all tenants' requests, and may reset the cache.",
+            envvar="CARGOHOLD_ADMIN_KEY",
+            show_envvar=True,
+        ),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model; may be given several times.", metavar="NAME")
+    ] = None
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are told to come again.")] = 256
+    max_body_bytes: Annotated[str, typer.Option(help="Largest body of a request.")] = "8MiB"
+
+    def config(self) -> Any:
+        """The options as the server takes them. Raises ``ConfigError`` for impossible ones."""
+        from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # needs packages that may be absent
+
+        return ServeConfig(
+            host=self.host,
+            port=self.port,
+            api_keys=tuple(self.api_key or ()),
+            admin_key=self.admin_key,
+            served_names=tuple(self.served_model_name or ()),
+            max_queue=self.max_queue,
+            max_body_bytes=parse_bytes("max_body_bytes", self.max_body_bytes),
+        )
+
+
+@app.command()
+@takes_groups
+def serve(
+    model: ModelArgument,
+    server: ServeOptions = ServeOptions(),
+    engine: EngineOptions = EngineOptions(host_bytes="1GiB"),  # noqa: B008  # frozen
+) -> None:
+    """Serve a model to clients of OpenAI's and Anthropic's interfaces, with a page that shows the cache.
+
+    Ctrl-C and SIGTERM end it: it takes no more requests, and gives those that it has some seconds to end.
+    """
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            install = "pip install 'cargohold[serve]'"
+            typer.echo(f"cargohold serve: the package {package} is not installed here: {install}", err=True)
+            raise typer.Exit(EXIT_USAGE)
+    from cargohold.async_llm import AsyncLLM  # noqa: PLC0415  # slow to import
+    from cargohold.serve.server import serving  # noqa: PLC0415  # needs packages that may be absent
+
+    options = engine.llm_options()
+    with serving(server.config()) as running:
+        with loading(model):
+            llm = AsyncLLM(model, **options)
+        running.open(llm)
+        remark(f"serving {model} at {running.url} (a page for people), {running.url}/v1 (for clients)", style="")
+        running.wait()

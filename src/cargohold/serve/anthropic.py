@@ -1,0 +1,231 @@
+"""Anthropic's interface: messages, and how many tokens they have."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from cargohold.async_llm import AsyncLLM
+from cargohold.base_llm import RequestOptions
+from cargohold.engine.outputs import RequestOutput
+from cargohold.engine.sampling_params import SamplingParams
+from cargohold.serve.conversations import text_of
+from cargohold.serve.desk import Job, Outputs
+from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
+from cargohold.serve.fields import Body, StopStrings
+from cargohold.serve.serving import (
+    cached_tokens,
+    checked,
+    client_of,
+    hall_of,
+    make_prompt,
+    streamed,
+    whole,
+    with_errors,
+)
+
+router = APIRouter()
+
+_STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens"}
+
+
+class AnthropicMessage(BaseModel):
+    """One message; ``cache_control`` in its blocks asks for what is done with every prompt anyway."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+    def for_template(self, param: str) -> list[dict[str, Any]]:
+        """The messages of a template that say the same: results of tools are messages of their own there."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        told: list[dict[str, Any]] = []
+        texts: list[dict[str, Any]] = []
+        calls: list[dict[str, Any]] = []
+        for at, block in enumerate(self.content):
+            match block.get("type"):
+                case "tool_result":
+                    told.append(_result(block, f"{param}.content[{at}]"))
+                case "tool_use":
+                    calls.append(_call(block, f"{param}.content[{at}]"))
+                case "thinking" | "redacted_thinking":
+                    continue  # of earlier answers, which no template wants back
+                case _:
+                    texts.append(block)
+        own: dict[str, Any] = {"role": self.role, "content": text_of(texts, f"{param}.content")}
+        if calls:
+            own["tool_calls"] = calls
+        return [*told, own] if texts or calls or not told else told
+
+
+class AnthropicTool(BaseModel):
+    """A tool of the client's."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    name: str
+    description: str = ""
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as templates know it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class Prompt(Body):
+    """What a conversation consists of."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+    def tokens(self, llm: AsyncLLM) -> list[int]:
+        """The conversation as the model's template writes it."""
+        choice = (self.tool_choice or {"type": "auto"}).get("type")
+        if choice not in {"auto", "none"}:
+            raise invalid(
+                "tool_choice: the model decides itself whether it calls a tool; use auto or none", "tool_choice"
+            )
+        if self.thinking is not None and self.thinking.get("type") != "disabled":
+            raise invalid("this engine has no thinking: leave it out", "thinking")
+        system = text_of(self.system, "system")
+        messages = [{"role": "system", "content": system}] if system else []
+        for at, message in enumerate(self.messages):
+            messages += message.for_template(f"messages[{at}]")
+        tools = None if choice == "none" else [tool.for_template() for tool in self.tools or ()]
+        return llm.chat_prompt(messages, tools=tools)
+
+
+class MessagesBody(Prompt):
+    """The body of a request for a message. ``cache_salt`` and ``kv_transfer_params`` are as in OpenAI's interface here."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool = False
+    stop_sequences: StopStrings | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(default=None, ge=0)
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters. Raises ``ConfigError`` for impossible values."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        is_greedy = temperature == 0
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=temperature,
+            top_p=1.0 if self.top_p is None or is_greedy else self.top_p,
+            top_k=0 if self.top_k is None or is_greedy else self.top_k,
+            stop=self.stop_sequences or (),
+        )
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request, body: Prompt) -> Response:
+    """How many tokens a conversation has."""
+    llm = _begin(request, body)
+    return json_response({"input_tokens": len(await make_prompt(llm, partial(body.tokens, llm)))})
+
+
+@router.post("/v1/messages")
+async def messages(request: Request, body: MessagesBody) -> Response:
+    """The next message of a conversation."""
+    llm = _begin(request, body)
+    prompt = await make_prompt(llm, partial(body.tokens, llm))
+    client = client_of(request)
+    options: RequestOptions = {"salt": client.salt(body.cache_salt), "kv_transfer_params": body.kv_transfer_params}
+    request_id = f"msg_{hall_of(request).desk.records.new_id()}"
+    job = Job(request_id, request.url.path, client, [prompt], [body.sampling()], options)
+    head = {"id": request_id, "type": "message", "role": "assistant", "model": body.model}
+    if body.stream:
+        return await streamed(request, job, lambda outputs: with_errors(_events(outputs, head, llm), _error_event))
+    (output,) = await whole(request, job)
+    answer = {**head, "content": [{"type": "text", "text": output.text}], **_stop(output), "usage": _usage(output, llm)}
+    return json_response(answer | _transfer_params(output))
+
+
+def _begin(request: Request, body: Prompt) -> AsyncLLM:
+    """The model, if it may be asked this."""
+    hall = hall_of(request)
+    llm = hall.desk.llm
+    hall.check_model(body.model)
+    body.check_others()
+    return llm
+
+
+async def _events(outputs: Outputs, head: dict[str, Any], llm: AsyncLLM) -> AsyncGenerator[bytes]:
+    has_begun = False
+    async for _, output in outputs:
+        if not has_begun:
+            has_begun = True
+            nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+            message = {**head, **nothing, "usage": {**_usage(output, llm), "output_tokens": 0}}
+            yield _event("message_start", message=message)
+            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        if output.new_text:
+            yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": output.new_text})
+        if output.finished:
+            delta = {**_stop(checked(output)), **_transfer_params(output)}
+            yield _event("content_block_stop", index=0)
+            yield _event("message_delta", delta=delta, usage=_usage(output, llm))
+            yield _event("message_stop")
+
+
+def _event(kind: str, **facts: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode({"type": kind, **facts}) + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return _event("error", error=anthropic_body(error)["error"])
+
+
+def _stop(output: RequestOutput) -> dict[str, Any]:
+    reason = "stop_sequence" if output.stop_string is not None else _STOP_REASONS.get(output.finish_reason or "")
+    return {"stop_reason": reason, "stop_sequence": output.stop_string}
+
+
+def _usage(output: RequestOutput, llm: AsyncLLM) -> dict[str, int]:
+    """Tokens of the prompt: read from the cache, newly in it, and neither, which is less than a block at its end."""
+    config, metrics = llm.plan.config, output.metrics
+    read = cached_tokens(metrics)
+    kept = metrics.prompt_tokens - metrics.prompt_tokens % config.block_tokens if config.prefix_caching else 0
+    created = max(0, kept - read)
+    return {
+        "input_tokens": metrics.prompt_tokens - read - created,
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": read,
+        "output_tokens": metrics.output_tokens,
+    }
+
+
+def _transfer_params(output: RequestOutput) -> dict[str, Any]:
+    params = output.kv_transfer_params
+    return {} if not params else {"kv_transfer_params": dict(params)}
+
+
+def _result(block: dict[str, Any], param: str) -> dict[str, Any]:
+    content = block.get("content")
+    if not isinstance(content, str | list | None):
+        raise invalid(f"{param}.content must be text, or a list of blocks of text", param)
+    return {"role": "tool", "content": text_of(content, f"{param}.content"), "tool_call_id": block.get("tool_use_id")}
+
+
+def _call(block: dict[str, Any], param: str) -> dict[str, Any]:
+    if not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
+        raise invalid(f"{param} needs a name and an input", param)
+    function = {"name": block["name"], "arguments": block["input"]}
+    return {"type": "function", "id": block.get("id"), "function": function}

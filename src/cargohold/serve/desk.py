@@ -1,0 +1,182 @@
+"""The desk: takes requests in while there is room, has the engine serve them, and sees to it that none outlives its client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from cargohold.async_llm import AsyncLLM
+from cargohold.base_llm import RequestOptions
+from cargohold.engine.outputs import RequestOutput
+from cargohold.engine.sampling_params import SamplingParams
+from cargohold.errors import EngineDeadError
+from cargohold.serve.errors import ApiError, invalid
+from cargohold.serve.records import Records
+from cargohold.serve.settings import Client
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Outputs = AsyncGenerator[tuple[int, RequestOutput]]
+
+
+class State(Enum):
+    """Stages of a server's life. Only a server that serves takes requests."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one HTTP request asks of the engine.
+
+    Attributes:
+        request_id: as the client knows it.
+        endpoint: the interface that it came by.
+        client: who has sent it.
+        prompts: token ids, one list per answer.
+        sampling: one per answer.
+        options: for all of them.
+    """
+
+    request_id: str
+    endpoint: str
+    client: Client
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]
+    options: RequestOptions
+
+
+class Desk:
+    """Admits requests to the model.
+
+    Args:
+        records: where requests are remembered.
+        max_queue: answers that may wait beside those that run.
+    """
+
+    def __init__(self, records: Records, max_queue: int) -> None:
+        self.records = records
+        self.state = State.STARTING
+        self.num_answers = 0
+        self.num_refused = 0
+        self.has_changed = threading.Event()
+        self.end: EngineDeadError | None = None
+        self._max_queue = max_queue
+        self._llm: AsyncLLM | None = None
+
+    # --- for the thread that started the server -----------------------------------------------------------------------
+
+    def open(self, llm: AsyncLLM) -> None:
+        """Begin to serve this model."""
+        self._llm = llm
+        self.state = State.SERVING
+
+    def start_draining(self) -> None:
+        """Take no more requests; those that are here go on."""
+        self.state = State.DRAINING
+
+    def note_end(self, error: EngineDeadError) -> None:
+        """Note that the engine has ended."""
+        if self.state is State.SERVING:
+            self.end, self.state = error, State.STOPPED
+        self.has_changed.set()
+
+    # --- for the event loop -------------------------------------------------------------------------------------------
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The model. Raises ``ApiError`` 503 unless it is being served."""
+        if self._llm is None or self.state is not State.SERVING:
+            why = "has stopped, because its engine has" if self.state is State.STOPPED else f"is {self.state.value}"
+            message = f"the server {why}: try again later"
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=self.state.value, retry_after_s=2)
+        return self._llm
+
+    @property
+    def loaded(self) -> AsyncLLM | None:
+        """The model, if it has been loaded, whether it is served or not."""
+        return self._llm
+
+    async def outputs(self, job: Job) -> Outputs:
+        """Have a request served: its outputs as they come, each with the number of its answer.
+
+        Raises:
+            ApiError: there is no room, or the server is not serving.
+            CargoholdError: the engine refuses the request, or has ended.
+        """
+        llm = self.llm
+        with self._admitted(len(job.prompts)):
+            record = self.records.begin(job.request_id, job.endpoint, job.client, len(job.prompts))
+            state = "gone"
+            try:
+                outputs = llm.stream_each(job.prompts, job.sampling, **job.options)
+                async with aclosing(outputs):
+                    async for at, output in outputs:
+                        record.sequences[at].update(output)
+                        yield at, output
+                state = "finished"
+            except EngineDeadError as error:
+                state = "failed"
+                self.note_end(error)
+                raise
+            except Exception:
+                state = "failed"
+                raise
+            finally:
+                self.records.end(record, state)
+
+    @contextmanager
+    def _admitted(self, num_answers: int) -> Iterator[None]:
+        """Take places for answers. Never waits: who comes when all are taken is told so."""
+        places = self.llm.plan.config.max_num_seqs + self._max_queue
+        if num_answers > places:
+            raise invalid(f"{num_answers} answers at once are more than the {places} that this server takes", "n")
+        if self.num_answers + num_answers > places:
+            self.num_refused += 1
+            message = f"the queue is full: {self.num_answers} of {places} places are taken (--max-queue); try again"
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="queue_full", retry_after_s=1)
+        self.num_answers += num_answers
+        try:
+            yield
+        finally:
+            self.num_answers -= num_answers
+            self.has_changed.set()
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do work for a client, as long as it is there.
+
+    Raises:
+        ClientDisconnect: it has gone; the work was cancelled, and has ended.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_until_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for one in (task, gone):
+            one.cancel()
+            with suppress(asyncio.CancelledError, Exception):  # what it raised was raised above, or nobody hears it
+                await one
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,236 @@
+"""OpenAI's interface: models, completions of text, and of conversations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from cargohold.async_llm import AsyncLLM
+from cargohold.base_llm import RequestOptions
+from cargohold.engine.outputs import RequestMetrics, RequestOutput
+from cargohold.engine.sampling_params import SamplingParams
+from cargohold.serve.conversations import Message, ToolChoice, offered_tools
+from cargohold.serve.desk import Job, Outputs
+from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
+from cargohold.serve.fields import OpenAIBody
+from cargohold.serve.hall import Hall
+from cargohold.serve.serving import (
+    cached_tokens,
+    checked,
+    client_of,
+    hall_of,
+    make_prompt,
+    streamed,
+    whole,
+    with_errors,
+)
+
+router = APIRouter()
+
+Choice = Callable[[int, str, str | None], dict[str, Any]]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_DONE = b"data: [DONE]\n\n"
+
+
+class CompletionBody(OpenAIBody):
+    """The body of a request to complete text."""
+
+    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=1024)]
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]  # token ids, as the first is one
+        return list(self.prompt)
+
+
+class ChatBody(OpenAIBody):
+    """The body of a request to go on with a conversation."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The model that is served, under each of its names."""
+    hall = hall_of(request)
+    return json_response({"object": "list", "data": [_model(hall, name) for name in hall.names()]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """The model, if it is served under this name."""
+    hall = hall_of(request)
+    return json_response(_model(hall, hall.check_model(name)))
+
+
+@router.post("/v1/completions")
+async def completions(request: Request, body: CompletionBody) -> Response:
+    """Complete text."""
+    llm = _begin(request, body)
+    sampling = body.sampling(body.max_tokens or _DEFAULT_COMPLETION_TOKENS)
+    prompts = [await make_prompt(llm, partial(_tokens, llm, prompt)) for prompt in body.prompts()]
+    form = Form("cmpl", "text_completion", "text_completion", _text_choice, _text_choice)
+    prompts_of_answers = [prompt for prompt in prompts for _ in sampling]
+    return await _answer(request, body, form, prompts_of_answers, sampling * len(prompts))
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, body: ChatBody) -> Response:
+    """Go on with a conversation."""
+    llm = _begin(request, body)
+    messages = [message.for_template(f"messages[{at}]") for at, message in enumerate(body.messages)]
+    tools = offered_tools(body.tools, body.tool_choice)
+    make = partial(llm.chat_prompt, messages, tools=tools, template_options=body.chat_template_kwargs)
+    prompt = await make_prompt(llm, make)
+    sampling = body.sampling(body.max_completion_tokens or body.max_tokens or llm.plan.scheduler.max_model_len)
+    form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", _message_choice, _delta_choice)
+    return await _answer(request, body, form, [prompt] * len(sampling), sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the answers of one endpoint are written.
+
+    Attributes:
+        prefix: of ids.
+        kind, chunk_kind: what an answer says that it is, whole and in parts.
+        choice, part: one answer, whole and in parts, of its number, its text and its finish reason.
+    """
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+    choice: Choice
+    part: Choice
+
+
+def _text_choice(at: int, text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": at, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+def _message_choice(at: int, text: str, reason: str | None) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text, "refusal": None}
+    return {"index": at, "message": message, "logprobs": None, "finish_reason": reason}
+
+
+def _delta_choice(at: int, text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": at, "delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason}
+
+
+def _begin(request: Request, body: OpenAIBody) -> AsyncLLM:
+    """The model, if it may be asked this."""
+    hall = hall_of(request)
+    llm = hall.desk.llm
+    hall.check_model(body.model)
+    body.check_others()
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options are for streams: set stream to true", "stream_options")
+    return llm
+
+
+def _tokens(llm: AsyncLLM, prompt: str | list[int]) -> list[int]:
+    return llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+
+
+async def _answer(
+    request: Request, body: OpenAIBody, form: Form, prompts: list[list[int]], sampling: list[SamplingParams]
+) -> Response:
+    client = client_of(request)
+    options: RequestOptions = {
+        "priority": body.priority,
+        "salt": client.salt(body.cache_salt),
+        "kv_transfer_params": body.kv_transfer_params,
+    }
+    request_id = f"{form.prefix}-{hall_of(request).desk.records.new_id()}"
+    job = Job(request_id, request.url.path, client, prompts, sampling, options)
+    head = {"id": request_id, "created": int(time.time()), "model": body.model}
+    if body.stream:
+        wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        return await streamed(request, job, lambda outputs: _with_end(_events(outputs, form, head, job, wants_usage)))
+    outputs = await whole(request, job)
+    choices = [form.choice(at, output.text, output.finish_reason) for at, output in enumerate(outputs)]
+    usage = _usage([output.metrics for output in outputs], job)
+    answer = {**head, "object": form.kind, "choices": choices, "usage": usage}
+    return json_response(answer | _transfer_params(outputs))
+
+
+async def _events(
+    outputs: Outputs, form: Form, head: dict[str, Any], job: Job, wants_usage: bool
+) -> AsyncGenerator[bytes]:
+    head = {**head, "object": form.chunk_kind}
+    last: dict[int, RequestOutput] = {}
+    if form.part is _delta_choice:  # who is to speak, before anything is said
+        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        for at in range(len(job.prompts)):
+            yield _event({**head, "choices": [{"index": at, **role}]})
+    async for at, output in outputs:
+        if output.new_text or output.finished:
+            yield _event({**head, "choices": [form.part(at, output.new_text, checked(output).finish_reason)]})
+        if output.finished:
+            last[at] = output
+    if params := _transfer_params(list(last.values())):
+        yield _event({**head, "choices": [], **params})
+    if wants_usage:
+        yield _event({**head, "choices": [], "usage": _usage([output.metrics for output in last.values()], job)})
+
+
+async def _with_end(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The events, and behind them what tells clients that no more will come, also behind an error."""
+    async with aclosing(with_errors(events, _error_event)) as all_events:
+        async for event in all_events:
+            yield event
+    yield _DONE
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return _event(openai_body(error))
+
+
+def _usage(metrics: Sequence[RequestMetrics], job: Job) -> dict[str, Any]:
+    """Tokens of a request. Several answers to one prompt share it: it is counted once, as OpenAI does."""
+    first = {id(prompt): one for prompt, one in zip(reversed(job.prompts), reversed(metrics), strict=True)}
+    prompt_tokens = sum(one.prompt_tokens for one in first.values())
+    output_tokens = sum(one.output_tokens for one in metrics)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(map(cached_tokens, first.values()))},
+    }
+
+
+def _transfer_params(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """What a connector returns with the response; of the first answer, as there is one place for it."""
+    params = next((output.kv_transfer_params for output in outputs if output.kv_transfer_params), None)
+    return {} if params is None else {"kv_transfer_params": dict(params)}
+
+
+def _model(hall: Hall, name: str) -> dict[str, Any]:
+    llm = hall.desk.llm
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(hall.started),
+        "owned_by": "cargohold",
+        "max_model_len": llm.plan.scheduler.max_model_len,
+    }

@@ -1,0 +1,84 @@
+"""``cargohold serve`` as one calls it: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.command import Command
+
+pytest.importorskip("fastapi", reason="the extra serve is not installed")
+
+
+@contextmanager
+def served(model: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process of its own, and the address that it says."""
+    command = [sys.executable, "-m", "cargohold", "serve", model, "--port", "0", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stderr is not None
+        found = None
+        while found is None:
+            line = process.stderr.readline()
+            assert line, "it has ended"
+            found = re.search(r"at (http://\S+) ", line)
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "said"), [(signal.SIGTERM, 143, "terminated\n"), (signal.SIGINT, 130, "interrupted\n")]
+)
+def test_it_serves_until_it_is_told_to_end(chat_model: str, how: signal.Signals, status: int, said: str) -> None:
+    with served(chat_model, "--num-device-blocks", "100", "--served-model-name", "mine") as (process, url):
+        body = json.dumps({"model": "mine", "prompt": "Hello", "max_tokens": 2}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            assert json.load(reply)["usage"]["completion_tokens"] == 2
+        process.send_signal(how)
+        _, rest = process.communicate(timeout=60)
+        assert (process.returncode, rest) == (status, said)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--port", "70000"], "cargohold: --port=70000 is not possible: it must be a number from 0"),
+        (
+            ["--host", "192.0.2.1"],
+            "cargohold: --host='192.0.2.1' is not possible: it must be an address of this machine",
+        ),
+        (["--max-queue", "-1"], "cargohold: --max-queue=-1 is not possible: it must be an integer from 0"),
+        (["--max-body-bytes", "much"], "cargohold: --max-body-bytes='much' is not possible"),
+        (["--api-key", "a", "--admin-key", "a"], "cargohold: --admin-key='***' is not possible"),
+        (["--api-key", "ä"], "cargohold: --api-key='***' is not possible"),
+        (["--disk-dir", "x", "--host-bytes", "lots"], "cargohold: --host-bytes='lots' is not possible"),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_told_in_one_line(cargohold: Command, args: list[str], message: str) -> None:
+    result = cargohold("serve", "no-such-model", *args)
+    assert (result.status, result.err.count("\n")) == (2, 1)
+    assert result.err.startswith(message), result.err
+
+
+def test_a_model_that_is_not_there_ends_the_server(cargohold: Command) -> None:
+    result = cargohold("serve", "/no/such/model", "--port", "0")
+    assert result.status == 2 and "/no/such/model" in result.err
+
+
+def test_a_missing_package_is_named(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cargohold.cli.serve.find_spec", lambda name: None)
+    result = cargohold("serve", "smollm2")
+    expected = "cargohold serve: the package fastapi is not installed here: pip install 'cargohold[serve]'\n"
+    assert (result.status, result.err) == (2, expected)

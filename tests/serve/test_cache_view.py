@@ -1,0 +1,148 @@
+"""What the server tells of its cache: in JSON, to Prometheus, and to whom."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cargohold import DiskTierConfig, OffloadConfig
+from cargohold.serve.server import Server
+from cargohold.serve.settings import ServeConfig
+from tests.serve.running import Reply, call, running, wait_until
+
+PROMPT = "The ship sails on. " * 40
+
+
+def complete(server: Server, prompt: str = PROMPT, key: str | None = None, **fields: Any) -> Reply:
+    body = {"model": "chat", "prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
+    return call(server, "/v1/completions", body, keyed(key))
+
+
+def keyed(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def samples(server: Server) -> dict[tuple[str, ...], float]:
+    text = call(server, "/metrics").body.decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture(scope="module")
+def tiered(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a disk, whose device holds less than two prompts."""
+    disk = DiskTierConfig(directory=tmp_path_factory.mktemp("disk"), max_bytes="64MiB", reserve_bytes=0)
+    offload = OffloadConfig(host_bytes="1MiB", tiers=[disk], restore="always")
+    with running(chat_model, offload=offload, num_device_blocks=30, max_model_len=350) as server:
+        for prompt in ("First. ", "Second. ") * 2:
+            assert complete(server, prompt + PROMPT).status == 200
+        yield server
+
+
+def test_vessels_fill(tiered: Server) -> None:
+    wait_until(lambda: call(tiered, "/cache").json["tiers"][2]["held_bytes"])
+    shown = call(tiered, "/cache").json
+    device, host, disk = shown["tiers"]
+    assert [place["name"] for place in (device, host, disk)] == ["device", "host", "disk"]
+    for place in (device, host, disk):
+        assert 0 < place["held_bytes"] <= place["capacity_bytes"], place
+    assert disk["capacity_bytes"] == 64 * 2**20
+    assert host["in_bytes"] > 0 and host["out_bytes"] > 0 and disk["in_bytes"] > 0
+    assert (disk["suspended"], disk["is_off"]) == (0, False)
+    assert (shown["model"], shown["state"]) == ("chat", "serving")
+
+
+def test_a_request_is_explained_where_its_prompt_came_from(tiered: Server) -> None:
+    request_id = complete(tiered, "First. " + PROMPT).json["id"]
+    told = call(tiered, f"/cache/explain/{request_id}").json
+    assert sum(told["sources"].values()) == told["prompt_tokens"]
+    assert told["sources"]["device"] + told["sources"].get("host", 0) + told["sources"].get("disk", 0) > 100
+    assert told["notes"] and told["answers"][0]["notes"] == told["notes"]
+    assert told["state"] == "finished" and told["ttft_s"] > 0
+    assert request_id == call(tiered, "/cache").json["requests"][0]["id"]
+    missing = call(tiered, "/cache/explain/nobody")
+    assert (missing.status, missing.json["error"]["code"]) == (404, "request_not_found")
+
+
+def test_history_adds_up_to_the_requests(tiered: Server) -> None:
+    shown = call(tiered, "/cache").json
+    requests = [request for request in shown["requests"] if request["state"] == "finished"]
+    assert sum(bucket["hit_requests"] + bucket["miss_requests"] for bucket in shown["history"]) == len(requests)
+    tokens = [sum(bucket["tokens"].values()) for bucket in shown["history"]]
+    assert sum(tokens) == sum(request["prompt_tokens"] for request in requests)
+
+
+def test_prometheus_reads_the_same(tiered: Server) -> None:
+    before = samples(tiered)
+    answer = complete(tiered, "Third. ").json
+    after = samples(tiered)
+
+    def grown(*name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert grown("cargohold_requests_total", "/v1/completions", "finished") == 1
+    assert grown("cargohold_generated_tokens_total") == 2
+    assert grown("cargohold_prompt_tokens_total", "computed") == answer["usage"]["prompt_tokens"]
+    assert grown("cargohold_time_to_first_token_seconds_count", "miss") == 1
+    assert after["cargohold_up",] == 1 and after["cargohold_engine_requests", "running"] == 0
+    assert after["cargohold_tier_bytes", "disk"] == call(tiered, "/cache").json["tiers"][2]["held_bytes"]
+    assert after["cargohold_connector_total", "stored_chunks"] > 0
+    assert after["cargohold_connector_level", "num_ready_chunks"] > 0
+
+
+def test_no_prompt_and_no_answer_is_told(tiered: Server) -> None:
+    text = complete(tiered, "A secret harbour. ").json["choices"][0]["text"]
+    shown = call(tiered, "/cache").body.decode() + call(tiered, "/metrics").body.decode()
+    assert "harbour" not in shown and text not in shown
+
+
+def test_the_log_tells_what_is_suspended_and_why(tiered: Server) -> None:
+    logging.getLogger("cargohold.offload").warning("tier %s: loads are suspended: %s", "disk", "cable unplugged")
+    (line,) = call(tiered, "/cache").json["log"][:1]
+    assert (line["level"], line["text"]) == ("WARNING", "tier disk: loads are suspended: cable unplugged")
+
+
+def test_tenants_see_their_own_requests_and_only_the_admin_resets(chat_model: str) -> None:
+    config = ServeConfig(port=0, api_keys=("one", "two"), admin_key="all")
+    with running(chat_model, config) as server:
+        ids = {key: complete(server, key=key).json["id"] for key in ("one", "two")}
+
+        def seen(key: str) -> set[str]:
+            return {request["id"] for request in call(server, "/cache", headers=keyed(key)).json["requests"]}
+
+        assert (seen("one"), seen("two"), seen("all")) == ({ids["one"]}, {ids["two"]}, set(ids.values()))
+        assert call(server, "/cache", headers=keyed("one")).json["history"] is None
+        assert call(server, f"/cache/explain/{ids['two']}", headers=keyed("one")).status == 404
+        assert call(server, f"/cache/explain/{ids['two']}", headers=keyed("all")).status == 200
+        assert call(server, "/cache").status == 401
+        assert call(server, "/metrics").status == 200
+
+        refused = call(server, "/cache/reset", headers=keyed("one"), method="POST")
+        assert (refused.status, refused.json["error"]["code"]) == (403, "admin_only")
+        assert call(server, "/cache", headers=keyed("all")).json["tiers"][0]["held_bytes"] > 0
+        wait_until(lambda: call(server, "/cache/reset", headers=keyed("all"), method="POST").status == 200)
+        assert call(server, "/cache", headers=keyed("all")).json["tiers"][0]["held_bytes"] == 0
+
+
+def test_without_an_admin_key_nobody_resets(server: Server) -> None:
+    assert call(server, "/cache/reset", method="POST").status == 403
+
+
+def test_a_salt_tells_nothing_of_the_key(chat_model: str, tmp_path: Path) -> None:
+    config = ServeConfig(port=0, api_keys=("open sesame",))
+    with running(chat_model, config, kv_events=True) as server:
+        complete(server, key="open sesame", cache_salt="mine")
+        llm = server.desk.llm
+        assert call(server, "/metrics").status == 200
+        record = next(server.desk.records.latest_of_all())
+        salt = record.client.salt("mine")
+        assert salt is not None and "sesame" not in salt and salt.endswith("/mine")
+        assert llm.plan.config.kv_events

@@ -1,0 +1,146 @@
+"""The page: it needs nothing from elsewhere, and whoever cannot see it, or has a phone, can use it, too."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cargohold import DiskTierConfig, OffloadConfig
+from cargohold.serve.server import Server
+from cargohold.serve.settings import ServeConfig
+from tests.serve.running import call, running, wait_until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+NO_DRIVER = importlib.util.find_spec("playwright") is None
+in_a_browser = pytest.mark.skipif(
+    BROWSER is None or NO_DRIVER, reason="no Chromium, or no playwright to drive it with: make test-browser"
+)
+PAPER = {"dark": "rgb(20, 24, 29)", "light": "rgb(255, 255, 255)"}
+UNNAMED = """() => [...document.querySelectorAll("button, input, textarea, [role=meter], [role=img], svg, ul")]
+  .filter(one => one.checkVisibility() && !(one.getAttribute("aria-label") || one.getAttribute("aria-labelledby")
+    || one.labels?.length || one.textContent.trim() || one.className === "notes")).map(one => one.outerHTML)"""
+FAINT = """() => {
+  const light = colour => { const [r, g, b] = colour.match(/[\\d.]+/g).map(part => { part /= 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4; }); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const paper = one => { for (; one; one = one.parentElement) { const colour = getComputedStyle(one).backgroundColor;
+    if (!colour.endsWith(", 0)")) return colour; } return "rgb(255, 255, 255)"; };
+  return [...document.querySelectorAll("p, h1, h2, h3, li, span, button, summary")].filter(one => one.checkVisibility() &&
+    !one.disabled && [...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim())).map(one => {
+    const [low, high] = [light(getComputedStyle(one).color), light(paper(one))].sort((a, b) => a - b);
+    return [one.textContent, (high + 0.05) / (low + 0.05)]; }).filter(([, contrast]) => contrast < 4.5);
+}"""
+
+
+def test_the_page_is_whole_and_may_do_nothing_but_ask_this_server(server: Server) -> None:
+    reply = call(server, "/")
+    text = reply.body.decode()
+    assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert re.findall(r"""(?:src|href|action)=["'](?!#|data:,)""", text) == [] and "url(" not in text
+    assert re.findall(r"\bstyle=|\bon\w+=|innerHTML", text) == [], "the policy lets none of these work"
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
+
+
+@pytest.fixture(scope="module")
+def tiered(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    disk = DiskTierConfig(directory=tmp_path_factory.mktemp("disk"), max_bytes="64MiB", reserve_bytes=0)
+    offload = OffloadConfig(host_bytes="1MiB", tiers=[disk])
+    with running(chat_model, offload=offload, num_device_blocks=60) as server:
+        for prompt in ("First. ", "Second. ") * 2:
+            body = {"model": "chat", "prompt": prompt + "The ship sails on. " * 40, "max_tokens": 2, "temperature": 0}
+            assert call(server, "/v1/completions", body).status == 200
+        wait_until(lambda: call(server, "/cache").json["tiers"][2]["held_bytes"])
+        yield server
+
+
+@contextmanager
+def browsing(server: Server, **options: Any) -> Iterator[Page]:
+    """The page in a browser, in which nothing went wrong."""
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415  # need not be there
+
+    wrong: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(**options)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda line: wrong.append(line.text) if "Content Security" in line.text else None)
+        page.goto(server.url)
+        yield page
+        browser.close()
+    assert wrong == []
+
+
+@in_a_browser
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 320)])
+def test_it_can_be_read_wide_and_narrow_in_light_and_dark(tiered: Server, scheme: Any, width: int) -> None:
+    with browsing(tiered, color_scheme=scheme, viewport={"width": width, "height": 800}) as page:
+        page.wait_for_selector("#requests li")
+        page.locator("summary").first.click()
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == PAPER[scheme]
+        assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+        assert page.evaluate(FAINT) == []
+        assert page.evaluate(UNNAMED) == []
+
+
+@in_a_browser
+def test_it_shows_what_is_kept_and_where_prompts_came_from(tiered: Server) -> None:
+    shown = call(tiered, "/cache").json
+    with browsing(tiered) as page:
+        page.wait_for_selector("#requests li")
+        meters = page.get_by_role("meter")
+        assert [meters.nth(at).get_attribute("aria-label") for at in range(3)] == ["device", "host", "disk"]
+        for at, tier in enumerate(shown["tiers"]):
+            part = round(100 * tier["held_bytes"] / tier["capacity_bytes"])
+            assert abs(int(meters.nth(at).get_attribute("aria-valuenow") or "") - part) <= 1
+        assert "prompt tokens were found in the cache" in page.inner_text("#answer")
+        assert page.locator("#requests > li").count() == len(shown["requests"])
+        first = page.locator("#requests > li").first
+        first.locator("summary").focus()
+        page.keyboard.press("Enter")
+        assert shown["requests"][0]["notes"][0] in first.inner_text()
+        assert page.locator("#hits rect").count() > 0 and page.locator("#ttft circle").count() > 0
+
+
+@in_a_browser
+def test_one_can_talk_to_the_model_with_the_keyboard_alone(server: Server) -> None:
+    with browsing(server) as page:
+        page.wait_for_selector("#vessels li")
+        page.focus("#question")
+        page.keyboard.type("Hello")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#said .soft")
+        assert "Model: " in page.inner_text("#said") and "came from the cache" in page.inner_text("#said")
+        assert page.evaluate("document.activeElement.id") == "question"
+        page.wait_for_selector("#requests li")
+
+
+@in_a_browser
+def test_it_asks_for_a_key_where_one_is_needed(chat_model: str) -> None:
+    with running(chat_model, ServeConfig(port=0, api_keys=("one",))) as server, browsing(server) as page:
+        page.wait_for_selector("#key")
+        page.fill("#key", "one")
+        page.press("#key", "Enter")
+        page.wait_for_selector("#vessels li")
+        assert page.locator("#unlock").is_hidden()
+        page.fill("#question", "Hello")
+        page.press("#question", "Enter")
+        page.wait_for_selector("#said .soft")
+
+
+@in_a_browser
+def test_texts_of_the_server_are_texts_and_no_html(server: Server) -> None:
+    with browsing(server) as page:
+        page.wait_for_selector("#vessels li")
+        page.fill("#question", "<img src=x onerror=alert(1)>")
+        page.press("#question", "Enter")
+        page.wait_for_selector("#said .soft")
+        assert page.locator("#said img").count() == 0 and "<img" in page.inner_text("#said")
