@@ -159,7 +159,8 @@ class TierManager(OffloadManager):
                 around += [slot for slot in slots if slot is not None]
         table.pin(around)
         if _are_apart(offers):
-            self._make_room_ahead(offers, parents, found)
+            if len(offers) > 1:
+                self._make_room_ahead(offers, parents, found)
             for offer, before, slots in zip(offers, parents, found, strict=True):
                 self._place_offer(placement, offer, before, slots)
         else:
@@ -208,7 +209,7 @@ class TierManager(OffloadManager):
             if slots and slots.count(None) == len(slots)
         ]
         num_slots = sum([len(keys) for keys, _ in newcomers]) - self._table.num_free
-        if len(newcomers) > 1 and num_slots > 0:
+        if newcomers and num_slots > 0:
             self.policy.make_room_ahead(newcomers, num_slots)
 
     def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
