@@ -13,12 +13,13 @@ from typing import Any
 from benchmarks.environment import NotInstalledError
 
 NOTHING = "no connector"
+IDLE = "a connector that does nothing"
 OURS = "cargohold"
 OURS_WITH_DISK = "cargohold, a disk below"
 OURS_PROMPTS = "cargohold, prompts alone"
 THEIRS = "vllm"
 THEIRS_PROMPTS = "vllm, prompts alone"
-CONTENDERS = (NOTHING, OURS, OURS_WITH_DISK, THEIRS, OURS_PROMPTS, THEIRS_PROMPTS)
+CONTENDERS = (NOTHING, IDLE, OURS, OURS_WITH_DISK, THEIRS, OURS_PROMPTS, THEIRS_PROMPTS)
 STEP_TOKENS = 8192
 BLOCK_TOKENS = 16
 
@@ -80,8 +81,16 @@ def _measure(workload: Workload) -> dict[str, Any]:
     for what, times in (("prompts", prompts), ("generating", answers)):
         alone = median(times[NOTHING])
         row[f"{what}_us_per_step"] = {name: round(median(taken) * 1e6) for name, taken in times.items()}
-        row[f"{what}_us_per_step_beyond_no_connector"] = {
-            name: round((median(taken) - alone) * 1e6) for name, taken in times.items() if name != NOTHING
+        beyond = {name: median(taken) - alone for name, taken in times.items() if name != NOTHING}
+        row[f"{what}_us_per_step_beyond_no_connector"] = {name: round(time * 1e6) for name, time in beyond.items()}
+        row[f"{what}_over_vllm"] = {
+            name: round(beyond[name] / beyond[theirs], 2)
+            for name, theirs in (
+                (IDLE, THEIRS),
+                (OURS, THEIRS),
+                (OURS_WITH_DISK, THEIRS),
+                (OURS_PROMPTS, THEIRS_PROMPTS),
+            )
         }
     return row
 
@@ -297,6 +306,9 @@ def _connector(name: str, host_bytes: int) -> Iterator[tuple[str, Any]]:
                 "tiers": [disk] if name == OURS_WITH_DISK else [],
             },
         )
+    elif name == IDLE:
+        yield "kv_connector", "IdleConnector"
+        yield "kv_connector_module_path", "benchmarks.idle_connector"
     elif name in (THEIRS, THEIRS_PROMPTS):
         yield "kv_connector", "OffloadingConnector"
         yield (

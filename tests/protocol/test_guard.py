@@ -46,6 +46,8 @@ class Context:
         self.get_block = self.pool.get_block
         self.touch = self.pool.touch
         self.free_blocks = self.pool.free_blocks
+        self.touch_ids = self.pool.touch_ids
+        self.free_ids = self.pool.free_ids
         self.iter_free_blocks = self.pool.iter_free_blocks
 
     def get_request_blocks(self, request_id: str) -> tuple[()]:
@@ -260,6 +262,25 @@ def test_a_connector_can_free_only_what_it_holds(guard: ConnectorGuard, inner: S
     assert (mine.ref_cnt, guard.num_held_references) == (1, 0)
 
 
+def test_a_connector_can_free_only_the_ids_that_it_holds(
+    guard: ConnectorGuard, inner: Scripted, context: Context
+) -> None:
+    (mine, theirs) = context.pool.allocate(2)
+    assert inner.context is not None
+    inner.context.touch_ids([mine.block_id, mine.block_id])
+    assert (mine.ref_cnt, guard.num_held_references) == (3, 2)
+    with pytest.raises(BlockNotHeldError) as raised:
+        inner.context.free_ids([mine.block_id, theirs.block_id])
+    assert (raised.value.block_id, raised.value.held) == (theirs.block_id, 0)
+    assert (mine.ref_cnt, theirs.ref_cnt, guard.num_held_references) == (3, 1, 2), "nothing was changed"
+    for unknown, error in ((0, NullBlockError), (-1, IndexError), (NUM_BLOCKS, IndexError)):
+        with pytest.raises(error):
+            inner.context.touch_ids([mine.block_id, unknown])
+    assert (mine.ref_cnt, guard.num_held_references) == (3, 2), "nothing was changed"
+    inner.context.free_ids([mine.block_id, mine.block_id])
+    assert (mine.ref_cnt, guard.num_held_references) == (1, 0)
+
+
 def test_what_the_pool_does_not_take_back_is_still_held(
     guard: ConnectorGuard, inner: Scripted, context: Context
 ) -> None:
@@ -270,6 +291,9 @@ def test_what_the_pool_does_not_take_back_is_still_held(
     context.pool.free_blocks([block])  # somebody else's mistake
     with pytest.raises(BlockNotHeldError):
         inner.context.free_blocks([block])
+    assert guard.held_references() == {block.block_id: 1}
+    with pytest.raises(BlockNotHeldError):
+        inner.context.free_ids([block.block_id])
     assert guard.held_references() == {block.block_id: 1}
 
 

@@ -172,7 +172,7 @@ def stores_a_state_that_was_advanced_past_its_boundary(patch: Patch) -> None:
             return blocks
         is_last = [at % blocks_per_chunk == blocks_per_chunk - 1 for at in range(len(blocks.block_ids))]
         latest = [table[-1] if last else own for last, own in zip(is_last, blocks.block_ids, strict=True)]
-        return replace(blocks, block_ids=latest)
+        return blocks._replace(block_ids=latest)
 
     patch.setattr(stores_module, "blocks_to_store", with_the_latest_state)
 

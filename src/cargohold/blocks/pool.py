@@ -125,6 +125,14 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def touch_ids(self, block_ids: Sequence[int]) -> None:
+        """Do ``touch`` for the blocks with these ids. Raises ``IndexError`` if there is none with one of them."""
+        self.touch([self.get_block(block_id) for block_id in block_ids])
+
+    def free_ids(self, block_ids: Sequence[int]) -> None:
+        """Do ``free_blocks`` for the blocks with these ids. Raises ``IndexError`` if there is none with one of them."""
+        self.free_blocks([self.get_block(block_id) for block_id in block_ids])
+
     def lookup(self, block_hash: bytes, group_id: int) -> KVCacheBlock | None:
         """Return a block that holds the prefix ``block_hash`` for a group, or ``None``. Takes no reference."""
         holders = self._index.get((block_hash, group_id))

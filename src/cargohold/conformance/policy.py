@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from random import Random
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import pytest
 
 from cargohold.blocks import READY
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
-from cargohold.cache.policies import ReplacementPolicy
+from cargohold.cache.policies import Newcomers, ReplacementPolicy
 from cargohold.conformance.chunks import Tree
 from cargohold.conformance.chunks import key as key_of
 from cargohold.offload.manager import LoadHandle, OffloadKey, StoreHandle, StoreOffer, TierManager
@@ -166,21 +167,19 @@ class StrictPolicy(ReplacementPolicy):
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         """Pass on, and check what was evicted."""
-        table = self.table
-        pins, num_free, num_evicted = list(table.pins), table.num_free, len(table.evicted)
-        in_front = table.keys_at(table.ancestors(parent)) if parent != NO_SLOT else []
-        refused: object = self._inner.make_room(keys, parent, num_slots)  # whatever an untyped policy answers
+        table, num_free = self.table, self.table.num_free
+        with self._evicts_rightly([parent], num_slots):
+            refused: object = self._inner.make_room(keys, parent, num_slots)  # whatever an untyped policy answers
         assert isinstance(refused, bool), f"the answer is whether the rest is refused, not {refused!r}"
-        table.check()
-        assert table.pins == pins, "the policy changed pins"
-        assert table.num_free - num_free == len(table.evicted) - num_evicted <= num_slots, (
-            f"{table.num_free - num_free} slots were freed for {num_slots}, {len(table.evicted) - num_evicted} by eviction"
-        )
-        assert set(in_front).isdisjoint(table.evicted), "a chunk is evicted for what comes behind it"
         if table.num_free - num_free < num_slots and not refused:
             # Some idle chunks may have to stay as well: those in front of a busy one in its prefix.
             assert any(table.pins) or not table.num_ready, "nothing is in use, and yet the answer is to ask again"
         return refused
+
+    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:
+        """Pass on, and check what was evicted."""
+        with self._evicts_rightly([parent for _, parent in newcomers], num_slots):
+            self._inner.make_room_ahead(newcomers, num_slots)
 
     def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
         """Pass on."""
@@ -201,6 +200,20 @@ class StrictPolicy(ReplacementPolicy):
         except AssertionError as error:
             used = f"slots {[slot for slot, key in enumerate(self.table.keys) if key is not None]} are in use"
             raise AssertionError(f"the policy's own check fails: {used}; {error}".rstrip("; ")) from error
+
+    @contextmanager
+    def _evicts_rightly(self, parents: Sequence[int], num_slots: int) -> Iterator[None]:
+        """Assert that what is evicted meanwhile is no more than is wanted, and not in front of newcomers behind ``parents``."""
+        table = self.table
+        pins, num_free, num_evicted = list(table.pins), table.num_free, len(table.evicted)
+        in_front = {key for parent in parents if parent != NO_SLOT for key in table.keys_at(table.ancestors(parent))}
+        yield
+        table.check()
+        assert table.pins == pins, "the policy changed pins"
+        assert table.num_free - num_free == len(table.evicted) - num_evicted <= num_slots, (
+            f"{table.num_free - num_free} slots were freed for {num_slots}, {len(table.evicted) - num_evicted} by eviction"
+        )
+        assert in_front.isdisjoint(table.evicted), "a chunk is evicted for what comes behind it"
 
 
 class _Traffic:

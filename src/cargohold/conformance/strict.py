@@ -29,7 +29,7 @@ from cargohold.protocol import (
 from cargohold.simulation.engine import SimulatedEngine
 from cargohold.simulation.executor import SimulatedExecutor
 
-_CHANGING: Final = frozenset({"touch", "free_blocks"})
+_CHANGING: Final = frozenset({"touch", "touch_ids", "free_blocks", "free_ids"})
 """Methods of a scheduler context that change references."""
 
 

@@ -144,6 +144,8 @@ class OutputAggregator:
         ]
         if not present:
             return NOTHING_TO_REPORT  # most steps: nothing can become complete without a report
+        if self._world_size == 1 and not present[0][1].finished.expected_finished_count:
+            return self._of_only_worker(present[0][1])
         for rank, output in present:
             self._count(rank, output.finished)
         received = self._recving.take_complete(self._expected)
@@ -168,6 +170,11 @@ class OutputAggregator:
             stats=stats,
         )
 
+    def _of_only_worker(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        """Return the output of the only worker: what it reports is complete, and there is nothing to merge."""
+        self._check_failed(0, output.finished)
+        return output
+
     def _merged(self, left: WorkerMetadata | None, right: WorkerMetadata) -> WorkerMetadata:
         if left is None:
             return right
@@ -185,11 +192,14 @@ class OutputAggregator:
             failed = request_id in finished.failed_recving
             outcome = TransferOutcome.FAILED if failed else TransferOutcome.DONE
             self._recving.report(rank, request_id, outcome, self._connector)
+        self._check_failed(rank, finished)
+        for job_id, outcome in finished.jobs.items():
+            self._jobs.report(rank, job_id, outcome, self._connector)
+
+    def _check_failed(self, rank: int, finished: FinishedTransfers) -> None:
         stray = finished.failed_recving - finished.finished_recving
         if stray:
             raise ContractError(self._connector, f"worker {rank} reported {min(stray)!r} as failed but not as finished")
-        for job_id, outcome in finished.jobs.items():
-            self._jobs.report(rank, job_id, outcome, self._connector)
 
     def _checked_expectation(self, count: int) -> int:
         if not 1 <= count <= self._world_size:

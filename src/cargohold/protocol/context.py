@@ -75,6 +75,17 @@ class BlockPoolView(Protocol):
         """
         ...
 
+    def touch_ids(self, block_ids: Sequence[int]) -> None:
+        """Do ``touch`` for the blocks with these ids. A step copies hundreds: views of them would cost more than the touch.
+
+        Raises ``IndexError`` or ``NullBlockError``, and changes nothing, if one of them cannot be touched.
+        """
+        ...
+
+    def free_ids(self, block_ids: Sequence[int]) -> None:
+        """Do ``free_blocks`` for the blocks with these ids, to the tail of the free queue."""
+        ...
+
     def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
         """Walk the free queue in eviction order, next victim first.
 

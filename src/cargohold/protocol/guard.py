@@ -82,8 +82,24 @@ class GuardedContext:
     def __init__(self, context: SchedulerContext, ledger: BlockLedger) -> None:
         self._context = context
         self._ledger = ledger
-        # See ``SchedulerContext``. Called for every block that is copied; binding the method saves one call each time.
-        self.get_block = context.get_block
+
+    def get_block(self, block_id: int) -> KVCacheBlockView:
+        """See ``SchedulerContext``."""
+        return self._context.get_block(block_id)
+
+    def touch_ids(self, block_ids: Sequence[int]) -> None:
+        """See ``SchedulerContext``."""
+        self._context.touch_ids(block_ids)
+        self._ledger.take(block_ids)
+
+    def free_ids(self, block_ids: Sequence[int]) -> None:
+        """See ``SchedulerContext``. Raises ``BlockNotHeldError`` for references that this connector does not hold."""
+        self._ledger.give_back(block_ids)
+        try:
+            self._context.free_ids(block_ids)
+        except BaseException:
+            self._ledger.take(block_ids)  # nothing was freed
+            raise
 
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
         """See ``SchedulerContext``."""
@@ -190,7 +206,7 @@ class ConnectorGuard(KVConnectorScheduler):
         self._workers = _Workers.STOPPED
         touched = self._touched.give_back_all()
         if self._context is not None:
-            self._context.free_blocks([self._context.get_block(block_id) for block_id in touched])
+            self._context.free_ids(touched)
         return KVConnectorSchedulerOutput(unlock_block_ids=self._locked.give_back_all())
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import ClassVar, Final
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable, spread_dicts
-from cargohold.cache.policies.base import ReplacementPolicy
+from cargohold.cache.policies.base import Newcomers, ReplacementPolicy
 from cargohold.cache.policies.recency import REFRESHED_AFTER_PART
 from cargohold.cache.policies.runs import Order, Run, Runs, lose
 
@@ -59,13 +59,14 @@ class ARCPolicy(ReplacementPolicy):
         wanted = balance.admit(self._ghosts.find(keys))
         # Applied when the chunks come in: if everything is in use, they do not, and are offered again.
         self._next_target = keys[0], balance.target
-        missing = 0
-        for which, num_wanted in ((_ONCE, wanted[0]), (_OFTEN, wanted[1]), (_ONCE, 0)):
-            missing += num_wanted
-            if missing:
-                num_ghosts = missing if which == _OFTEN else self.table.capacity - balance.sizes[0]
-                missing -= self._evict(which, missing, num_ghosts)
+        self._give_up(wanted, balance)
         return False
+
+    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:  # noqa: D102
+        ghosts = self._ghosts.find(list(chain.from_iterable([keys for keys, _ in newcomers])))
+        if ghosts.count(None) == len(ghosts):  # each ghost moves the target, which decides on the next victims
+            balance = self._balance(num_free=len(ghosts) - num_slots)
+            self._give_up(balance.admit(ghosts), balance)
 
     def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
         keys = keys if len(slots) == len(keys) else keys[: len(slots)]
@@ -121,6 +122,15 @@ class ARCPolicy(ReplacementPolicy):
             balance.admit(ghosts)
             target = balance.target
         self._target, self._next_target = target, (b"", 0.0)
+
+    def _give_up(self, wanted: Sequence[int], balance: Balance) -> None:
+        """Evict as many chunks of each list as ``Balance.admit`` wants, or of the other list. Mutates everything."""
+        missing = 0
+        for which, num_wanted in ((_ONCE, wanted[0]), (_OFTEN, wanted[1]), (_ONCE, 0)):
+            missing += num_wanted
+            if missing:
+                num_ghosts = missing if which == _OFTEN else self.table.capacity - balance.sizes[0]
+                missing -= self._evict(which, missing, num_ghosts)
 
     def _evict(self, which: int, num_chunks: int, num_ghosts: int) -> int:
         """Evict from one list; return how many. Mutates everything. At most ``num_ghosts`` are remembered, the last ones."""

@@ -11,9 +11,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from cargohold.cache.chunk_table import ChunkTable
+
+
+class Newcomers(NamedTuple):
+    """Absent chunks of one prefix that want slots.
+
+    Attributes:
+        keys: the chunks, in prefix order.
+        parent: slot of the chunk before the first, or ``NO_SLOT`` if that is not in the tier.
+    """
+
+    keys: Sequence[bytes]
+    parent: int
 
 
 class ReplacementPolicy(ABC):
@@ -58,6 +70,17 @@ class ReplacementPolicy(ABC):
         Returns:
             If fewer were evicted: whether that is because the others are worth more than ``keys``. If not, they are all in use,
             and asking again later may give more.
+        """
+
+    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:  # noqa: B027  # it saves time alone
+        """Evict at most ``num_slots`` chunks for absent chunks of several prefixes, which will be placed one after the other.
+
+        Optional: if it evicts fewer, ``make_room`` is asked for each prefix that finds no free slot. It must evict none that
+        ``make_room`` would keep for all of them. What comes from many requests in one step then takes one eviction.
+
+        Args:
+            newcomers: the chunks of each prefix; all their parents are pinned.
+            num_slots: how many of all these chunks have no slot yet.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
-from cargohold.cache.policies.base import ReplacementPolicy
+from cargohold.cache.policies.base import Newcomers, ReplacementPolicy
 from cargohold.cache.policies.runs import Order, Runs
 
 REFRESHED_AFTER_PART: Final = 8
@@ -33,6 +33,9 @@ class FIFOPolicy(ReplacementPolicy):
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         self._runs.evict(self._order, num_slots)
         return False
+
+    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:  # noqa: D102
+        self._runs.evict(self._order, num_slots)
 
     def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
         if slots:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import ClassVar, Final
 from zlib import crc32
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
-from cargohold.cache.policies.base import ReplacementPolicy
+from cargohold.cache.policies.base import Newcomers, ReplacementPolicy
 from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, age_bucket
 from cargohold.cache.policies.runs import Order, Run, Runs
 
@@ -76,8 +76,8 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._use_index()
         self._aged_at, self._aged_after = 0, min(max(_AGED_AFTER.start, capacity // _AGED_AFTER_PART), _AGED_AFTER.stop)
         self._joined_within = capacity // _JOINED_WITHIN_PART
-        # The chunks for which room was made last, and what is known of them: they come in next.
-        self._met: tuple[Sequence[bytes], list[int], list[int]] = (), [], []
+        # The chunks for which room was made last, by their first key, and their tags and kinds: they come in next.
+        self._met: dict[bytes, tuple[Sequence[bytes], list[int], list[int]]] = {}
 
     def admit_all(self) -> None:  # noqa: D102
         self._admits_all = True
@@ -111,21 +111,27 @@ class ReuseIndexPolicy(ReplacementPolicy):
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         if self._model.fit(self._now):
             self._use_index()
-        self._met = keys, *self._meet(keys, parent)
-        kinds = self._met[2]
+        if keys[0] not in self._met:
+            self._met.clear()  # those for which room was made before did not all come in
+        _, kinds = self._meet(keys, parent)
         for kind, same in groupby(kinds[len(kinds) - num_slots :]):
             num_chunks = sum(1 for _ in same)
-            worth = float("inf") if self._admits_all else self._index[kind & _CLASS][0]
-            num_evicted, is_refused = self._evict(num_chunks, worth)
+            num_evicted, is_refused = self._evict(num_chunks, self._worth(kind))
             if num_evicted < num_chunks:
                 return is_refused
         return False
 
+    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:  # noqa: D102
+        if self._model.fit(self._now):
+            self._use_index()
+        self._age_if_due()
+        self._met.clear()
+        kinds = set(chain.from_iterable([self._meet(keys, parent)[1] for keys, parent in newcomers]))
+        self._evict(num_slots, min([self._worth(kind) for kind in kinds]))
+
     def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
-        met, tags, kinds = self._met
-        if met is not keys:
-            tags, kinds = self._meet(keys, parent)
-        self._met = (), [], []
+        tags, kinds = self._meet(keys, parent)
+        del self._met[keys[0]]
         self._go_on(parent)
         at, now = 0, self._now
         for kind, same in groupby(kinds[: len(slots)]):
@@ -142,8 +148,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
             if tag < model.sample_end:
                 model.observe(tag, kind & _CLASS, now)
         self._now += len(tags)
-        if self._now - self._aged_at >= self._aged_after:
-            self._age()
+        self._age_if_due()
 
     def drop(self, slots: Sequence[int]) -> None:  # noqa: D102
         self._runs.drop(slots)
@@ -162,12 +167,20 @@ class ReuseIndexPolicy(ReplacementPolicy):
     # --- newcomers ----------------------------------------------------------------------------------------------------
 
     def _meet(self, keys: Sequence[bytes], parent: int) -> tuple[list[int], list[int]]:
-        """Return tags and kinds of chunks on offer, if they get in. Changes nothing."""
+        """Return tags and kinds of chunks on offer, if they get in. Remembers them until they do."""
+        met = self._met.get(keys[0])
+        if met is not None and met[0] is keys:
+            return met[1], met[2]
         tags = list(map(crc32, keys))
         new = _NEW + self._detail_behind(parent)
         kinds = [new] * len(tags) if self._absent.is_empty else self._absent.recall_each(tags, self._now, new)
         kinds[-1] += _LAST
+        self._met[keys[0]] = keys, tags, kinds
         return tags, kinds
+
+    def _worth(self, kind: int) -> float:
+        """Return the worth of a chunk that comes in: none that is worth more may be evicted for it."""
+        return float("inf") if self._admits_all else self._index[kind & _CLASS][0]
 
     def _detail_behind(self, parent: int) -> int:
         """Return the detail of the class of new chunks behind the chunk in slot ``parent``."""
@@ -245,9 +258,12 @@ class ReuseIndexPolicy(ReplacementPolicy):
     def _cell_of(self, run: Run[int]) -> Cell:
         return self._cell(run.kind, age_bucket(self._now - run.time))
 
-    def _age(self) -> None:
-        """Move runs on to the cells of their ages. Mutates the cells."""
-        now = self._aged_at = self._now
+    def _age_if_due(self) -> None:
+        """Move runs on to the cells of their ages, if that was not done lately. Mutates the cells."""
+        now = self._now
+        if now - self._aged_at < self._aged_after:
+            return
+        self._aged_at = now
         # The older ones first, so that each cell stays in order.
         for cell in sorted(self._cells.values(), key=attrgetter("bucket"), reverse=True):
             limit = 2 << cell.bucket

@@ -117,8 +117,8 @@ class Runs:
     def __init__(self, table: ChunkTable) -> None:
         self._table = table
         self.run_of: list[Run[int] | None] = [None] * table.capacity
-        # Whether a run was put back into an order since that was asked last.
-        self._has_returned = False
+        # The orders into which runs were put back since that was asked last.
+        self._returned_to: list[Order[int]] = []
 
     def add(self, slots: Sequence[int], order: Order[int], time: int, kind: int = 0) -> None:
         """Make chunks, which are in no run, the newest run of an order."""
@@ -181,16 +181,20 @@ class Runs:
         Returns the runs, and the slots given up by each.
         """
         victims = []
-        before, self._has_returned = order.end, False
+        before, pins = order.end, self._table.pins
         while num_chunks and (run := before.newer) is not None and run is not order.end:
+            if pins[run.entries[-1]] and run.num_live == len(run.entries):
+                before = run  # in use, so it is passed over, as are many of those stored just now
+                continue
+            self._returned_to.clear()
             slots = self._evict_from(run, num_chunks)
             if slots:
                 victims.append((run, slots))
                 num_chunks -= len(slots)
-            if self._has_returned:
-                before, self._has_returned = order.end, False  # a run that was parked may be the oldest now
+            if order in self._returned_to:
+                before = order.end  # a run that was parked may be the oldest now
             elif before.newer is run:
-                before = run  # in use, so it is passed over
+                before = run
         return victims
 
     def check(self) -> None:
@@ -242,7 +246,7 @@ class Runs:
         """Put a run back into its order if it is parked: its last chunk may be another one, or have lost its children."""
         if run.older is None and run.num_live and run.order is not None:
             run.order.put_back(run)
-            self._has_returned = True
+            self._returned_to.append(run.order)
 
 
 def lose(run: Run[Entry], num_chunks: int, is_in: Callable[[Entry, Run[Entry]], bool]) -> None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cargohold.protocol import NULL_BLOCK_ID, KVCacheGroup
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksToStore:
+class BlocksToStore(NamedTuple):
     """Chunks of one group of a request, and the blocks to copy. Columns, not one object per chunk: a prompt has hundreds.
 
     Attributes:

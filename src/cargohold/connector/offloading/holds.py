@@ -37,11 +37,11 @@ class TouchHolder(BlockHolder):
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Touch the blocks."""
-        self._context.touch([self._context.get_block(block_id) for block_id in block_ids])
+        self._context.touch_ids(block_ids)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Free the blocks."""
-        self._context.free_blocks([self._context.get_block(block_id) for block_id in block_ids])
+        self._context.free_ids(block_ids)
 
 
 class LockHolder(BlockHolder):

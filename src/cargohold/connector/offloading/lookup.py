@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cargohold.blocks import READY, GroupUnits, longest_hit
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.connector.offloading.prefetch import Prefetcher
@@ -73,17 +75,24 @@ class TierLookup:
         ]
         return longest_hit(groups, state.request.num_tokens).num_tokens
 
-    def why_no_more(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> str:
-        """Return why no more than ``num_hit_tokens`` leading tokens of a request were found, as the end of a sentence."""
+    def why_no_more(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> str:
+        """Return why no more than ``num_hit_tokens`` leading tokens of a request were found, as the end of a sentence.
+
+        ``num_ready`` is the number of its leading chunks that the tier has, per group.
+        """
         num_left, max_load = state.request.num_tokens - num_hit_tokens, state.params.max_load_tokens
         if num_left < state.chunk_tokens:
             return f"less than a chunk of {state.chunk_tokens}"
         if max_load is not None and num_hit_tokens + state.chunk_tokens > num_computed_tokens + max_load:
             return f"because the request allows {max_load} to be loaded"
-        for keys in state.keys:
+        for keys, num_leading in zip(state.keys, num_ready, strict=True):
             at = num_hit_tokens // keys.chunk_tokens
-            (key,) = keys.keys[at : at + 1] or (None,)  # the group's chunks may be larger than others'
-            if key is not None and self._manager.lookup([key]) != bytes([READY]):
+            if at < num_leading or at >= len(keys.keys):  # the group's chunks may be larger than others'
+                continue
+            key = keys.keys[at]
+            if at == num_leading or self._manager.lookup([key]) != bytes([READY]):
                 first_token = at * keys.chunk_tokens
                 if any(key in store.keys for store in self._jobs.stores()):
                     return f"because the chunk from token {first_token} on is still being stored"

@@ -183,7 +183,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
         state.end_waiting()
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
-        why_no_more = self._lookup.why_no_more(state, lookup.num_computed_tokens, num_hit_tokens)
+        why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
         state.was_admitted = True
 

@@ -269,9 +269,12 @@ class EagerStores:
         """Return the device blocks of the chunks that the manager takes, and the tier's rows for them, in parallel."""
         per_chunk = self._shared.config.blocks_per_chunk
         block_ids = list(chain.from_iterable([offer.blocks.block_ids for offer in offered]))
-        keys = chain.from_iterable([offer.keys for offer in offered])
-        start_of = dict(zip(keys, range(0, len(block_ids), per_chunk), strict=True))
-        return rows_to_store(block_ids, [start_of[key] for key in handle.keys], handle.slots, per_chunk)
+        keys = list(chain.from_iterable([offer.keys for offer in offered]))
+        starts: Sequence[int] = range(0, len(block_ids), per_chunk)
+        if keys != handle.keys:  # seldom: nearly always the manager takes all
+            start_of = dict(zip(keys, starts, strict=True))
+            starts = [start_of[key] for key in handle.keys]
+        return rows_to_store(block_ids, starts, handle.slots, per_chunk)
 
     def _note_taken(self, offered: Sequence[_Offered], handle: StoreHandle) -> AbstractSet[str]:
         """Count the chunks that the manager takes, and remember them for events; return the requests that they are of."""
@@ -286,7 +289,7 @@ class EagerStores:
             if events is not None:
                 stored = [key for key in offer.keys if key in taken]
                 events.note_store(offer.state.request, offer.state.keys[offer.group], stored, offer.first)
-        num_computed = len(handle.keys) - num_again
+        num_computed = len(taken) - num_again
         self._allowance = min(self._allowance + num_computed - num_again, self._shared.manager.capacity)
         self._shared.stats["stored_again_chunks"] += num_again
         return request_ids

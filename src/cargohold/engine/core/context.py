@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from cargohold.blocks import KVCacheBlock
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
@@ -21,6 +21,14 @@ class EngineContext:
     def get_block(self, block_id: int) -> KVCacheBlock:
         """The block with that id."""
         return self._kv.pool.get_block(block_id)
+
+    def touch_ids(self, block_ids: Sequence[int]) -> None:
+        """Take one reference on each."""
+        self._kv.pool.touch_ids(block_ids)
+
+    def free_ids(self, block_ids: Sequence[int]) -> None:
+        """Give one reference back on each."""
+        self._kv.pool.free_ids(block_ids)
 
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
         """Take one reference on each."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 from cargohold.errors import NullBlockError, StaleCursorError
-from cargohold.protocol import BlockIds, KVCacheBlockView, KVCacheGroup, RequestView
+from cargohold.protocol import NULL_BLOCK_ID, BlockIds, KVCacheBlockView, KVCacheGroup, RequestView
 
 _GROUP_BYTES = 4
 """vLLM's block hashes end with their group's index, big-endian."""
@@ -172,6 +172,14 @@ class PoolContext:
             view = self._views[block_id] = BlockView(self._pool.blocks[block_id], self._groups)
         return view
 
+    def touch_ids(self, block_ids: Sequence[int]) -> None:
+        """Take one reference on each."""
+        self._pool.touch(self._with_ids(block_ids, "touch"))
+
+    def free_ids(self, block_ids: Sequence[int]) -> None:
+        """Give back one reference on each block. The caller must have taken it; that is not checked here."""
+        self._pool.free_blocks(self._with_ids(block_ids, "free"))
+
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
         """Take one reference on each."""
         self._pool.touch(self._own(blocks, "touch"))
@@ -219,6 +227,14 @@ class PoolContext:
         """Whether some block would become free if the references in ``held``, counted by block id, were given back."""
         blocks = self._pool.blocks
         return any(blocks[block_id].ref_cnt == count for block_id, count in held.items())
+
+    def _with_ids(self, block_ids: Sequence[int], operation: str) -> list[Any]:
+        if NULL_BLOCK_ID in block_ids:
+            raise NullBlockError(operation)
+        if min(block_ids, default=0) < 0:
+            raise IndexError(f"block {min(block_ids)} does not exist")
+        blocks = self._pool.blocks
+        return [blocks[block_id] for block_id in block_ids]
 
     def _own(self, blocks: Iterable[KVCacheBlockView], operation: str) -> list[Any]:
         all_blocks = self._pool.blocks

@@ -92,8 +92,9 @@ def for_vllm(stats: Stats, block_bytes: float) -> dict[str, float]:
         block_bytes: bytes of one block on one worker. Where workers differ, their mean: all of them copy the same blocks.
     """
     total: dict[str, float] = {}
-    for name, value in stats.items():
-        total[last_name(name)] = total.get(last_name(name), 0) + value
+    for full_name, value in stats.items():
+        name = last_name(full_name)
+        total[name] = total.get(name, 0) + value
     for direction in ("load", "store"):
         total[f"{direction}_bytes"] = total.pop(f"{direction}_blocks", 0) * block_bytes
     return {name: value for name, value in total.items() if value and name not in _NOT_SHOWN}

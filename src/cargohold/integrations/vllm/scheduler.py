@@ -305,9 +305,8 @@ class SchedulerSide:
         """Apply the connector's locks and unlocks; after a step's output, and after ``update_connector_output`` if it came."""
         report = self.guard.report_to_scheduler()
         if report is not None:
-            get = self._context.get_block
-            self._context.touch([get(block_id) for block_id in report.lock_block_ids])
-            self._context.free_blocks([get(block_id) for block_id in report.unlock_block_ids])
+            self._context.touch_ids(report.lock_block_ids)
+            self._context.free_ids(report.unlock_block_ids)
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is nothing to compute."""
@@ -400,7 +399,7 @@ class SchedulerSide:
     def _release(self) -> None:
         """Give back all references of the connector. All workers have stopped: nothing reads or writes its blocks any more."""
         unlocks = self.guard.release().unlock_block_ids
-        self._context.free_blocks([self._context.get_block(block_id) for block_id in unlocks])
+        self._context.free_ids(unlocks)
         self._loading.clear()
         self._deferrals.clear()
 

@@ -8,7 +8,7 @@ from itertools import chain
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache import chunk_table
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
-from cargohold.cache.policies import ReplacementPolicy
+from cargohold.cache.policies import Newcomers, ReplacementPolicy
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
 from cargohold.offload.manager.base import (
     ChunksRemoved,
@@ -159,6 +159,8 @@ class TierManager(OffloadManager):
                 around += [slot for slot in slots if slot is not None]
         table.pin(around)
         if _are_apart(offers):
+            if len(offers) > 1:
+                self._make_room_ahead(offers, parents, found)
             for offer, before, slots in zip(offers, parents, found, strict=True):
                 self._place_offer(placement, offer, before, slots)
         else:
@@ -196,6 +198,19 @@ class TierManager(OffloadManager):
         return events
 
     # --- stores -------------------------------------------------------------------------------------------------------
+
+    def _make_room_ahead(
+        self, offers: Sequence[StoreOffer], parents: Sequence[int], found: Sequence[Sequence[int | None]]
+    ) -> None:
+        """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table."""
+        newcomers = [
+            Newcomers(offer.keys, before)
+            for offer, before, slots in zip(offers, parents, found, strict=True)
+            if slots and slots.count(None) == len(slots)
+        ]
+        num_slots = sum([len(keys) for keys, _ in newcomers]) - self._table.num_free
+        if newcomers and num_slots > 0:
+            self.policy.make_room_ahead(newcomers, num_slots)
 
     def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
         """Find slots for offers that share chunks, or continue each other: then after each other. Mutates everything."""
