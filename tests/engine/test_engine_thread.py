@@ -27,15 +27,20 @@ LONG = SamplingParams(max_tokens=400)
 
 
 class Watched(NullConnectorScheduler):
-    """Notes the requests of each step. Has a write in flight while ``is_writing``. Acts in the middle of a step, once."""
+    """Notes the requests of each step. Has a write in flight while ``is_writing``, or for ``num_looks`` looks at that.
+
+    Acts in the middle of a step, once.
+    """
 
     def __init__(self) -> None:
         self.is_writing = False
+        self.num_looks = 0
         self.batches: list[set[str]] = []
         self.act: Callable[[], object] = lambda: None
 
     def has_pending_work(self) -> bool:
-        return self.is_writing
+        self.num_looks -= 1
+        return self.is_writing or self.num_looks >= 0
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         self.batches.append({share.request_id for share in step.scheduled})
@@ -95,6 +100,15 @@ def test_generate_returns_while_a_write_is_in_flight(make: MakeLLM, watched: Wat
     assert in_engine(llm, LLMEngine.has_work)
     assert not llm.settle(timeout_s=0)
     watched.is_writing = False
+    assert llm.settle()
+
+
+@pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.parametrize("num_looks", range(1, 10))
+def test_settle_returns_whenever_pending_work_ends_with_time(num_looks: int, make: MakeLLM, watched: Watched) -> None:
+    """Found on a busy machine: work ended between two looks of the engine, which then slept with the caller unanswered."""
+    llm = make()
+    watched.num_looks = num_looks
     assert llm.settle()
 
 
