@@ -41,12 +41,14 @@ os.environ["TERM"] = "xterm"
 
 
 _LONGEST_FILES = (
-    "executor/test_tensor_parallel.py",
-    "engine/test_real_model.py",
     "executor/test_executors.py",
-    "connector/test_with_models.py",
+    "engine/test_real_model.py",
     "connector/test_tiers_with_models.py",
+    "executor/test_tensor_parallel.py",
     "cli/test_interrupts.py",
+    "connector/test_with_models.py",
+    "engine/test_llm.py",
+    "simulation/test_seeds.py",
     "vllm/test_workers.py",
     "vllm/test_stages.py",
     "vllm/test_speculation.py",
