@@ -18,7 +18,7 @@ from cargohold import LLM, EngineDeadError, OffloadConfig, RequestError, Samplin
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.protocol import ClassFactory, ConnectorMetadata, EmptyMetadata, StepView
 from cargohold.protocol.null import NullConnectorScheduler, NullConnectorWorker
-from tests.llms import in_engine, scheduler_of
+from tests.llms import in_engine, scheduler_of, thread_of
 
 MakeLLM = Callable[..., LLM]
 PATIENCE_S = 60.0
@@ -74,7 +74,7 @@ def held(llm: LLM) -> Iterator[None]:
         reached.set()
         gate.wait(PATIENCE_S)
 
-    llm._engine.ask(wait, lambda _: None)
+    thread_of(llm).ask(wait, lambda _: None)
     assert reached.wait(PATIENCE_S)
     try:
         yield
@@ -84,7 +84,7 @@ def held(llm: LLM) -> Iterator[None]:
 
 def wait_for_posts(llm: LLM, number: int) -> None:
     """Wait until so many commands were posted to a thread that is held."""
-    while llm._engine._commands.qsize() < number:
+    while thread_of(llm)._commands.qsize() < number:
         threading.Event().wait(0.001)
 
 
@@ -332,7 +332,7 @@ def test_an_error_of_a_step_reaches_everybody_who_waits(
 
 def leave_unchecked(llm: LLM) -> None:
     """Spare the engine the check at the end of the test: a step of it was broken off."""
-    llm._engine._engine.scheduler.check_settled = lambda: None  # type: ignore[method-assign]
+    scheduler_of(llm).check_settled = lambda: None  # type: ignore[method-assign]
 
 
 def test_close_waits_for_writes_no_longer_than_it_may(make: MakeLLM, watched: Watched) -> None:
@@ -365,7 +365,7 @@ def test_a_call_that_waits_when_the_model_is_closed_is_told(make: MakeLLM) -> No
     with ThreadPoolExecutor(1) as threads, held(llm):
         waiting = threads.submit(llm.generate, PROMPT, LONG)
         wait_for_posts(llm, 1)
-        llm._engine.start_closing()
+        thread_of(llm).start_closing()
     for call in (waiting.result, lambda: list(stream), lambda: llm.generate(PROMPT), llm.stats, llm.reset_cache):
         with pytest.raises(EngineDeadError, match="the engine has stopped: it was shut down"):
             call()
@@ -376,7 +376,7 @@ def test_a_call_that_waits_when_the_model_is_closed_is_told(make: MakeLLM) -> No
 def test_what_is_posted_while_the_engine_ends_is_answered(make: MakeLLM) -> None:
     llm = make()
     with ThreadPoolExecutor(2) as threads, held(llm):
-        llm._engine.start_closing()
+        thread_of(llm).start_closing()
         late: list[Future[Any]] = [threads.submit(llm.generate, PROMPT), threads.submit(llm.settle)]
         wait_for_posts(llm, 3)
     assert isinstance(late[0].exception(PATIENCE_S), EngineDeadError)
