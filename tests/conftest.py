@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -70,6 +71,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     turns = {here / name: turn for turn, name in enumerate(_LONGEST_FILES)}
     items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_left() -> Iterator[None]:
+    """Asserts at the very end that no process is left behind, but for those of ``multiprocessing``, which end with this one."""
+    yield
+    started = [child for child in psutil.Process().children(recursive=True) if not is_of_multiprocessing(child)]
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not [child.cmdline() for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def is_of_multiprocessing(process: psutil.Process) -> bool:
+    """Whether it is the fork server, or keeps track of semaphores."""
+    try:
+        command, is_ours = (
+            " ".join(process.cmdline()),
+            process.ppid() == os.getpid(),
+        )  # what it forks has its command line
+    except psutil.Error:  # it has ended meanwhile
+        return True
+    return is_ours and ("multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command)
 
 
 @pytest.fixture(scope="session")
