@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_process_left() -> Iterator[None]:
     """Asserts at the very end that no process is left behind, but for those of ``multiprocessing``, which end with this one."""
     yield
+    if find_spec("vllm") is not None:
+        return  # clusters of Ray that vLLM starts end with this process
     started = [child for child in psutil.Process().children(recursive=True) if not is_of_multiprocessing(child)]
     _, alive = psutil.wait_procs(started, timeout=30)
     assert not [child.cmdline() for child in alive if child.status() != psutil.STATUS_ZOMBIE]
