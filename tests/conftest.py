@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -41,12 +43,14 @@ os.environ["TERM"] = "xterm"
 
 
 _LONGEST_FILES = (
-    "executor/test_tensor_parallel.py",
-    "engine/test_real_model.py",
     "executor/test_executors.py",
-    "connector/test_with_models.py",
+    "engine/test_real_model.py",
     "connector/test_tiers_with_models.py",
+    "executor/test_tensor_parallel.py",
     "cli/test_interrupts.py",
+    "connector/test_with_models.py",
+    "engine/test_llm.py",
+    "simulation/test_seeds.py",
     "vllm/test_workers.py",
     "vllm/test_stages.py",
     "vllm/test_speculation.py",
@@ -68,6 +72,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     turns = {here / name: turn for turn, name in enumerate(_LONGEST_FILES)}
     items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_left() -> Iterator[None]:
+    """Asserts at the very end that no process is left behind, but for those of ``multiprocessing``, which end with this one."""
+    yield
+    if find_spec("vllm") is not None:
+        return  # clusters of Ray that vLLM starts end with this process
+    started = [child for child in psutil.Process().children(recursive=True) if not is_of_multiprocessing(child)]
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not [child.cmdline() for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def is_of_multiprocessing(process: psutil.Process) -> bool:
+    """Whether it is the fork server, or keeps track of semaphores."""
+    try:
+        command, is_ours = (
+            " ".join(process.cmdline()),
+            process.ppid() == os.getpid(),
+        )  # what it forks has its command line
+    except psutil.Error:  # it has ended meanwhile
+        return True
+    return is_ours and ("multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command)
 
 
 @pytest.fixture(scope="session")

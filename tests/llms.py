@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from cargohold import LLM, RequestOutput, SamplingParams
 from cargohold.base_llm import BaseLLM, Prompt
 from cargohold.engine.core.scheduler import Scheduler
+from cargohold.engine.engine_thread import EngineThread
 from cargohold.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
@@ -44,4 +45,9 @@ def in_engine(llm: BaseLLM, question: Callable[[LLMEngine], T]) -> T:
 
 def scheduler_of(llm: BaseLLM) -> Scheduler:
     """The scheduler, to look at while the engine has nothing to do or has ended."""
-    return llm._engine._engine.scheduler
+    return thread_of(llm)._engine.scheduler
+
+
+def thread_of(llm: BaseLLM) -> EngineThread:
+    """The thread in which the engine runs, to post to or to close."""
+    return llm._engine

@@ -30,6 +30,14 @@ OFFLOADS: dict[str, Any] = {
         EAGER,
     ],
 }
+QUICK = {
+    "eager": True,
+    "chunked": False,
+    "lazy": True,
+    "multi(eager, lazy)": False,
+    "multi(multi(lazy, chunked), eager)": True,
+}
+"""Whether the quick tests serve prompts together, for those that they do not play both ways."""
 NUM_GROUPS = {"gemma3": 3}
 
 
@@ -70,8 +78,14 @@ def expected(kind: str, device: str, tiny_model: Callable[[str], str]) -> list[t
         return run(llm, batched=False)[0]
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("offload", "batched"),
+    [
+        pytest.param(name, batched, marks=() if name == "eager" or batched is QUICK[name] else pytest.mark.long)
+        for name in OFFLOADS
+        for batched in (False, True)
+    ],
+)
 def test_tokens_are_those_without_it_and_contexts_are_restored(
     kind: str,
     device: str,

@@ -18,7 +18,7 @@ from cargohold import LLM, EngineDeadError, OffloadConfig, RequestError, Samplin
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.protocol import ClassFactory, ConnectorMetadata, EmptyMetadata, StepView
 from cargohold.protocol.null import NullConnectorScheduler, NullConnectorWorker
-from tests.llms import in_engine, scheduler_of
+from tests.llms import in_engine, scheduler_of, thread_of
 
 MakeLLM = Callable[..., LLM]
 PATIENCE_S = 60.0
@@ -27,15 +27,20 @@ LONG = SamplingParams(max_tokens=400)
 
 
 class Watched(NullConnectorScheduler):
-    """Notes the requests of each step. Has a write in flight while ``is_writing``. Acts in the middle of a step, once."""
+    """Notes the requests of each step. Has a write in flight while ``is_writing``, or for ``num_looks`` looks at that.
+
+    Acts in the middle of a step, once.
+    """
 
     def __init__(self) -> None:
         self.is_writing = False
+        self.num_looks = 0
         self.batches: list[set[str]] = []
         self.act: Callable[[], object] = lambda: None
 
     def has_pending_work(self) -> bool:
-        return self.is_writing
+        self.num_looks -= 1
+        return self.is_writing or self.num_looks >= 0
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         self.batches.append({share.request_id for share in step.scheduled})
@@ -69,7 +74,7 @@ def held(llm: LLM) -> Iterator[None]:
         reached.set()
         gate.wait(PATIENCE_S)
 
-    llm._engine.ask(wait, lambda _: None)
+    thread_of(llm).ask(wait, lambda _: None)
     assert reached.wait(PATIENCE_S)
     try:
         yield
@@ -79,7 +84,7 @@ def held(llm: LLM) -> Iterator[None]:
 
 def wait_for_posts(llm: LLM, number: int) -> None:
     """Wait until so many commands were posted to a thread that is held."""
-    while llm._engine._commands.qsize() < number:
+    while thread_of(llm)._commands.qsize() < number:
         threading.Event().wait(0.001)
 
 
@@ -95,6 +100,15 @@ def test_generate_returns_while_a_write_is_in_flight(make: MakeLLM, watched: Wat
     assert in_engine(llm, LLMEngine.has_work)
     assert not llm.settle(timeout_s=0)
     watched.is_writing = False
+    assert llm.settle()
+
+
+@pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.parametrize("num_looks", range(1, 10))
+def test_settle_returns_whenever_pending_work_ends_with_time(num_looks: int, make: MakeLLM, watched: Watched) -> None:
+    """Found on a busy machine: work ended between two looks of the engine, which then slept with the caller unanswered."""
+    llm = make()
+    watched.num_looks = num_looks
     assert llm.settle()
 
 
@@ -318,7 +332,7 @@ def test_an_error_of_a_step_reaches_everybody_who_waits(
 
 def leave_unchecked(llm: LLM) -> None:
     """Spare the engine the check at the end of the test: a step of it was broken off."""
-    llm._engine._engine.scheduler.check_settled = lambda: None  # type: ignore[method-assign]
+    scheduler_of(llm).check_settled = lambda: None  # type: ignore[method-assign]
 
 
 def test_close_waits_for_writes_no_longer_than_it_may(make: MakeLLM, watched: Watched) -> None:
@@ -351,7 +365,7 @@ def test_a_call_that_waits_when_the_model_is_closed_is_told(make: MakeLLM) -> No
     with ThreadPoolExecutor(1) as threads, held(llm):
         waiting = threads.submit(llm.generate, PROMPT, LONG)
         wait_for_posts(llm, 1)
-        llm._engine.start_closing()
+        thread_of(llm).start_closing()
     for call in (waiting.result, lambda: list(stream), lambda: llm.generate(PROMPT), llm.stats, llm.reset_cache):
         with pytest.raises(EngineDeadError, match="the engine has stopped: it was shut down"):
             call()
@@ -362,7 +376,7 @@ def test_a_call_that_waits_when_the_model_is_closed_is_told(make: MakeLLM) -> No
 def test_what_is_posted_while_the_engine_ends_is_answered(make: MakeLLM) -> None:
     llm = make()
     with ThreadPoolExecutor(2) as threads, held(llm):
-        llm._engine.start_closing()
+        thread_of(llm).start_closing()
         late: list[Future[Any]] = [threads.submit(llm.generate, PROMPT), threads.submit(llm.settle)]
         wait_for_posts(llm, 3)
     assert isinstance(late[0].exception(PATIENCE_S), EngineDeadError)

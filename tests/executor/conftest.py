@@ -1,4 +1,4 @@
-"""A Ray cluster for tests."""
+"""Fixtures: models that several workers can divide, and a Ray cluster."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.executor.split import MakeModel
+
+
+@pytest.fixture(scope="module")
+def model_with_heads(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """Path of a tiny random model with so many KV heads, and a vocabulary that two workers divide."""
+    from tests.models import save_model  # noqa: PLC0415  # imports torch
+
+    def make(kind: str, num_kv_heads: int, vocab_size: int = 200) -> str:
+        directory = tmp_path_factory.mktemp("models")
+        return save_model(kind, directory, num_key_value_heads=num_kv_heads, vocab_size=vocab_size)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
+from cargohold import LLM
 from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
 from cargohold.engine.executor import Executor, InlineExecutor, Worker, multiprocess
 from cargohold.engine.executor.codec import StepCodec
@@ -47,6 +48,7 @@ from tests.executor.ranks import (
     Undeclared,
     UndeclaredWorker,
 )
+from tests.executor.split import OFFLOAD, OPTIONS, MakeModel, serve
 
 LAYOUT = simulated_layout(20, windows=(None, 6), world_size=2)
 ORDER = [
@@ -349,6 +351,16 @@ def test_an_exception_in_a_rank_ends_the_engine_with_its_traceback(kind: str, ma
     executor = make_executor(kind, Trouble("raise", "forward", 1, 0))
     with pytest.raises(EngineDeadError, match=r"(?s)worker 1 cannot go on.*the model broke"):
         executor.execute(step(0))
+
+
+def test_a_model_split_over_ray_actors_answers_as_a_whole_one(
+    model_with_heads: MakeModel, make_llm: Callable[..., LLM], ray_cluster: None
+) -> None:
+    model = model_with_heads("llama", 2)
+    alone, _ = serve(make_llm(model, **OPTIONS))
+    tokens, restored = serve(make_llm(model, **OPTIONS, tensor_parallel_size=2, executor="ray", offload=OFFLOAD))
+    assert tokens == alone
+    assert restored > 100
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])

@@ -16,45 +16,10 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from cargohold import LLM, ConfigError, EngineDeadError, OffloadConfig, SamplingParams, UnsupportedModelError
+from cargohold import LLM, ConfigError, EngineDeadError, UnsupportedModelError
 from cargohold.connector.offloading.factory import OffloadingFactory
-from cargohold.engine.executor.multiprocess import MultiprocessExecutor
 from tests.executor.ranks import LoadsFailOnRank
-from tests.llms import in_engine
-from tests.models import save_model
-
-MakeModel = Callable[..., str]
-SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
-OPTIONS: dict[str, Any] = {
-    "block_tokens": 8,
-    "num_device_blocks": 32,
-    "max_model_len": 96,
-    "max_num_batched_tokens": 32,
-}
-OFFLOAD = OffloadConfig(host_bytes="8MiB")
-
-
-@pytest.fixture(scope="module")
-def model_with_heads(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """Path of a tiny random model with so many KV heads, and a vocabulary that two workers divide."""
-
-    def make(kind: str, num_kv_heads: int, vocab_size: int = 200) -> str:
-        directory = tmp_path_factory.mktemp("models")
-        return save_model(kind, directory, num_key_value_heads=num_kv_heads, vocab_size=vocab_size)
-
-    return make
-
-
-def prompts() -> list[list[int]]:
-    """Conversations of two turns, visited in turn; together they are larger than the pool."""
-    talks = [[(number * 31 + at * at) % 199 for at in range(80)] for number in range(5)]
-    return [talk[:length] for length in (40, 80) for talk in talks]
-
-
-def serve(llm: LLM) -> tuple[list[tuple[int, ...]], int]:
-    """Tokens of all answers, and how many prompt tokens were restored."""
-    outputs = [llm.generate(prompt, SAMPLING)[0] for prompt in prompts()]
-    return [out.token_ids for out in outputs], sum(sum(out.metrics.restored_tokens.values()) for out in outputs)
+from tests.executor.split import OFFLOAD, OPTIONS, SAMPLING, MakeModel, prompts, serve
 
 
 @pytest.fixture
@@ -99,14 +64,6 @@ def check_split_as_whole(model: str, make_llm: Callable[..., LLM]) -> None:
     assert restored > 100, "the ranks' shards of the tier were used"
 
 
-def test_split_over_ray_actors(model_with_heads: MakeModel, make_llm: Callable[..., LLM], ray_cluster: None) -> None:
-    model = model_with_heads("llama", 2)
-    alone, _ = serve(make_llm(model, **OPTIONS))
-    tokens, restored = serve(make_llm(model, **OPTIONS, tensor_parallel_size=2, executor="ray", offload=OFFLOAD))
-    assert tokens == alone
-    assert restored > 100
-
-
 @pytest.mark.usefixtures("no_process_left", "forked_ranks")
 def test_a_rank_whose_tier_fails_every_load_costs_no_token(
     model_with_heads: MakeModel, make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
@@ -125,11 +82,10 @@ def test_a_rank_killed_between_collectives_is_named(model_with_heads: MakeModel)
     llm = LLM(model_with_heads("llama", 2), **OPTIONS, tensor_parallel_size=2, step_timeout_s=60)
     with LLM(llm.plan.config.model, **OPTIONS) as whole:
         assert llm.plan.layout.block_bytes * 2 == whole.plan.layout.block_bytes
-    executor = in_engine(llm, lambda engine: engine._executor)
-    assert isinstance(executor, MultiprocessExecutor)
+    (rank,) = (process for process in multiprocessing.active_children() if process.name == "cargohold-worker-1")
     stream = llm.stream(prompts()[0], SAMPLING)
     next(stream)
-    os.kill(executor.process_ids[1], 9)
+    rank.kill()
     with pytest.raises(EngineDeadError, match="worker 1 died: killed by SIGKILL"):
         list(stream)
 

@@ -302,7 +302,8 @@ class EngineThread:
     def _pause_after_step(self, before: float | None) -> float | None:
         """How long to wait for a command before the next step; ``None`` if only a command can bring work."""
         if not self._engine.has_work():
-            return None
+            # Work may end with time, so also since those who wait for that were looked at: then they are looked at again.
+            return 0.0 if self._settling else None
         if self._engine.made_progress:
             return 0.0
         longest = _BUSY_PAUSE_S if self._engine.num_unfinished else _QUIET_PAUSE_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -124,3 +125,14 @@ def load(tier: Tier, number: int, size: int = CHUNK) -> bytes | LoadOutcome:
     into = bytearray(size)
     outcome = tier.load(key(number), memoryview(into))
     return bytes(into) if outcome is LoadOutcome.LOADED else outcome
+
+
+def slots_per_segment(root: Path) -> int:
+    """Slots in each segment of a disk tier, as its description says."""
+    (description,) = root.glob("*/shard.json")
+    return int(json.loads(description.read_text())["slots_per_segment"])
+
+
+def num_segments(root: Path) -> int:
+    """Segments of all disk tiers below ``root``."""
+    return len(list(root.glob("*/segment-*.data")))

@@ -18,6 +18,7 @@ from tests.offload.tier.common import (
     key,
     load,
     payload,
+    slots_per_segment,
 )
 from tests.offload.tier.disks import delete, fill, present, store
 
@@ -88,7 +89,7 @@ def test_a_bad_place_on_the_disk_does_not_keep_an_engine_from_starting(
     """Found by reading: the directory had to be deleted by hand, with all that could still be read."""
     tier = disk_tier(tmp_path)
     fill(tier, 20)
-    num_per_segment = tier._state.shard.geometry.slots_per_segment
+    num_per_segment = slots_per_segment(tmp_path)
     tier.close()
     really_read = getattr(disk_files.Segment, method)
     calls: list[object] = []

@@ -17,6 +17,7 @@ from tests.offload.tier.common import (
     disk_tier,
     key,
     load,
+    num_segments,
     payload,
     spoil_reads,
 )
@@ -140,10 +141,10 @@ def test_unused_namespaces_stay_if_deleting_them_all_would_not_make_room(
         fill(tier, 45)  # with one segment more, the budget would be exceeded
         monkeypatch.setattr(disk_shard, "free_bytes", lambda _: 0)
         tier._growth_pause = 0
-    before = tier._state.shard.num_slots
+    before = num_segments(tmp_path)
     for number in range(100, 200):
         store(tier, number)
-    assert tier._state.shard.num_slots == before
+    assert num_segments(tmp_path) == before
     tier.close()
     assert present(disk_tier(tmp_path, 2 * MIB, using=codec(weights="other")), 20) == list(range(20))
 

@@ -20,7 +20,9 @@ from cargohold.offload.tier.disk.root import bytes_in
 from tests.offload.tier.common import (
     disk_tier,
     key,
+    num_segments,
     payload,
+    slots_per_segment,
 )
 from tests.offload.tier.disks import MIB, fill, present, store
 
@@ -80,7 +82,7 @@ def test_a_larger_budget_keeps_the_chunks_and_no_more_files_than_may_be(
     assert present(tier, 60) == list(range(60))
     assert "can hold only 1.1 MiB of 2.0 MiB; to use all, delete this directory" in caplog.text
     fill(tier, 300)
-    assert len(tier._state.shard.segments) == 25
+    assert num_segments(tmp_path) == 25
     tier.check()
 
 
@@ -100,7 +102,7 @@ def test_a_process_that_can_open_no_more_files_goes_on_with_those_it_has(
     """Found by playing: every store failed, and after a few of them there were no more."""
     tier = disk_tier(tmp_path, 2 * MIB)
     store(tier, 0)
-    per_segment = tier._state.shard.geometry.slots_per_segment
+    per_segment = slots_per_segment(tmp_path)
     for count in (0, 1, 3):  # not even the lock, the lock only, a part of a segment
         with few_files(count):
             outcomes = fill(tier, 4 * per_segment)

@@ -29,6 +29,7 @@ from tests.offload.tier.common import (
     needs_root,
     payload,
     run_as_nobody,
+    slots_per_segment,
 )
 from tests.servers import key_value_server
 
@@ -117,7 +118,7 @@ def test_a_damaged_chunk_that_cannot_be_deleted_is_told_after_the_others(
 def test_a_file_that_cannot_be_opened_keeps_nobody_from_verifying_the_other_ones(tmp_path: Path) -> None:
     tier = disk_tier(tmp_path)
     filled(tier, 20)
-    num_per_segment = tier._state.shard.geometry.slots_per_segment
+    num_per_segment = slots_per_segment(tmp_path)
     tier.close()
     (headers,) = tmp_path.glob("*/segment-00000.headers")
     headers.unlink()

@@ -235,7 +235,8 @@ def test_whatever_the_description_in_a_shared_directory_says_it_is_listed(
 ) -> None:
     tier = directory_tier(tmp_path)
     fill(tier, 2)
-    spoil(tmp_path / tier._codec.namespace.id / "namespace.json")
+    (description,) = tmp_path.glob("*/namespace.json")
+    spoil(description)
     (holding,) = open_inventory(f"file://{tmp_path}").holdings()
     assert (holding.num_chunks, holding.facts) == (2, {})
 
