@@ -77,6 +77,21 @@ def test_completions_of_several_prompts_keep_their_order(client: openai.OpenAI) 
     assert streamed == [one.choices[0].text for one in alone]
 
 
+def test_usage_of_several_prompts_is_the_same_in_a_stream(client: openai.OpenAI) -> None:
+    prompts = [f"usage {'The ship sails on. ' * times}" for times in (30, 1)]
+    usages = []
+    for prompt in prompts:  # so that all of it is cached from now on
+        client.completions.create(model="chat", prompt=prompt, max_tokens=1)
+    for stream in (False, True):
+        asked: Any = {"model": "chat", "prompt": prompts, "n": 2, "max_tokens": 3, "seed": 1}
+        if stream:
+            *_, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            usages.append(last.usage)
+        else:
+            usages.append(client.completions.create(**asked).usage)
+    assert usages[0] == usages[1] and usages[0].prompt_tokens_details.cached_tokens > 100
+
+
 def test_a_prompt_may_be_token_ids(client: openai.OpenAI, server: Server) -> None:
     token_ids = server.desk.llm.tokenize("Once upon a time")
     text = client.completions.create(model="chat", prompt="Once upon a time", temperature=0).choices[0].text

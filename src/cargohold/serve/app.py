@@ -17,11 +17,12 @@ from starlette.types import ASGIApp
 
 from cargohold import __version__
 from cargohold.errors import CargoholdError
-from cargohold.serve import anthropic, cache, openai, page
+from cargohold.serve import cache, page
 from cargohold.serve.desk import Desk, State
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
 from cargohold.serve.gate import Gate
 from cargohold.serve.hall import Hall
+from cargohold.serve.interfaces import anthropic, openai
 from cargohold.serve.meters import Meters
 from cargohold.serve.settings import ServeConfig
 from cargohold.serve.watch import Watch

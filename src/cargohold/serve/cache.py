@@ -12,8 +12,7 @@ from prometheus_client import generate_latest
 from starlette.responses import Response
 
 from cargohold.serve.errors import ApiError, json_response
-from cargohold.serve.hall import Hall
-from cargohold.serve.serving import client_of, hall_of
+from cargohold.serve.hall import Hall, client_of, hall_of
 from cargohold.serve.vessels import vessels
 
 router = APIRouter()

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 
+from fastapi import Request
+
 from cargohold.async_llm import AsyncLLM
 from cargohold.serve.desk import Desk
 from cargohold.serve.errors import ApiError
 from cargohold.serve.meters import Meters
-from cargohold.serve.settings import ServeConfig
+from cargohold.serve.settings import Client, ServeConfig
 from cargohold.serve.watch import Watch
 
 
@@ -51,6 +53,18 @@ class Hall:
 
     def _names(self, llm: AsyncLLM) -> list[str]:
         return list(self.config.served_names) or [_short(llm.plan.info.name)]
+
+
+def hall_of(request: Request) -> Hall:
+    """What this request is served with."""
+    hall: Hall = request.app.state.hall
+    return hall
+
+
+def client_of(request: Request) -> Client:
+    """Who has sent the request, as the gate has found out."""
+    client: Client = request.state.client
+    return client
 
 
 def _short(model: str) -> str:

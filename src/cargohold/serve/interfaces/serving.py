@@ -16,22 +16,9 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.serve.desk import Job, Outputs, unless_gone
 from cargohold.serve.errors import ApiError, api_error, invalid
-from cargohold.serve.hall import Hall
-from cargohold.serve.settings import Client
+from cargohold.serve.hall import hall_of
 
 Events = Callable[[Outputs], AsyncGenerator[bytes]]
-
-
-def hall_of(request: Request) -> Hall:
-    """What this request is served with."""
-    hall: Hall = request.app.state.hall
-    return hall
-
-
-def client_of(request: Request) -> Client:
-    """Who has sent the request, as the gate has found out."""
-    client: Client = request.state.client
-    return client
 
 
 async def make_prompt(llm: AsyncLLM, make: Callable[[], list[int]]) -> list[int]:

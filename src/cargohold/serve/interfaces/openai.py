@@ -18,21 +18,12 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.conversations import Message, ToolChoice, offered_tools
 from cargohold.serve.desk import Job, Outputs
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
-from cargohold.serve.fields import OpenAIBody
-from cargohold.serve.hall import Hall
-from cargohold.serve.serving import (
-    cached_tokens,
-    checked,
-    client_of,
-    hall_of,
-    make_prompt,
-    streamed,
-    whole,
-    with_errors,
-)
+from cargohold.serve.hall import Hall, client_of, hall_of
+from cargohold.serve.interfaces.conversations import Message, ToolChoice, offered_tools
+from cargohold.serve.interfaces.fields import OpenAIBody
+from cargohold.serve.interfaces.serving import cached_tokens, checked, make_prompt, streamed, whole, with_errors
 
 router = APIRouter()
 
@@ -184,10 +175,11 @@ async def _events(
             yield _event({**head, "choices": [form.part(at, output.new_text, checked(output).finish_reason)]})
         if output.finished:
             last[at] = output
-    if params := _transfer_params(list(last.values())):
+    in_order = [last[at] for at in sorted(last)]
+    if params := _transfer_params(in_order):
         yield _event({**head, "choices": [], **params})
     if wants_usage:
-        yield _event({**head, "choices": [], "usage": _usage([output.metrics for output in last.values()], job)})
+        yield _event({**head, "choices": [], "usage": _usage([output.metrics for output in in_order], job)})
 
 
 async def _with_end(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:

@@ -15,20 +15,12 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.conversations import text_of
 from cargohold.serve.desk import Job, Outputs
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
-from cargohold.serve.fields import Body, StopStrings
-from cargohold.serve.serving import (
-    cached_tokens,
-    checked,
-    client_of,
-    hall_of,
-    make_prompt,
-    streamed,
-    whole,
-    with_errors,
-)
+from cargohold.serve.hall import client_of, hall_of
+from cargohold.serve.interfaces.conversations import text_of
+from cargohold.serve.interfaces.fields import Body, StopStrings
+from cargohold.serve.interfaces.serving import cached_tokens, checked, make_prompt, streamed, whole, with_errors
 
 router = APIRouter()
 
