@@ -176,8 +176,12 @@ class ReuseIndexPolicy(ReplacementPolicy):
         """Return tags and kinds of chunks on offer, if they get in. Remembers them until they do."""
         met = self._met.get(keys[0])
         if met is None or met[0] is not keys:
-            self._meet_each([Newcomers(keys, parent)])
-            met = self._met[keys[0]]
+            tags = list(map(crc32, keys))
+            kinds = [_NEW + self._detail_behind(parent)] * len(tags)
+            for at, kind in self._absent.recall(tags, self._now):
+                kinds[at] = kind
+            kinds[-1] += _LAST
+            met = self._met[keys[0]] = keys, tags, kinds
         return met[1], met[2]
 
     def _meet_each(self, newcomers: Sequence[Newcomers]) -> list[int]:
@@ -253,7 +257,8 @@ class ReuseIndexPolicy(ReplacementPolicy):
                 break
             evicted = self._runs.evict(cell, num_chunks - num_evicted)
             victims += evicted
-            num_evicted += sum([len(slots) for _, slots in evicted])
+            for _, slots in evicted:
+                num_evicted += len(slots)
             # If something lower was exposed, it is next; if not, what is left in the cell is in use.
             if num_evicted < num_chunks and queue[0] is entry and cell.oldest is not None:
                 passed.append(heappop(queue))
