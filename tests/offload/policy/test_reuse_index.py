@@ -273,18 +273,21 @@ def test_the_leaf_that_is_worth_least_goes_until_a_newcomer_is_worth_less(data: 
         policy.check()
 
 
-def test_what_is_known_of_absent_chunks_is_found_by_their_tags() -> None:
-    absent, new = AbsentChunks(16), 7
+@pytest.mark.parametrize("num_others", [0, 100])  # one by one, and as arrays
+def test_what_is_known_of_absent_chunks_is_found_by_their_tags(num_others: int) -> None:
+    absent = AbsentChunks(16)
+    others = [number << 16 | number for number in range(1, 1 + num_others)]
     first, second, third = tags = [0x12345678, 0x23456789, 0x3456789A]
-    absent.remember(first, 3, 100)
-    absent.remember(second, 5, 200)
-    assert absent.recall_each(tags, 1_000, new) == [(4 << 8) + 40 + 5, (6 << 8) + 40 + 5, new]
-    absent.remember(third, 255, 1 << 32)
-    assert absent.recall_each([third], (1 << 32) + 7, new) == [(255 << 8) + 60 + 2]
+    absent.remember_each([first, second, *others], [3, 5, *([1] * num_others)], [100, 200, *([300] * num_others)])
+    found = dict(absent.recall([*tags, *others], 1_000))
+    assert {at: kind for at, kind in found.items() if at < len(tags)} == {0: (4 << 8) + 40 + 5, 1: (6 << 8) + 40 + 5}
+    assert len(found) == 2 + num_others
+    absent.remember_each([third], [255], [1 << 32])
+    assert list(absent.recall([third], (1 << 32) + 7)) == [(0, (255 << 8) + 60 + 2)]
+    absent.remember_each([*others, third, third], [*([1] * num_others), 2, 3], [*([300] * num_others), 1, 1 << 32])
+    assert dict(absent.recall([third], (1 << 32) + 7)) == {0: (4 << 8) + 40 + 2}, "the last one counts"
     every_place = list(range(1 << 16))
-    assert set(AbsentChunks(16).recall_each(every_place, 0, new)) == {new}, (
-        "something is known before anything was told"
-    )
+    assert not list(AbsentChunks(16).recall(every_place, 0)), "something is known before anything was told"
 
 
 def use(tier: NaiveTier, keys: list[bytes]) -> None:
