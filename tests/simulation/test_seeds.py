@@ -43,6 +43,13 @@ def test_every_fault_strikes_and_does_no_harm(fault: Fault) -> None:
     raise AssertionError("it never strikes")
 
 
+def test_loads_that_are_always_preempted_before_their_request_runs_are_no_progress() -> None:
+    """Beside a copy that never ends, the first request never fits, and takes the blocks that others load, again and again."""
+    result = Run(draw_scenario(31004359, "any", "tiered")).play()
+    assert result.error is None
+    assert result.tallies["turned off"] == 1
+
+
 def test_requests_that_are_asked_again_after_a_restart_are_counted_once() -> None:
     num_restarts = 0
     for seed in range(30):

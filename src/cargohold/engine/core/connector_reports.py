@@ -180,7 +180,7 @@ class ConnectorReports:
     def _end_load(self, load: EndedLoad) -> None:
         request = load.request
         num_valid = self._num_valid_tokens(load)
-        self.note_reached(request, num_valid)
+        self.note_reached(request, min(num_valid, request.num_tokens - 1))
         # Blocks that arrived are of use to other requests, even if this one is gone or needs more.
         self._kv.cache_blocks(request, num_valid)
         if request.is_finished:

@@ -93,8 +93,8 @@ class Request:
         num_device_tokens: tokens found in the device pool when the request was last admitted.
         num_first_device_tokens: the same, when it was admitted for the first time.
         num_external_tokens: tokens behind ``num_device_tokens`` that a connector loaded, or is loading, since then.
-        num_starved_tokens: most tokens that it had when it found no more blocks although no other request ran. To have as many
-            again is no progress.
+        num_starved_tokens: most tokens that it had when it found no more blocks although no other request ran, or lost what it
+            had loaded before it ran. To have as many again is no progress.
         ask_connector: whether the connector may be asked for this request; ``False`` after a load for it has failed.
         was_deferred: whether a connector has told it to ask again.
         finish_reason, error: why the request ended.
@@ -165,7 +165,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def note_starved(self) -> None:
-        """Note that it found no more blocks although no other request ran."""
+        """Note that it found no more blocks although no other request ran, or that it loses blocks that were loaded in vain."""
         self.num_starved_tokens = max(self.num_starved_tokens, self.num_computed_tokens)
 
     def append_token(self, token_id: int) -> None:

@@ -244,6 +244,8 @@ class Scheduler:
                     request.note_starved()
                 self._roster.preempt(request)
                 return False
+            if victim.status is not RequestStatus.RUNNING:
+                victim.note_starved()  # it has loaded in vain
             self._roster.preempt(victim)
         return True
 
