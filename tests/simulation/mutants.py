@@ -52,7 +52,6 @@ from cargohold.offload.tier.jobs import Access
 from cargohold.offload.tiering import Fetch
 from cargohold.offload.tiering.dispatch import Dispatch
 from cargohold.offload.tiering.fetches import Fetches
-from cargohold.offload.tiering.presence import Presence
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -549,17 +548,16 @@ def reserves_slots_while_it_looks_a_request_up(patch: Patch) -> None:
 
 
 @mutant(connector="tiered", workload="returning")
-def keeps_answers_for_longer_when_they_are_read(patch: Patch) -> None:
-    get = Presence.get
+def shortens_the_waits_of_others_while_it_looks_a_request_up(patch: Patch) -> None:
+    must_wait = Prefetcher.must_wait
 
-    def renewing(self: Presence, keys: Iterable[bytes]) -> list[bool | None]:
-        keys = list(keys)
-        for key in keys:
-            if key in self._answers:
-                self._answers.move_to_end(key)
-        return get(self, keys)
+    def selfish(self: Prefetcher, state: RequestState, *arguments: int) -> bool:
+        for _, other in self._live:
+            if other is not state.waiting:
+                other.deadline -= 0.001
+        return must_wait(self, state, *arguments)
 
-    patch.setattr(Presence, "get", renewing)
+    patch.setattr(Prefetcher, "must_wait", selfish)
 
 
 @mutant(connector="eager", workload="shared-prefix")
