@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 from cargohold.blocks import BlockPool
+from cargohold.cache import make_manager
+from cargohold.cache.keys import offload_key
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
-from cargohold.offload.keys import offload_key
-from cargohold.offload.manager import make_manager
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment
 
 BLOCK_TOKENS = 16

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from cargohold.blocks import READY
+from cargohold.cache import StoreOffer, make_manager
 from cargohold.cache.policies import DEFAULT_POLICY
-from cargohold.offload.manager import StoreOffer, make_manager
 
 Keys = Sequence[bytes]
 

@@ -184,7 +184,7 @@ def _says_that_a_connector_is_off(output: Any) -> bool:
 
 def _answer_of_disk(command: Any) -> tuple[int, bytes]:
     """A job's id, and the disk's answers to it: no chunk that is asked for is there, and every store succeeds."""
-    from cargohold.offload.tier.jobs import JobKind  # noqa: PLC0415  # beside the others
+    from cargohold.tiers.port import JobKind  # noqa: PLC0415  # beside the others
 
     return command.job_id, bytes([command.kind is JobKind.STORE]) * len(command.keys)
 
@@ -214,7 +214,7 @@ class _Requests:
     def __init__(self) -> None:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher  # noqa: PLC0415  # where it is installed
 
-        from cargohold.integrations.vllm.simulation.requests import hash_function  # noqa: PLC0415  # as above
+        from cargohold.testing.vllm.requests import hash_function  # noqa: PLC0415  # as above
 
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function())
         self._random = random.Random(0)
@@ -252,7 +252,7 @@ def _scheduler(name: str, workload: Workload) -> Any:
     )
     from vllm.v1.structured_output import StructuredOutputManager  # noqa: PLC0415  # where it is installed
 
-    from cargohold.integrations.vllm.simulation.configuration import model_config  # noqa: PLC0415  # as above
+    from cargohold.testing.vllm.configuration import model_config  # noqa: PLC0415  # as above
 
     model = model_config()
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)

@@ -23,9 +23,9 @@ import torch
 from benchmarks.environment import NotInstalledError
 from benchmarks.transfers import carry_out
 from cargohold import LLM, OffloadConfig, SamplingParams
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer import CopyJob, Direction, TransferWorker
-from cargohold.offload.transfer.factory import make_transfer_worker
+from cargohold.tiers import HostMemory
+from cargohold.transfer import CopyJob, Direction, TransferWorker
+from cargohold.transfer.cpu import make_transfer_worker
 
 LIMIT_S: Final = 450.0
 """Seconds after which no further part is begun."""

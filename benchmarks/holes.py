@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from benchmarks.admission import Request, fill
 from benchmarks.policies import MADE, real_traces
 from cargohold.blocks import BlockPool
+from cargohold.cache import make_manager
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
@@ -24,7 +25,6 @@ from cargohold.engine.core.request import RequestTimes
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.offload.manager import make_manager
 from cargohold.protocol import (
     AttentionKind,
     FinishedTransfers,
@@ -36,7 +36,7 @@ from cargohold.protocol import (
 )
 from cargohold.replay.traces import read_trace
 from cargohold.replay.workload import load_workload
-from cargohold.simulation.run import quiet_logging
+from cargohold.testing.simulation.run import quiet_logging
 
 Requests: TypeAlias = Sequence[Sequence[int]]
 """Prompts as the numbers of their chunks, in the order of arrival."""

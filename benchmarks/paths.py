@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import cargohold
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.protocol import ConnectorMetadata, RequestView, StepView
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.simulation.tiers import SimulatedTiering
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation.tiers import SimulatedTiering
 
 SOURCES = Path(cargohold.__file__).parent
-NOT_THE_CONNECTOR = (SOURCES / "engine", SOURCES / "simulation")
+NOT_THE_CONNECTOR = (SOURCES / "engine", SOURCES / "testing")
 Tier: TypeAlias = SimulatedOffloading | SimulatedTiering
 NUM_BLOCKS = 200
 PROMPT = list(range(257))

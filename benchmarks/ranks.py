@@ -14,8 +14,8 @@ from cargohold.connector.factory import connector_factory
 from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep
 from cargohold.engine.executor.base import Executor
 from cargohold.engine.executor.factory import ExecutorConfig, ExecutorKind, make_executor
-from cargohold.engine.executor.rank import RankPlace, RankSpec
-from cargohold.engine.executor.runner import LayerHooks, ModelRunner
+from cargohold.engine.executor.frames import RankPlace, RankSpec
+from cargohold.engine.executor.worker import LayerHooks, ModelRunner
 from cargohold.protocol import (
     AttentionKind,
     KVCacheGroup,

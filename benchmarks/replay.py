@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from cargohold.offload.manager import TierManager
+from cargohold.cache import TierManager
 from cargohold.replay.replaying import plan_tasks, replay, run_tasks
 from cargohold.replay.tiers import run_tiers
 from cargohold.replay.traces import read_trace

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cargohold.offload.tier import (
+from cargohold.tiers import (
     DiskTierConfig,
     JobKind,
     LoadOutcome,
@@ -30,9 +30,9 @@ from cargohold.offload.tier import (
     TierJob,
     TierQueue,
 )
-from cargohold.offload.tier.chunk_format import ChunkCodec
-from cargohold.offload.tier.disk import DiskTier
-from cargohold.offload.tier.staging import Staging
+from cargohold.tiers.chunk_format import ChunkCodec
+from cargohold.tiers.disk import DiskTier
+from cargohold.tiers.queue import Staging
 
 NAMESPACE = Namespace(label="bench", weights="w", config="c", dtype="bfloat16", layout="l", split="rank 0 of 1")
 THREADS = 8

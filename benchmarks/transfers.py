@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer import CopyJob, Direction, TransferWorker
-from cargohold.offload.transfer.factory import make_transfer_worker
 from cargohold.protocol import TransferOutcome
+from cargohold.tiers import HostMemory
+from cargohold.transfer import CopyJob, Direction, TransferWorker
+from cargohold.transfer.cpu import make_transfer_worker
 
 BLOCK_BYTES = 2 * 1024**2
 """KV of 16 tokens of an 8B model, with 8 KV heads of 128 numbers in 32 layers, in half precision."""

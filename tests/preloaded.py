@@ -13,7 +13,7 @@ for name in (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "cargohold.cli.run",
-    "cargohold.conformance",
+    "cargohold.testing.conformance",
     "cargohold.engine.executor.multiprocess",
     "cargohold.engine.model.hf_runner",
     "tests.executor.ranks",

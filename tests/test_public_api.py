@@ -128,8 +128,8 @@ def test_every_error_that_is_raised_on_purpose_has_one_root() -> None:
         "cargohold",
         "cargohold.cli.app",
         "cargohold.connector.factory",
-        "cargohold.offload.manager",
-        "cargohold.simulation",
+        "cargohold.cache",
+        "cargohold.testing.simulation",
     ],
 )
 def test_importing_it_loads_nothing_heavy(module: str) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cargohold.sparing_log import NUM_TOLD, SparingLog
+from cargohold.rate_limited_log import NUM_TOLD, SparingLog
 
 logger = logging.getLogger(__name__)
 

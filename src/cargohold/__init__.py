@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cargohold.async_llm import AsyncLLM
-    from cargohold.connector.lazy import LazyOffloadConfig
     from cargohold.connector.offloading import OffloadConfig
+    from cargohold.connector.offloading.lazy import LazyOffloadConfig
     from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput
     from cargohold.engine.sampling_params import SamplingParams
     from cargohold.errors import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from cargohold.llm import LLM
-    from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
+    from cargohold.tiers import DiskTierConfig, SharedTierConfig
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ __all__ = [
 
 _NAMES = {
     "cargohold.async_llm": ("AsyncLLM",),
-    "cargohold.connector.lazy": ("LazyOffloadConfig",),
+    "cargohold.connector.offloading.lazy": ("LazyOffloadConfig",),
     "cargohold.connector.offloading": ("OffloadConfig",),
     "cargohold.engine.outputs": ("EngineStatus", "RequestMetrics", "RequestOutput"),
     "cargohold.engine.sampling_params": ("SamplingParams",),
@@ -73,7 +73,7 @@ _NAMES = {
         "UnsupportedModelError",
     ),
     "cargohold.llm": ("LLM",),
-    "cargohold.offload.tier": ("DiskTierConfig", "SharedTierConfig"),
+    "cargohold.tiers": ("DiskTierConfig", "SharedTierConfig"),
 }
 """The public names, by the module that defines them."""
 

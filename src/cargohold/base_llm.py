@@ -15,17 +15,24 @@ from numbers import Integral
 from typing import Any, Final, NoReturn, TypedDict
 from weakref import WeakSet, finalize
 
-from cargohold.connector.factory import Offload, check_chunks, check_places, connector_factory, host_bytes_of
-from cargohold.connector.lazy import LazyOffloadConfig
+from cargohold.connector.factory import (
+    Offload,
+    check_chunks,
+    check_places,
+    connector_factory,
+    equal_parts,
+    host_bytes_of,
+    start_report,
+)
 from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.connector.recording import RecordingFactory
-from cargohold.connector.start_report import equal_parts, start_report
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.engine_thread import Asked, EngineThread
-from cargohold.engine.event_publisher import ZmqEventPublisher
+from cargohold.engine.events import ZmqEventPublisher
 from cargohold.engine.executor.factory import ExecutorKind, make_executor
-from cargohold.engine.executor.rank import RankSpec
+from cargohold.engine.executor.frames import RankSpec
 from cargohold.engine.llm_engine import EngineLimits, LLMEngine
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.runners import HFRunners

@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 from cargohold.cli import cache as cache_command
 from cargohold.cli.app import app
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier import LoadOutcome, Tier
-from cargohold.offload.tier.chunk_format import HEADER_BYTES, ChunkCodec
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.disk.root import bytes_in
-from cargohold.offload.tier.inventory.disk import DiskInventory
-from cargohold.offload.tier.object_tier import ObjectTier
-from cargohold.offload.tier.redis_tier import RedisTier
+from cargohold.tiers import LoadOutcome, Tier
+from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.disk.root import bytes_in
+from cargohold.tiers.inventory.disk import DiskInventory
+from cargohold.tiers.objects import ObjectTier
+from cargohold.tiers.redis import RedisTier
 from tests.conformance.folder import FolderConfig
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads
 from tests.servers import key_value_server

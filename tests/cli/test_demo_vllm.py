@@ -16,7 +16,7 @@ import pytest
 
 from cargohold.integrations.vllm.server import why_turned_off
 from cargohold.protocol import NULL_CONNECTOR, ConnectorGuard, SchedulerEnvironment
-from cargohold.simulation import simulated_layout
+from cargohold.testing.simulation import simulated_layout
 from tests.command import Command
 
 SERVER = """

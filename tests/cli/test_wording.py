@@ -10,7 +10,7 @@ import pytest
 from cargohold.cli.common import describe_reuse
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import BlockNotHeldError, OutOfBlocksError
-from cargohold.simulation.campaign import SeedReport
+from cargohold.testing.simulation.campaign import SeedReport
 from tests.command import Command
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cargohold.errors import TierError
-from cargohold.offload.tier import Tier, TierConfig
-from cargohold.offload.tier.chunk_format import ChunkCodec
-from cargohold.offload.tier.shared import SharedTier
+from cargohold.tiers import Tier, TierConfig
+from cargohold.tiers.chunk_format import ChunkCodec
+from cargohold.tiers.shared import SharedTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,6 @@ from typing import ClassVar, cast
 
 import pytest
 
-from cargohold.conformance import ConnectorConformance
-from cargohold.conformance.spoiler import Failure
-from cargohold.conformance.strict import StrictScheduler
 from cargohold.protocol import (
     BlockIds,
     CacheReport,
@@ -27,7 +24,10 @@ from cargohold.protocol import (
     StepView,
     WorkerEnvironment,
 )
-from cargohold.simulation import SimulatedEngine, WrongTokenError, simulated_layout
+from cargohold.testing.conformance import ConnectorConformance
+from cargohold.testing.conformance.spoiler import Failure
+from cargohold.testing.conformance.strict import StrictScheduler
+from cargohold.testing.simulation import SimulatedEngine, WrongTokenError, simulated_layout
 from tests.conformance.shelf import Orders, ShelfScheduler, ShelfWorker
 
 

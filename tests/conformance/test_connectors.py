@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from cargohold.cache.policies import POLICIES
-from cargohold.conformance import ConnectorConformance
-from cargohold.connector.lazy import LazyOffloadConfig, LazyOffloadingFactory
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
+from cargohold.connector.offloading.lazy import LazyOffloadConfig, LazyOffloadingFactory
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
+from cargohold.testing.conformance import ConnectorConformance
 from tests.conformance import shelf
 
 

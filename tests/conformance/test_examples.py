@@ -13,10 +13,10 @@ import pytest
 
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import ReplacementPolicy
-from cargohold.conformance import PolicyConformance, TierConformance
-from cargohold.conformance.chunks import Tree, key
-from cargohold.offload.tier import Namespace, Tier
-from cargohold.offload.tier.chunk_format import ChunkCodec
+from cargohold.testing.conformance import PolicyConformance, TierConformance
+from cargohold.testing.conformance.chunks import Tree, key
+from cargohold.tiers import Namespace, Tier
+from cargohold.tiers.chunk_format import ChunkCodec
 from tests.conformance.folder import Folder
 from tests.conformance.oldest_ends import OldestEnds
 

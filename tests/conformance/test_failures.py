@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 BROKEN = """
-from cargohold.conformance import PolicyConformance
+from cargohold.testing.conformance import PolicyConformance
 from cargohold.cache.policies.recency import LRUPolicy
 
 class Nameless(LRUPolicy):

@@ -13,7 +13,7 @@ from cargohold.cache.policies import ReplacementPolicy
 from cargohold.cache.policies.arc import ARCPolicy
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
-from cargohold.conformance import PolicyConformance
+from cargohold.testing.conformance import PolicyConformance
 
 
 class TestLRU(PolicyConformance):

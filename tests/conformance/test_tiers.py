@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import pytest
 
-from cargohold.conformance import TierConformance
-from cargohold.offload.manager import OffloadKey
-from cargohold.offload.tier import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
-from cargohold.offload.tier.chunk_format import HEADER_BYTES
-from cargohold.offload.tier.staging import padded
+from cargohold.cache import OffloadKey
+from cargohold.testing.conformance import TierConformance
+from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
+from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.queue import padded
 from tests.offload.tier.common import codec, disk_tier
 
 
@@ -65,7 +65,7 @@ class TestDirectory(TierConformance):
     is_shared: ClassVar[bool] = True
 
     def open(self, place: Path) -> Tier:
-        from cargohold.offload.tier.object_tier import ObjectTier  # noqa: PLC0415  # needs an extra
+        from cargohold.tiers.objects import ObjectTier  # noqa: PLC0415  # needs an extra
 
         return ObjectTier(SharedTierConfig(url=f"file://{place}/shared"), codec(), self.chunk_bytes)
 

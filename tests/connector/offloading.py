@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cargohold.blocks import extend_hashes, root_hash
-from cargohold.offload.keys import offload_key
-from cargohold.simulation import SimulatedEngine
+from cargohold.cache.keys import offload_key
+from cargohold.testing.simulation import SimulatedEngine
 
 HOLDS: dict[str, dict[str, Any]] = {
     "touch": {},

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cargohold import LLM, ConfigError
-from cargohold.connector.offloading.make_tiers import tier_options
+from cargohold.connector.offloading.factory import tier_options
 from tests.conformance.folder import FolderConfig
 from tests.connector.test_tiers_with_models import OPTIONS, ask, offload, prompts, restored, tokens
 from tests.llms import SettledLLM

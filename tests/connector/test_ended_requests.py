@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.connector.offloading.leftovers import Leftovers
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.engine.core.context import EngineContext
-from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
+from cargohold.connector.offloading.stores import Leftovers
+from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
+from cargohold.engine.core.scheduler import EngineContext
 from cargohold.protocol import (
     TransferOutcome,
 )
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.connector.offloading import HOLDS, keys_of
 

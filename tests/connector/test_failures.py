@@ -13,14 +13,14 @@ from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.config import LoadFailurePolicy
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.step import SchedulerStep
-from cargohold.engine.executor.runner import LayerHooks
-from cargohold.offload.transfer import Direction
+from cargohold.engine.executor.worker import LayerHooks
 from cargohold.protocol import (
     FinishedTransfers,
     KVConnectorOutput,
     TransferOutcome,
 )
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
+from cargohold.transfer import Direction
 from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
 from tests.connector.offloading import HOLDS, broken_rule, keys_of
 

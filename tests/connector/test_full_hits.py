@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cargohold.blocks import NOT_YET, READY, extend_hashes, root_hash
+from cargohold.cache import ForwardingManager, OffloadManager, make_manager
+from cargohold.cache.keys import offload_key
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
-from cargohold.offload.keys import offload_key
-from cargohold.offload.manager import ForwardingManager, OffloadManager, make_manager
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment
 
 BLOCK_TOKENS = 4

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
-from cargohold.offload.tiering import TierOptions
 from cargohold.protocol import KVConnectorFactory
-from cargohold.simulation import SimulatedEngine, simulated_layout
-from cargohold.simulation.offloading import SimulatedOffloading
-from cargohold.simulation.tiers import SimulatedTiering
+from cargohold.testing.simulation import SimulatedEngine, simulated_layout
+from cargohold.testing.simulation.offloading import SimulatedOffloading
+from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt
 
 REQUESTS_PER_ROUND = 12

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cargohold.cache import OffloadManager, make_manager
 from cargohold.connector.offloading.jobs import JobTable, Load, Origins, Store
-from cargohold.offload.manager import OffloadManager, make_manager
 from cargohold.protocol import Clock
-from cargohold.simulation import VirtualClock
+from cargohold.testing.simulation import VirtualClock
 
 KEYS = [bytes([at]) * 36 for at in range(6)]
 

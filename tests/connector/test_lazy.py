@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 
 from cargohold import ConfigError, LazyOffloadConfig
 from cargohold.blocks import BlockPool
-from cargohold.connector.lazy import LazyOffloadingFactory
-from cargohold.connector.lazy.scout import FreeQueueScout
-from cargohold.engine.core.context import EngineContext
+from cargohold.cache import TierManager
+from cargohold.connector.offloading.lazy import FreeQueueScout, LazyOffloadingFactory
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
-from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
-from cargohold.offload.manager import TierManager
-from cargohold.offload.transfer import CopyResult, Direction
+from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
+from cargohold.engine.core.scheduler import EngineContext
 from cargohold.protocol import NULL_CONNECTOR, Clock, KVConnectorFactory, SchedulerEnvironment, TransferOutcome
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.simulation.transfers import HeldTransfers
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation.transfers import HeldTransfers
+from cargohold.transfer import CopyResult, Direction
 from tests.conformance.oldest_ends import OldestEnds
 from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.effort import examples

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from cargohold.connector.offloading import OffloadingScheduler
-from cargohold.offload.transfer import Direction
 from cargohold.protocol import (
     BlockIds,
     RequestView,
     SchedulerEnvironment,
 )
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.transfer import Direction
 from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
 
 

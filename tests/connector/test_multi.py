@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.conformance.strict import CodedExecutor
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler, MultiConnectorWorker
 from cargohold.connector.multi.messages import MultiMetadata
 from cargohold.connector.offloading import OffloadingWorker
@@ -42,7 +41,8 @@ from cargohold.protocol import (
     WorkerMetadata,
     add_stats,
 )
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.conformance.strict import CodedExecutor
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.effort import examples
 

@@ -13,7 +13,7 @@ from cargohold import LLM, LazyOffloadConfig, OffloadConfig
 from cargohold.connector.offloading import OffloadConfig as EagerConfig
 from cargohold.connector.options import NAMES_ELSEWHERE, NAMES_OF_TIERS_ELSEWHERE, parse_offload
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
+from cargohold.tiers import DiskTierConfig, SharedTierConfig
 from tests.conformance import shelf
 from tests.conformance.folder import FolderConfig
 from tests.connector.strangers import ShelfFactory
@@ -120,9 +120,9 @@ def test_a_tier_of_ones_own_is_named_with_its_options() -> None:
         ({"host_bytes": 1, "tiers": [{"kind": "no.such:Tier"}]}, r"^tiers\[0\].kind='no.such:Tier' .* PYTHONPATH"),
         (
             {"host_bytes": 1, "tiers": [{"kind": f"{HERE}:ShelfFactory"}]},
-            "derived from cargohold.offload.tier.TierConfig",
+            "derived from cargohold.tiers.TierConfig",
         ),
-        ({"host_bytes": 1, "tiers": [{"kind": "cargohold.offload.tier:TierConfig"}]}, "the class lacks open"),
+        ({"host_bytes": 1, "tiers": [{"kind": "cargohold.tiers:TierConfig"}]}, "the class lacks open"),
         ({"host_bytes": 1, "tiers": [{"kind": f"{HERE}:FolderConfig"}]}, r"^tiers\[0\].path=None .* must be given"),
         (
             {"host_bytes": 1, "tiers": [{"kind": f"{HERE}:FolderConfig", "path": "x", "num_threads": 0}]},

@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
-from cargohold.connector.offloading.make_tiers import open_queues
-from cargohold.connector.offloading.namespaces import namespace_of
+from cargohold.connector.offloading.factory import namespace_of, open_queues
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import DiskTierConfig
 from cargohold.protocol import (
     AttentionKind,
     KVCacheGroup,
@@ -27,7 +25,8 @@ from cargohold.protocol import (
     ServedModel,
     WorkerEnvironment,
 )
-from cargohold.simulation import VirtualClock, simulated_layout
+from cargohold.testing.simulation import VirtualClock, simulated_layout
+from cargohold.tiers import DiskTierConfig
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_a_configuration_is_read_as_utf8_whatever_the_locale_says(layout: KVCach
     model = model_of(layout)
     (Path(model.path) / "config.json").write_text('{"label": "\N{SNOWMAN}"}', encoding="utf-8")
     code = (
-        "from cargohold.offload.tier.weights import digest_model; from cargohold.protocol import ServedModel; "
+        "from cargohold.tiers.namespace import digest_model; from cargohold.protocol import ServedModel; "
         f"print(ascii(digest_model(ServedModel('name', {model.path!r}, 'float32'))[1]))"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

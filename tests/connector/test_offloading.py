@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.transfer import Direction
 from cargohold.protocol import (
     TransferOutcome,
 )
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
+from cargohold.transfer import Direction
 from tests.connector.common import alone, finish, prompt, serve_and_lose
 from tests.connector.offloading import HOLDS, broken_rule
 from tests.effort import examples

@@ -12,7 +12,7 @@ from cargohold import LazyOffloadConfig, OffloadConfig
 from cargohold.connector.factory import Offload, connector_factory
 from cargohold.connector.options import parse_offload
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
+from cargohold.tiers import DiskTierConfig, SharedTierConfig
 
 
 def test_the_default_is_eager() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cargohold.cache import OffloadKey, OffloadManager, make_manager
 from cargohold.connector.offloading.prefetch_plan import (
     chains_to_fetch,
     needed_keys,
@@ -17,9 +18,8 @@ from cargohold.connector.offloading.prefetch_plan import (
     sources_per_token,
 )
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.offload.manager import OffloadKey, OffloadManager, make_manager
-from cargohold.offload.tiering import LowerTiers, TieringConfig, TierOptions
-from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, VirtualClock, simulated_layout
+from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig, TierOptions
 from tests.connector.common import prompt
 
 HOST, DISK, SHARED, NOWHERE = "host", "disk", "shared", "nowhere"

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.blocks import READY, extend_hashes, root_hash
-from cargohold.offload.keys import offload_key
-from cargohold.offload.transfer import Direction
+from cargohold.cache.keys import offload_key
 from cargohold.protocol import (
     BlockRemoved,
     BlockStored,
     TransferOutcome,
 )
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
+from cargohold.transfer import Direction
 from tests.connector.common import evict_everything, finish, prompt, serve_and_lose
 from tests.effort import examples
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.offload.tier import JobKind, TierJob
-from cargohold.offload.tiering import TierOptions, fetches
 from cargohold.protocol import MEDIUM_STORAGE, BlockRemoved, BlockStored
-from cargohold.simulation import SimulatedEngine, VirtualClock
-from cargohold.simulation.tiers import SimulatedTiering
+from cargohold.testing.simulation import SimulatedEngine, VirtualClock
+from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers import JobKind, TierJob
+from cargohold.tiers.scheduler_side import TierOptions, fetches
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import DISK, SHARED, finish, make_engine, measured_engine, restored, serve
 

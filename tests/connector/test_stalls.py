@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
-from cargohold.offload.tiering import TierOptions
-from cargohold.simulation import SimulatedEngine, VirtualClock, simulated_layout
-from cargohold.simulation.tiers import SimulatedTiering
+from cargohold.testing.simulation import SimulatedEngine, VirtualClock, simulated_layout
+from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import alone, prompt
 
 TIMEOUT_S = 0.5

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, DiskTierConfig, LazyOffloadConfig, OffloadConfig, SharedTierConfig
-from cargohold.connector.factory import Offload
-from cargohold.connector.start_report import equal_parts, start_report
+from cargohold.connector.factory import Offload, equal_parts, start_report
 from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheGroup, KVCacheLayout
 
 FULL = KVCacheGroup(0, AttentionKind.FULL, 32, ("layer",))

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
+from cargohold.cache import ForwardingManager, OffloadKey, make_manager
+from cargohold.cache.keys import ChunkKeys
 from cargohold.connector.offloading.states import DeepStates
-from cargohold.offload.keys import ChunkKeys
-from cargohold.offload.manager import ForwardingManager, OffloadKey, make_manager
-from cargohold.offload.tiering import LowerTiers, TieringConfig, TierOptions
 from cargohold.protocol import AttentionKind, KVCacheGroup
-from cargohold.simulation import VirtualClock
+from cargohold.testing.simulation import VirtualClock
+from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig, TierOptions
 
 HOST, DISK, NOWHERE, UNASKED = "host", "disk", "nowhere", "unasked"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY, KVCacheBlock
-from cargohold.offload.keys import offload_key
-from cargohold.offload.transfer import Direction
+from cargohold.cache.keys import offload_key
 from cargohold.protocol import (
     TransferOutcome,
 )
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.transfer import Direction
 from tests.connector.common import evict_everything, finish, prompt
 from tests.connector.offloading import HOLDS, keys_of
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
+from cargohold.cache import make_manager
 from cargohold.connector.offloading import OffloadConfig
-from cargohold.connector.offloading.make_tiers import tier_options
+from cargohold.connector.offloading.factory import tier_options
 from cargohold.connector.offloading.messages import TierReport
-from cargohold.connector.offloading.tier_worker import TierWorker
-from cargohold.offload.manager import make_manager
-from cargohold.offload.tier import (
+from cargohold.connector.offloading.worker import TierWorker
+from cargohold.protocol import ServedModel, TransferOutcome
+from cargohold.testing.simulation import VirtualClock, simulated_layout
+from cargohold.tiers import (
     BreakerState,
     DiskTierConfig,
     FaultyTier,
@@ -26,9 +28,7 @@ from cargohold.offload.tier import (
     TierHealth,
     TierQueue,
 )
-from cargohold.offload.tiering import LowerTiers, TierCommand, TieringConfig, TieringManager
-from cargohold.protocol import ServedModel, TransferOutcome
-from cargohold.simulation import VirtualClock, simulated_layout
+from cargohold.tiers.scheduler_side import LowerTiers, TierCommand, TieringConfig, TieringManager
 
 WAIT_S = 30.0  # a bound on hangs, not a measure
 NUM_SLOTS = 8192

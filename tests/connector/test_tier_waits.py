@@ -11,12 +11,12 @@ import pytest
 from cargohold.connector.offloading import prefetch
 from cargohold.connector.offloading.waiting import Waiting
 from cargohold.engine.core.request import FinishReason
-from cargohold.engine.core.waiting_queue import QueuePolicy
-from cargohold.offload.tier import JobKind, TierJob
-from cargohold.offload.tiering import Chain, Fetch, tier_state
-from cargohold.simulation import SimulatedEngine, VirtualClock
-from cargohold.simulation.tiers import HeldQueue, SimulatedTiering
-from cargohold.simulation.transfers import HeldTransfers
+from cargohold.engine.core.roster import QueuePolicy
+from cargohold.testing.simulation import SimulatedEngine, VirtualClock
+from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering
+from cargohold.testing.simulation.transfers import HeldTransfers
+from cargohold.tiers import JobKind, TierJob
+from cargohold.tiers.scheduler_side import Chain, Fetch, tier_state
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import finish, make_engine, measured_engine, restored, serve
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.core.request import FinishReason
-from cargohold.offload.tier import JobKind, JobStatus
-from cargohold.offload.tiering import Admission, TierOptions, WriteMode
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
-from cargohold.simulation import SimulatedEngine
-from cargohold.simulation.layouts import GroupPlan, layout_of
-from cargohold.simulation.tiers import SimulatedTiering
+from cargohold.testing.simulation import SimulatedEngine
+from cargohold.testing.simulation.clock import GroupPlan, layout_of
+from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers import JobKind, JobStatus
+from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import DISK, SHARED, finish, make_engine, restored, serve
 from tests.effort import examples

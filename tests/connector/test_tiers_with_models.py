@@ -19,7 +19,8 @@ from cargohold import LLM, ConfigError, LazyOffloadConfig, OffloadConfig, Reques
 from cargohold.connector.offloading import OffloadingFactory, OffloadingScheduler
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
-from cargohold.offload.tier import (
+from cargohold.protocol import BlockStored, SchedulerEnvironment
+from cargohold.tiers import (
     DiskTierConfig,
     FaultyTier,
     MemoryTier,
@@ -30,7 +31,6 @@ from cargohold.offload.tier import (
     TierQueue,
     open_tier,
 )
-from cargohold.protocol import BlockStored, SchedulerEnvironment
 from tests.llms import SettledLLM
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
 
@@ -337,7 +337,7 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
         del num_shards
         return FaultyTier(memory.setdefault(chunk_bytes, MemoryTier(chunk_bytes, name="disk")), fault)
 
-    monkeypatch.setattr("cargohold.connector.offloading.make_tiers.open_tier", opened)
+    monkeypatch.setattr("cargohold.connector.offloading.factory.open_tier", opened)
     config = offload(disk(tmp_path), restore_timeout_s=0.1, transfer_timeout_s=0.5)
     with SettledLLM(tiny_model("llama"), **OPTIONS) as plain:
         expected = tokens(ask(plain, prompts(6)))
@@ -377,8 +377,8 @@ def test_what_is_being_written_when_the_engine_stops_is_there_after_a_restart(
 
     config = offload(disk(tmp_path), restore_timeout_s=0.01)
     with monkeypatch.context() as patched:
-        patched.setattr("cargohold.connector.offloading.make_tiers.open_tier", opened)
-        patched.setattr("cargohold.offload.tiering.lower_tiers.PROGRESS_S", 0.05)
+        patched.setattr("cargohold.connector.offloading.factory.open_tier", opened)
+        patched.setattr("cargohold.tiers.scheduler_side.lower_tiers.PROGRESS_S", 0.05)
         patched.setattr(TierQueue, "shutdown", stop)
         with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
             expected = tokens(ask(first, prompts(1)))

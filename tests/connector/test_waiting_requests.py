@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
-from cargohold.engine.core.waiting_queue import QueuePolicy
-from cargohold.offload.transfer import Direction
+from cargohold.engine.core.roster import QueuePolicy
 from cargohold.protocol import (
     BlockIds,
     ClassFactory,
@@ -15,7 +14,8 @@ from cargohold.protocol import (
     RequestView,
     TransferOutcome,
 )
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.transfer import Direction
 from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cargohold.errors import RequestError
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, finish, prompt
 
 

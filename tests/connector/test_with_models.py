@@ -12,7 +12,7 @@ import pytest
 from cargohold import LLM, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.connector.factory import connector_factory
 from cargohold.connector.multi import MultiConnectorFactory
-from cargohold.offload.tier import HostMemory
+from cargohold.tiers import HostMemory
 from tests.devices import DEVICES
 from tests.llms import SettledLLM
 from tests.models import CONFIGS, VOCAB_SIZE

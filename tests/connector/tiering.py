@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cargohold.offload.tiering import TierOptions
-from cargohold.simulation import SimulatedEngine, simulated_layout
-from cargohold.simulation.tiers import HeldQueue, SimulatedTiering
+from cargohold.testing.simulation import SimulatedEngine, simulated_layout
+from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering
+from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import alone, prompt
 
 DISK = TierOptions(name="disk")

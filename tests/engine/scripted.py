@@ -24,7 +24,7 @@ from cargohold.protocol import (
     SchedulerContext,
     StepView,
 )
-from cargohold.simulation import SimulatedEngine
+from cargohold.testing.simulation import SimulatedEngine
 
 
 @dataclass(frozen=True, slots=True)

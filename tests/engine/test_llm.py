@@ -43,8 +43,8 @@ from cargohold.protocol import (
     RequestView,
     StepView,
 )
-from cargohold.protocol.announced import AnnouncedBlocks
-from cargohold.protocol.null import NullConnectorScheduler, NullConnectorWorker
+from cargohold.protocol.checks import AnnouncedBlocks
+from cargohold.protocol.factory import NullConnectorScheduler, NullConnectorWorker
 from tests.llms import in_engine, scheduler_of
 from tests.models import VOCAB_SIZE
 

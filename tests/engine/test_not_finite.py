@@ -14,7 +14,7 @@ import torch
 
 from cargohold import LLM, DiskTierConfig, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.engine.core.step import GREEDY, SampleSpec
-from cargohold.engine.model.sampler import sample_tokens
+from cargohold.engine.model.hf_runner import sample_tokens
 from cargohold.protocol import (
     BlockIds,
     ClassFactory,

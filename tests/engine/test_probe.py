@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cargohold import UnsupportedModelError
+from cargohold.engine.model.hf_runner import verify_logits
 from cargohold.engine.model.info import ModelInfo, describe_model
-from cargohold.engine.model.probe import verify_logits
 
 NOT_A_NUMBER = float("nan")
 INFINITE = float("inf")

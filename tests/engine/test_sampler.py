@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cargohold.engine.core.step import SampleSpec
-from cargohold.engine.model.sampler import sample_tokens
+from cargohold.engine.model.hf_runner import sample_tokens
 
 NUM_DRAWS = 2000
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cargohold.engine.core.request import FinishReason
-from cargohold.engine.core.waiting_queue import QueuePolicy
+from cargohold.engine.core.roster import QueuePolicy
 from cargohold.protocol import NULL_BLOCK_ID
-from cargohold.simulation import SimulatedEngine, simulated_layout
-from cargohold.simulation.chains import tokens_alone
-from cargohold.simulation.engine import VOCAB_SIZE
+from cargohold.testing.simulation import SimulatedEngine, simulated_layout
+from cargohold.testing.simulation.engine import VOCAB_SIZE
+from cargohold.testing.simulation.fingerprints import tokens_alone
 from tests.effort import examples
 from tests.engine.scripted import Load, Script, fill, scripted_connector
 

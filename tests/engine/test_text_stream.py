@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cargohold.engine.model.tokenizer import PieceDecoder
-from cargohold.engine.text_stream import TextStream
+from cargohold.engine.outputs import TextStream
 
 
 @dataclass(frozen=True, slots=True)

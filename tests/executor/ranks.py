@@ -17,11 +17,9 @@ from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.step import SchedulerStep
-from cargohold.engine.executor.rank import RankPlace
-from cargohold.engine.executor.runner import LayerHooks, ModelRunner
+from cargohold.engine.executor.frames import RankPlace
+from cargohold.engine.executor.worker import LayerHooks, ModelRunner
 from cargohold.errors import UnsupportedModelError
-from cargohold.offload.transfer import TransferWorker
-from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction
 from cargohold.protocol import (
     ConnectorMetadata,
     FinishedTransfers,
@@ -35,6 +33,8 @@ from cargohold.protocol import (
     WorkerEnvironment,
     WorkerMetadata,
 )
+from cargohold.transfer import TransferWorker
+from cargohold.transfer.base import CopyJob, CopyResult, Direction
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ import pytest
 from cargohold import LLM
 from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
 from cargohold.engine.executor import Executor, InlineExecutor, Worker, multiprocess
-from cargohold.engine.executor.codec import StepCodec
+from cargohold.engine.executor.frames import RankPlace, RankSpec, StepCodec
 from cargohold.engine.executor.multiprocess import MultiprocessExecutor
-from cargohold.engine.executor.rank import RankPlace, RankSpec
 from cargohold.engine.executor.ray_executor import RayExecutor
 from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
 from cargohold.protocol import (
@@ -32,7 +31,7 @@ from cargohold.protocol import (
     UndeliveredMetadata,
     WorkerEnvironment,
 )
-from cargohold.simulation import simulated_layout
+from cargohold.testing.simulation import simulated_layout
 from tests.executor.ranks import (
     Calls,
     CollectorWorker,

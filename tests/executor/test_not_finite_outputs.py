@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep, StepOutput
-from cargohold.engine.executor.codec import StepCodec
-from cargohold.engine.executor.merge import merge_outputs
+from cargohold.engine.executor.base import merge_outputs
+from cargohold.engine.executor.frames import StepCodec
 from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from hashlib import sha256
 from itertools import product
 
-from cargohold.offload.manager import make_manager
+from cargohold.cache import make_manager
 
 BRANCHES = 2
 DEPTH = 6

@@ -6,7 +6,7 @@ from inspect import isfunction
 
 import pytest
 
-from cargohold.offload.manager import ForwardingManager, OffloadManager
+from cargohold.cache import ForwardingManager, OffloadManager
 from cargohold.protocol import ForwardingScheduler, KVConnectorScheduler
 
 

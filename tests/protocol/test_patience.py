@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cargohold.protocol import Patience
-from cargohold.protocol.patience import MAX_GRACE_S, MIN_LOOKS
+from cargohold.protocol.checks import MAX_GRACE_S, MIN_LOOKS
 
 
 class Clock:

@@ -13,8 +13,7 @@ import pytest
 from cargohold.engine.config import EngineConfig, plan_engine
 from cargohold.engine.model.info import describe_model
 from cargohold.errors import ConfigError, UnsupportedModelError
-from cargohold.replay.costs import CostModel, parse_size, parse_sizes
-from cargohold.replay.kv_size import describe_kv, kv_size
+from cargohold.replay.costs import CostModel, describe_kv, kv_size, parse_size, parse_sizes
 from cargohold.replay.replaying import replay
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.replay.traces import TraceRequest

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError
-from cargohold.replay.chart import Axes, Series, line_chart
 from cargohold.replay.costs import CostModel
-from cargohold.replay.html import page, plan_page, write_text
+from cargohold.replay.html import Axes, Series, line_chart, page, plan_page, write_text
 from cargohold.replay.planning import Budget, Planner
 from cargohold.replay.replaying import Capacities, replay
 from cargohold.replay.report import Report

@@ -18,8 +18,6 @@ from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.cache.policies import POLICIES
 from cargohold.connector.recording import RecordingFactory
 from cargohold.engine.llm_engine import LLMEngine
-from cargohold.offload.transfer.base import CopyResult
-from cargohold.offload.transfer.cpu import CpuTransferWorker
 from cargohold.protocol import (
     NULL_CONNECTOR,
     ClassFactory,
@@ -30,7 +28,9 @@ from cargohold.protocol import (
 from cargohold.replay.replaying import replay
 from cargohold.replay.traces import TraceRequest, read_trace
 from cargohold.replay.workload import Selection, load_workload
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.transfer.base import CopyResult
+from cargohold.transfer.cpu import CpuTransferWorker
 from tests.connector.common import finish, serve_and_lose
 from tests.llms import in_engine
 from tests.models import VOCAB_SIZE

@@ -105,7 +105,7 @@ def test_no_prompt_and_no_answer_is_told(tiered: Server) -> None:
 
 
 def test_the_log_tells_what_is_suspended_and_why(tiered: Server) -> None:
-    logging.getLogger("cargohold.offload").warning("tier %s: loads are suspended: %s", "disk", "cable unplugged")
+    logging.getLogger("cargohold.tiers").warning("tier %s: loads are suspended: %s", "disk", "cable unplugged")
     (line,) = call(tiered, "/cache").json["log"][:1]
     assert (line["level"], line["text"]) == ("WARNING", "tier disk: loads are suspended: cable unplugged")
 

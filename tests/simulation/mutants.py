@@ -18,40 +18,30 @@ import cargohold.connector.offloading.messages as messages_module
 import cargohold.connector.offloading.prefetch as prefetch_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
-import cargohold.offload.tiering.tasks as tasks_module
+import cargohold.tiers.scheduler_side.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
 from cargohold.blocks.prefix_hit import _Windowed
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
-from cargohold.connector.lazy.stores import LazyStores
+from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
-from cargohold.connector.offloading.chunks import BlocksToLoad, BlocksToStore, blocks_to_load, blocks_to_store
-from cargohold.connector.offloading.events import TierEvents
-from cargohold.connector.offloading.holds import TouchHolder
-from cargohold.connector.offloading.jobs import JobTable, Load, Store
-from cargohold.connector.offloading.loads import Loads
+from cargohold.connector.offloading.jobs import JobTable, Load, Store, TouchHolder
+from cargohold.connector.offloading.lazy import LazyStores
+from cargohold.connector.offloading.loads import BlocksToLoad, BlocksToStore, Loads, blocks_to_load, blocks_to_store
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.messages import OffloadingMetadata
-from cargohold.connector.offloading.params import TransferParams
 from cargohold.connector.offloading.prefetch import Prefetcher
-from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.requests import RequestState, TransferParams
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.shared import Shared
+from cargohold.connector.offloading.shared import Shared, TierEvents
 from cargohold.connector.offloading.stores import EagerStores
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
-from cargohold.engine.core.roster import Roster
+from cargohold.engine.core.roster import Roster, TransferTable
 from cargohold.engine.core.scheduler import Scheduler
-from cargohold.engine.core.transfers import TransferTable
-from cargohold.offload.manager.tier_manager import TierManager
-from cargohold.offload.tier.health import CircuitBreaker, MediumHealth
-from cargohold.offload.tier.jobs import Access
-from cargohold.offload.tiering import Fetch
-from cargohold.offload.tiering.dispatch import Dispatch
-from cargohold.offload.tiering.fetches import Fetches
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -62,7 +52,12 @@ from cargohold.protocol import (
     OutputAggregator,
     TransferOutcome,
 )
-from cargohold.simulation.campaign import Recipe
+from cargohold.testing.simulation.campaign import Recipe
+from cargohold.tiers.health import CircuitBreaker, MediumHealth
+from cargohold.tiers.port import Access
+from cargohold.tiers.scheduler_side import Fetch
+from cargohold.tiers.scheduler_side.fetches import Fetches
+from cargohold.tiers.scheduler_side.writing import Dispatch
 from tests.simulation.mutation import Mutant, Patch, registrar
 
 MUTANTS: Final[list[Mutant]] = []

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from cargohold.simulation.campaign import Recipe
-from cargohold.simulation.faults import parse_faults
+from cargohold.testing.simulation.campaign import Recipe
+from cargohold.testing.simulation.faults import parse_faults
 
 Patch = pytest.MonkeyPatch
 Breaks = Callable[[Patch], None]

@@ -6,7 +6,7 @@ import pytest
 
 from cargohold.cli import main
 from cargohold.cli import simulate as simulate_module
-from cargohold.simulation import campaign
+from cargohold.testing.simulation import campaign
 from cargohold.worker_pool import WorkerPool
 from tests.simulation import careless
 

@@ -8,10 +8,9 @@ import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.protocol import BlockIds, ClassFactory, RequestView, SchedulerContext
-from cargohold.simulation.connectors import ConnectorPlan
-from cargohold.simulation.run import Run, RunResult
-from cargohold.simulation.scenario import draw_scenario
-from cargohold.simulation.timeline import RecentTimeline
+from cargohold.testing.simulation.connectors import ConnectorPlan
+from cargohold.testing.simulation.run import RecentTimeline, Run, RunResult
+from cargohold.testing.simulation.scenario import draw_scenario
 from tests.conformance.shelf import FACTORY, ShelfScheduler, ShelfWorker
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.simulation.connectors import CONNECTORS
-from cargohold.simulation.faults import Fault
-from cargohold.simulation.workloads import WORKLOADS
+from cargohold.testing.simulation.connectors import CONNECTORS
+from cargohold.testing.simulation.faults import Fault
+from cargohold.testing.simulation.workloads import WORKLOADS
 from tests.simulation.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,16 +9,16 @@ import pytest
 
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER
 from cargohold.engine.core.config import LoadFailurePolicy
-from cargohold.engine.core.waiting_queue import QueuePolicy
-from cargohold.offload.tiering import TierOptions
-from cargohold.simulation.connectors import ConnectorPlan, TierPlan
-from cargohold.simulation.faults import Fault
-from cargohold.simulation.layouts import GroupPlan
-from cargohold.simulation.links import LinkProfile
-from cargohold.simulation.lower import MediumPlan
-from cargohold.simulation.run import Run, RunResult
-from cargohold.simulation.scenario import Scenario, Shape
-from cargohold.simulation.traffic import Action, Ask, Reset, Restart
+from cargohold.engine.core.roster import QueuePolicy
+from cargohold.testing.simulation.clock import GroupPlan
+from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
+from cargohold.testing.simulation.faults import Fault
+from cargohold.testing.simulation.links import LinkProfile
+from cargohold.testing.simulation.lower import MediumPlan
+from cargohold.testing.simulation.run import Run, RunResult
+from cargohold.testing.simulation.scenario import Scenario, Shape
+from cargohold.testing.simulation.traffic import Action, Ask, Reset, Restart
+from cargohold.tiers.scheduler_side import TierOptions
 
 SCHEDULER = MappingProxyType(
     {

@@ -5,11 +5,11 @@ import pytest
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.protocol import ClassFactory
-from cargohold.simulation import SimulatedEngine, SimulatedOffloading, WrongTokenError, simulated_layout
-from cargohold.simulation.campaign import play_seed
-from cargohold.simulation.chains import tokens_alone
-from cargohold.simulation.engine import VOCAB_SIZE
-from cargohold.simulation.run import quiet_logging
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, WrongTokenError, simulated_layout
+from cargohold.testing.simulation.campaign import play_seed
+from cargohold.testing.simulation.engine import VOCAB_SIZE
+from cargohold.testing.simulation.fingerprints import tokens_alone
+from cargohold.testing.simulation.run import quiet_logging
 from tests.conformance.shelf import ShelfScheduler, ShelfWorker
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.mutation import Mutant

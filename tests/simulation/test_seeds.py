@@ -11,12 +11,12 @@ from zlib import crc32
 
 import pytest
 
-from cargohold.simulation.connectors import CONNECTORS
-from cargohold.simulation.faults import Fault
-from cargohold.simulation.run import Run
-from cargohold.simulation.scenario import draw_scenario
-from cargohold.simulation.traffic import Abort, Ask, without_used_ids
-from cargohold.simulation.workloads import WORKLOADS
+from cargohold.testing.simulation.connectors import CONNECTORS
+from cargohold.testing.simulation.faults import Fault
+from cargohold.testing.simulation.run import Run
+from cargohold.testing.simulation.scenario import draw_scenario
+from cargohold.testing.simulation.traffic import Abort, Ask, without_used_ids
+from cargohold.testing.simulation.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
@@ -85,9 +85,9 @@ def test_traffic_for_engines_that_give_ids_themselves_has_no_id_twice() -> None:
 
 _PLAY = """
 from hashlib import sha256
-from cargohold.simulation.run import Run
-from cargohold.simulation.scenario import draw_scenario
-from cargohold.simulation.timeline import RecentTimeline
+from cargohold.testing.simulation.run import Run
+from cargohold.testing.simulation.scenario import draw_scenario
+from cargohold.testing.simulation.run import RecentTimeline
 for seed in (7, 11, 23, 42):
     timeline = RecentTimeline(10**6)
     result = Run(draw_scenario(seed), timeline=timeline).play()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import cargohold.offload.transfer.factory
+import cargohold.transfer.cpu
 from tests.vllm.faults import Faults
 
 if TYPE_CHECKING:
@@ -84,5 +84,5 @@ def start() -> Iterator[Callable[..., Engine]]:
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Faults in the transfers of engines that are started after this."""
     faults = Faults()
-    monkeypatch.setattr(cargohold.offload.transfer.factory, "make_transfer_worker", faults.make_transfers)
+    monkeypatch.setattr(cargohold.transfer.cpu, "make_transfer_worker", faults.make_transfers)
     return faults

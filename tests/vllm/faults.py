@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer import TransferWorker
-from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction
-from cargohold.offload.transfer.factory import make_transfer_worker
 from cargohold.protocol import Clock, TransferOutcome
+from cargohold.tiers import HostMemory
+from cargohold.transfer import TransferWorker
+from cargohold.transfer.base import CopyJob, CopyResult, Direction
+from cargohold.transfer.cpu import make_transfer_worker
 
 
 @dataclass

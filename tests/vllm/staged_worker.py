@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 
-import cargohold.offload.transfer.factory
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer import TransferWorker
-from cargohold.offload.transfer.base import CopyJob, Direction
+import cargohold.transfer.cpu
 from cargohold.protocol import Clock, TransferOutcome
+from cargohold.tiers import HostMemory
+from cargohold.transfer import TransferWorker
+from cargohold.transfer.base import CopyJob, Direction
 from tests.vllm.faults import Faults
 
 
@@ -28,7 +28,7 @@ class _Place(Faults):
 
 _here = _Place()
 # Only workers import this module, before they make their connectors. The module of faults has kept the original function.
-cargohold.offload.transfer.factory.make_transfer_worker = _here.make_transfers
+cargohold.transfer.cpu.make_transfer_worker = _here.make_transfers
 
 
 class StagedWorker:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cargohold.offload.transfer.base import CopyJob, Direction
 from cargohold.protocol import TransferOutcome
+from cargohold.transfer.base import CopyJob, Direction
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cargohold.offload.transfer.base import Direction
 from cargohold.protocol import TransferOutcome
+from cargohold.transfer.base import Direction
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")

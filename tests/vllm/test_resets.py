@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm.resets import CacheResets
+from cargohold.integrations.vllm.deferrals import CacheResets
 from cargohold.protocol import ConnectorGuard, NullConnectorScheduler
 from tests.vllm.common import EAGER, LAZY, RESTARTED, ask_twice, make_prompts, restored, tokens
 

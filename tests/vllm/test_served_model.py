@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier.weights import digest_model
+from cargohold.tiers.namespace import digest_model
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm.settings import Settings
-from cargohold.offload.tier import DiskTierConfig, SharedTierConfig
+from cargohold.tiers import DiskTierConfig, SharedTierConfig
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_what_cannot_be_is_refused_by_name(extra: dict[str, Any], key: str) -> N
 @pytest.mark.parametrize(
     ("tier", "module", "extra"),
     [
-        ({"kind": "shared", "url": "redis://localhost"}, "cargohold.offload.tier.redis_tier", "redis"),
-        ({"kind": "shared", "url": "s3://bucket/kv"}, "cargohold.offload.tier.object_tier", "objects"),
+        ({"kind": "shared", "url": "redis://localhost"}, "cargohold.tiers.redis", "redis"),
+        ({"kind": "shared", "url": "s3://bucket/kv"}, "cargohold.tiers.objects", "objects"),
         (
             {"kind": "disk", "directory": "/not/made", "max_bytes": "1GiB", "encryption_key": "env:NOT_SET_HERE"},
             "cryptography.hazmat.primitives.ciphers.aead",

@@ -15,19 +15,18 @@ import pytest
 from cargohold.cli import main
 from cargohold.engine.core.step import ScheduledTokens
 from cargohold.errors import ConfigError
-from cargohold.simulation.faults import Fault, parse_faults
-from cargohold.simulation.run import RunResult
-from cargohold.simulation.workloads import WORKLOADS
+from cargohold.testing.simulation.faults import Fault, parse_faults
+from cargohold.testing.simulation.run import RunResult
+from cargohold.testing.simulation.workloads import WORKLOADS
 
 # Something that vLLM has since 0.32, whose inside the simulation follows.
 pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
-from cargohold.integrations.vllm.simulation.configuration import ASYNC
-from cargohold.integrations.vllm.simulation.recipe import APPLICABLE, VllmRecipe
-from cargohold.integrations.vllm.simulation.runner import WriteFirstRunner
-from cargohold.integrations.vllm.simulation.states import AlignedStateBlocks, RunningStates, StateMove
+from cargohold.testing.vllm.configuration import ASYNC
+from cargohold.testing.vllm.recipe import APPLICABLE, VllmRecipe
+from cargohold.testing.vllm.worker import AlignedStateBlocks, RunningStates, StateMove, WriteFirstRunner
 
 
 def play(seed: int, workload: str = "any", connector: str = "any", faults: str = "all") -> RunResult:

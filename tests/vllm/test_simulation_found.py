@@ -11,8 +11,8 @@ pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
+from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.layout import bears_full_hits
-from cargohold.integrations.vllm.room import LoadRoom
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from tests.vllm.test_simulation import play
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from cargohold.offload.transfer.base import CopyJob
 from cargohold.protocol import TransferOutcome
+from cargohold.transfer.base import CopyJob
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")

@@ -16,8 +16,8 @@ from vllm.config import CacheConfig
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.integrations.vllm.layout import shares_load_ends
-from cargohold.offload.transfer.base import Direction
 from cargohold.protocol import AttentionKind, KVCacheGroup
+from cargohold.transfer.base import Direction
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, tokens
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.faults import Faults

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from cargohold import __version__
-from cargohold.cli.console import errors
+from cargohold.cli.common import errors
 from cargohold.cli.signals import interrupted, termination
 from cargohold.errors import CargoholdError, ConfigError, ModelError, RequestError, one_line
 

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cargohold.cli.app import EXIT_FAILED, app
-from cargohold.cli.console import Answers, errors
+from cargohold.cli.common import Answers, errors
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier.inventory import DryRun, Finding, Holding, Inventory, open_inventory
-from cargohold.offload.tier.store_url import without_secrets
+from cargohold.tiers.inventory import DryRun, Finding, Holding, Inventory, open_inventory
+from cargohold.tiers.shared import without_secrets
 from cargohold.units import format_bytes, format_count, parse_bytes
 
 DAY_S = 86400

@@ -1,4 +1,4 @@
-"""Functions that subcommands share: remarks on standard error, loading with a spinner, and numbers for people."""
+"""What subcommands share: consoles, remarks, loading with a spinner, numbers for people."""
 
 from __future__ import annotations
 
@@ -6,16 +6,47 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
+from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
 
-from cargohold.cli.console import errors
 from cargohold.engine.model.source import is_kept_converted
 from cargohold.engine.outputs import RequestMetrics
-from cargohold.garbage import made_for_good
+from cargohold.gc_pauses import made_for_good
 from cargohold.llm import LLM
 from cargohold.units import format_count
+
+errors = Console(stderr=True)
+
+_LEAST_WIDTH: Final = 80
+_ANY_WIDTH: Final = 1000
+
+
+class Answers(Console):
+    """Standard output. When its reader closes the pipe, the command ends quietly, as other commands do."""
+
+    def print_table(self, table: Table) -> None:
+        """Print a table as wide as the terminal, but not so narrow that something would be cut off.
+
+        A number without its last digits is another number, so it is better to let the terminal break lines.
+        """
+        least = _LEAST_WIDTH
+        if all(column.no_wrap for column in table.columns):
+            least = Measurement.get(self, self.options.update(max_width=_ANY_WIDTH), table).maximum
+        before = self.width
+        self.width = max(before, least)
+        self.print(table)
+        self.width = before
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again, for the app to handle."""
+        raise  # noqa: PLE0704  # called by rich while it handles the error
+
+
+# --- functions that subcommands share ---------------------------------------------------------------------------------
 
 
 def remark(text: str, style: str = "dim") -> None:

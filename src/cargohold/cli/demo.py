@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 
 from cargohold.cli.app import app
-from cargohold.cli.common import loaded, quiet_transformers
-from cargohold.cli.console import Answers, errors
+from cargohold.cli.common import Answers, errors, loaded, quiet_transformers
 from cargohold.cli.conversations import Conversation, load_conversations
 from cargohold.cli.visits import Answer, Visit, progress, require_offloading, show, ticker, visits
 from cargohold.connector.offloading import OffloadConfig
@@ -24,8 +23,8 @@ from cargohold.engine.model.source import SMOLLM2
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.llm import LLM
-from cargohold.offload.tier import DiskTierConfig
-from cargohold.offload.tier.disk.root import make_private
+from cargohold.tiers import DiskTierConfig
+from cargohold.tiers.disk.root import make_private
 from cargohold.units import parse_path
 
 _DISK_BYTES: Final = "4GiB"

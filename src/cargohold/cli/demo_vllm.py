@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from cargohold.cli.app import EXIT_USAGE, app
-from cargohold.cli.common import quiet_transformers
-from cargohold.cli.console import Answers, errors
+from cargohold.cli.common import Answers, errors, quiet_transformers
 from cargohold.cli.conversations import Conversation, load_conversations
 from cargohold.cli.visits import Answer, TurnedOffError, Visit, progress, show, ticker, visits
 from cargohold.engine.model.source import locate_model

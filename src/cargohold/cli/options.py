@@ -14,7 +14,7 @@ import typer
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
+from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig
 
 DEFAULT_DISK_BYTES: Final = "20GiB"
 

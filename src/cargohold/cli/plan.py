@@ -16,8 +16,7 @@ from rich.table import Table
 
 from cargohold.cache.policies import DEFAULT_POLICY, POLICY_NAMES, find_policy
 from cargohold.cli.app import app
-from cargohold.cli.common import remark
-from cargohold.cli.console import Answers
+from cargohold.cli.common import Answers, remark
 from cargohold.cli.options import takes_groups
 from cargohold.cli.traces import (
     CostOptions,

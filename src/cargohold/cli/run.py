@@ -12,8 +12,7 @@ import typer
 from rich.progress import Progress
 
 from cargohold.cli.app import app
-from cargohold.cli.common import describe_reuse, keep_what_is_not_utf8, loaded, remark
-from cargohold.cli.console import errors
+from cargohold.cli.common import describe_reuse, errors, keep_what_is_not_utf8, loaded, remark
 from cargohold.cli.options import EngineOptions, ModelArgument, SamplingOptions, takes_groups
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams

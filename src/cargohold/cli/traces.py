@@ -13,14 +13,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cargohold.cache.policies import POLICY_NAMES, find_policy
-from cargohold.cli.common import quiet_transformers, remark
-from cargohold.cli.console import errors
+from cargohold.cli.common import errors, quiet_transformers, remark
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
-from cargohold.named import search_current_directory
-from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel
-from cargohold.replay.kv_size import describe_kv
+from cargohold.importing import search_current_directory
+from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel, describe_kv
 from cargohold.replay.replaying import OPTIMUM, Capacities, ReplayResult, plan_tasks, run_tasks
 from cargohold.replay.report import remarks_on
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cargohold.cli.console import errors
+from cargohold.cli.common import errors
 from cargohold.cli.conversations import Conversation
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import CargoholdError

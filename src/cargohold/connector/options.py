@@ -28,12 +28,12 @@ from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_t
 
 from cargohold.cache.policies.registry import POLICY_NAMES
 from cargohold.connector.factory import Offload
-from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.errors import ConfigError, one_line
-from cargohold.named import import_named
-from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, TierConfig
+from cargohold.importing import import_named
 from cargohold.protocol import KVConnectorFactory
+from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig
 
 MODES: Final[Mapping[str, type[OffloadConfig | LazyOffloadConfig]]] = {
     "eager": OffloadConfig,
@@ -224,7 +224,7 @@ def _tier_class(key: str, name: str) -> type[TierConfig]:
     """Import somebody else's tier. Raises ``ConfigError`` if it is none."""
     found = import_named(key, name)
     if not isinstance(found, type) or not issubclass(found, TierConfig):
-        raise ConfigError(key, name, "it must be a dataclass derived from cargohold.offload.tier.TierConfig")
+        raise ConfigError(key, name, "it must be a dataclass derived from cargohold.tiers.TierConfig")
     if isabstract(found):
         raise ConfigError(key, name, f"the class lacks {', '.join(sorted(found.__abstractmethods__))}")
     return found

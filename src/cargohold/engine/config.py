@@ -11,7 +11,7 @@ from enum import Enum
 
 from cargohold.engine.core.config import LoadFailurePolicy, SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
-from cargohold.engine.core.waiting_queue import QueuePolicy
+from cargohold.engine.core.roster import QueuePolicy
 from cargohold.engine.executor.factory import ExecutorConfig, ExecutorKind
 from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.errors import ConfigError

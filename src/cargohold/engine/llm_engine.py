@@ -11,13 +11,11 @@ from typing import Any
 
 from cargohold.engine.core.request import FinishReason, Request, RequestTimes
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
-from cargohold.engine.event_publisher import ZmqEventPublisher
+from cargohold.engine.events import MAX_KEPT_EVENTS, KeptEvents, ZmqEventPublisher
 from cargohold.engine.executor.base import Executor
-from cargohold.engine.kept_events import MAX_KEPT_EVENTS, KeptEvents
 from cargohold.engine.model.tokenizer import Tokenizer
-from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput
+from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput, TextStream
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.engine.text_stream import TextStream
 from cargohold.errors import EngineDeadError, RequestError, one_line
 from cargohold.protocol import Clock, KVEvent, Stats, add_stats
 from cargohold.units import is_int

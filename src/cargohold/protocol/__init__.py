@@ -1,26 +1,18 @@
 """The contract between engine and connector. Standard library only: no torch, no engine."""
 
 from cargohold.protocol.aggregation import OutputAggregator
-from cargohold.protocol.connector import KVConnectorScheduler, KVConnectorWorker
-from cargohold.protocol.context import BlockPoolView, KVCacheBlockView, SchedulerContext
-from cargohold.protocol.events import (
-    MEDIUM_DEVICE,
-    MEDIUM_HOST,
-    MEDIUM_STORAGE,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEvent,
-    Locality,
-)
+from cargohold.protocol.checks import Patience
+from cargohold.protocol.connector import ForwardingScheduler, KVConnectorScheduler, KVConnectorWorker
 from cargohold.protocol.factory import (
+    NULL_CONNECTOR,
     ClassFactory,
     Clock,
     KVConnectorFactory,
+    NullConnectorScheduler,
+    NullConnectorWorker,
     SchedulerEnvironment,
     WorkerEnvironment,
 )
-from cargohold.protocol.forwarding import ForwardingScheduler
 from cargohold.protocol.guard import ConnectorGuard
 from cargohold.protocol.kv_cache import (
     NULL_BLOCK_ID,
@@ -31,14 +23,22 @@ from cargohold.protocol.kv_cache import (
     ServedModel,
 )
 from cargohold.protocol.messages import (
+    MEDIUM_DEVICE,
+    MEDIUM_HOST,
+    MEDIUM_STORAGE,
     NOTHING_ENDED,
     NOTHING_TO_REPORT,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
     CacheReport,
     ConnectorMetadata,
     EmptyMetadata,
     FinishedTransfers,
     KVConnectorOutput,
     KVConnectorSchedulerOutput,
+    KVEvent,
+    Locality,
     Stats,
     TransferOutcome,
     UndeliveredMetadata,
@@ -47,9 +47,16 @@ from cargohold.protocol.messages import (
     is_level,
     last_name,
 )
-from cargohold.protocol.null import NULL_CONNECTOR, NullConnectorScheduler, NullConnectorWorker
-from cargohold.protocol.patience import Patience
-from cargohold.protocol.request import Adapter, ExtraKey, RequestView, ScheduledRequest, StepView
+from cargohold.protocol.request import (
+    Adapter,
+    BlockPoolView,
+    ExtraKey,
+    KVCacheBlockView,
+    RequestView,
+    ScheduledRequest,
+    SchedulerContext,
+    StepView,
+)
 from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Checks that a connector's answers have the types that the contract declares.
+"""What a connector is held to: types of its answers, its references and events, and how long it may take.
 
 A wrong type would make others fail later: the engine that counts with the answer, the executor that carries it to another
 process, the composed connector that merges it. Each check returns the answer, or raises ``TypeError`` as if the connector
@@ -7,16 +7,23 @@ itself had raised it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
-from cargohold.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from cargohold.errors import BlockNotHeldError
+from cargohold.protocol.factory import Clock
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
     CacheReport,
     FinishedTransfers,
     KVConnectorSchedulerOutput,
+    KVEvent,
+    Locality,
     Stats,
     TransferOutcome,
 )
@@ -142,3 +149,149 @@ def _is_sequence_of(items: object, kinds: AbstractSet[type]) -> bool:
 
 def _are_all(items: Iterable[object], kind: Any) -> bool:
     return all(isinstance(item, kind) for item in items)
+
+
+# --- which blocks a connector has announced as stored -----------------------------------------------------------------
+
+
+class AnnouncedBlocks:
+    """The index that a follower of a connector's events has built: how often each block hash is stored, and where."""
+
+    def __init__(self) -> None:
+        # Counts per block hash, by medium, locality and group.
+        self._held: dict[tuple[str, Locality | None, int], Counter[bytes]] = {}
+
+    def follow(self, events: Iterable[KVEvent]) -> None:
+        """Update the index with events that the connector's guard passes on."""
+        for event in events:
+            match event:
+                case AllBlocksCleared():
+                    self._held = {place: held for place, held in self._held.items() if place[0] != event.medium}
+                case BlockStored():
+                    self._held.setdefault((event.medium, event.locality, event.group), Counter()).update(
+                        event.block_hashes
+                    )
+                case BlockRemoved():
+                    held = self._held.setdefault((event.medium, event.locality, event.group), Counter())
+                    for block_hash in event.block_hashes:
+                        if held[block_hash] > 1:
+                            held[block_hash] -= 1
+                        else:
+                            del held[block_hash]
+
+    def withdraw(self) -> list[BlockRemoved]:
+        """Empty the index; return the events that remove everything in it from a follower's index."""
+        held, self._held = self._held, {}
+        return [
+            BlockRemoved(tuple(blocks.elements()), group, medium, locality)
+            for (medium, locality, group), blocks in held.items()
+            if blocks
+        ]
+
+
+# --- a count of the references that a connector holds on blocks -------------------------------------------------------
+
+
+class BlockLedger:
+    """Counts the references that one connector holds on each block, so that it can give back only its own.
+
+    Nearly always a connector holds one reference on a block, and takes and gives back hundreds at once: hence sets.
+    """
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        # References beyond the first, of blocks in ``_held``.
+        self._more: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._held) + self._more.total()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def counts(self) -> Counter[int]:
+        """Return the number of references held, per block id, as a copy."""
+        return Counter(self._held) + self._more
+
+    def take(self, block_ids: Sequence[int]) -> None:
+        """Count one more reference for each of ``block_ids``."""
+        taken = set(block_ids)
+        if len(taken) == len(block_ids) and taken.isdisjoint(self._held):
+            self._held |= taken
+            return
+        for block_id in block_ids:
+            if block_id in self._held:
+                self._more[block_id] += 1
+            else:
+                self._held.add(block_id)
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Count one reference less for each of ``block_ids``.
+
+        Raises ``BlockNotHeldError``, and changes nothing, unless the connector holds all of them.
+        """
+        given = set(block_ids)
+        if len(given) == len(block_ids) and given <= self._held and given.isdisjoint(self._more):
+            self._held -= given
+            return
+        counts = Counter(block_ids)
+        for block_id, count in counts.items():
+            held = (block_id in self._held) + self._more[block_id]
+            if count > held:
+                raise BlockNotHeldError(block_id, held, count)
+        for block_id in block_ids:
+            if self._more[block_id]:
+                self._more[block_id] -= 1
+            else:
+                self._held.remove(block_id)
+        self._more = +self._more
+
+    def give_back_all(self) -> tuple[int, ...]:
+        """Set all counts to 0; return the block ids, each repeated once per reference that was held."""
+        held = tuple(self.counts().elements())
+        self._held, self._more = set(), Counter()
+        return held
+
+
+# --- deciding that something takes too long ---------------------------------------------------------------------------
+
+MIN_LOOKS = 4
+"""Looks at which something must be overdue: more than the steps in flight, so an end that happened is reported by then."""
+MAX_GRACE_S = 1.0
+"""Longest time in seconds for which something must stay overdue after it was first found so."""
+
+
+class Patience:
+    """Tells something that does not end from something that ended while nobody looked.
+
+    A caller that looks once a step may be away for minutes: no step is needed, or the process was stopped for a while. A job
+    that is overdue at the first look after that has probably ended long ago, and the next steps will report it. So the job
+    must be found overdue again, at ``MIN_LOOKS`` looks and for a grace time.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._overdue: Hashable = None
+        self._since = 0.0
+        self._num_looks = 0
+
+    def has_run_out(self, overdue: Hashable, limit_s: float) -> bool:
+        """Whether ``overdue`` has been overdue at enough looks and for long enough. Call it at each look, at most once a step.
+
+        Args:
+            overdue: identifies what is overdue now, the oldest of several; ``None`` if nothing is.
+            limit_s: time in seconds after which the caller calls something overdue. The grace time is a tenth of it, but not
+                more than ``MAX_GRACE_S``.
+        """
+        if overdue is None:
+            self._overdue = None
+            return False  # nearly always
+        now = self._clock()
+        if overdue != self._overdue:
+            self._overdue, self._since, self._num_looks = overdue, now, 0
+        self._num_looks += 1
+        has_waited = now - self._since >= min(MAX_GRACE_S, limit_s / 10)
+        return self._num_looks >= MIN_LOOKS and has_waited

@@ -23,8 +23,9 @@ from enum import Enum
 from typing import Any, Final, TypeVar
 
 from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError, RequestError
-from cargohold.protocol.announced import AnnouncedBlocks
 from cargohold.protocol.checks import (
+    AnnouncedBlocks,
+    BlockLedger,
     checked_events,
     checked_locks,
     checked_number,
@@ -33,20 +34,18 @@ from cargohold.protocol.checks import (
     checked_stats,
 )
 from cargohold.protocol.connector import KVConnectorScheduler
-from cargohold.protocol.context import KVCacheBlockView, SchedulerContext
-from cargohold.protocol.events import KVEvent
 from cargohold.protocol.kv_cache import NULL_BLOCK_ID, BlockIds
-from cargohold.protocol.ledger import BlockLedger
 from cargohold.protocol.messages import (
     CacheReport,
     ConnectorMetadata,
     EmptyMetadata,
     KVConnectorOutput,
     KVConnectorSchedulerOutput,
+    KVEvent,
     Stats,
     is_level,
 )
-from cargohold.protocol.request import RequestView, StepView
+from cargohold.protocol.request import KVCacheBlockView, RequestView, SchedulerContext, StepView
 
 logger = logging.getLogger(__name__)
 

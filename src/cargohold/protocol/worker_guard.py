@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from cargohold.protocol.checks import checked_block_ids, checked_stats, checked_transfers
 from cargohold.protocol.connector import KVConnectorWorker
+from cargohold.protocol.factory import NullConnectorWorker
 from cargohold.protocol.guard import NOT_CONTAINED, describe_raised
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
@@ -21,7 +22,6 @@ from cargohold.protocol.messages import (
     UndeliveredMetadata,
     WorkerMetadata,
 )
-from cargohold.protocol.null import NullConnectorWorker
 
 logger = logging.getLogger(__name__)
 

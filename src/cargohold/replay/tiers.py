@@ -19,8 +19,8 @@ from typing import Final
 import numpy as np
 
 from cargohold.blocks import ABSENT, READY
+from cargohold.cache import OffloadManager, make_manager
 from cargohold.errors import ConfigError
-from cargohold.offload.manager import OffloadManager, make_manager
 from cargohold.replay.workload import Ints, Workload
 from cargohold.units import is_positive_int
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from cargohold.async_llm import AsyncLLM
 from cargohold.connector.factory import Offload
-from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
+from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.protocol import last_name
 from cargohold.units import parse_bytes
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.offload.manager import LoadHandle, OffloadManager, StoreHandle, StoreOffer
+from cargohold.cache import LoadHandle, OffloadManager, StoreHandle, StoreOffer
 from tests.offload.common import EVERY_KEY
 
 

@@ -18,11 +18,11 @@ from hypothesis.stateful import (
 )
 
 from cargohold.blocks import READY
+from cargohold.cache import ChunksStored, OffloadManager, StoreOffer, make_manager
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.policies.runs import Runs
 from cargohold.errors import LifecycleError, MissingChunkError
-from cargohold.offload.manager import ChunksStored, OffloadManager, StoreOffer, make_manager
 from tests.effort import examples
 from tests.offload.common import DEPTH, EVERY_KEY, chain, numbered
 from tests.offload.manager.naive_tier import NaiveTier

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from cargohold import OffloadConfig
+from cargohold.cache import TierManager, make_manager
 from cargohold.cache.policies import POLICIES, find_policy
 from cargohold.cache.policies.recency import LRUPolicy
 from cargohold.errors import ConfigError
-from cargohold.offload.manager import TierManager, make_manager
-from cargohold.offload.tier import DiskTierConfig
+from cargohold.tiers import DiskTierConfig
 from tests.conformance.oldest_ends import OldestEnds
 
 OLDEST_ENDS = "tests.conformance.oldest_ends:OldestEnds"

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.blocks import READY
+from cargohold.cache import TierManager
 from cargohold.cache.policies.arc import ARCPolicy, Balance, Ghosts
-from cargohold.offload.manager import TierManager
 from tests.effort import examples
 from tests.offload.common import numbered
 from tests.offload.policy.naive_arc import PaperARC

@@ -15,10 +15,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cargohold.cache import ChunksRemoved, LoadHandle, StoreHandle, TierManager, make_manager
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import ReplacementPolicy
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
-from cargohold.offload.manager import ChunksRemoved, LoadHandle, StoreHandle, TierManager, make_manager
 from tests.effort import examples
 from tests.offload.common import DEPTH, chain
 from tests.offload.policy.naive_policies import NaiveFIFO, NaiveLRU

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cargohold.blocks import READY
+from cargohold.cache import StoreOffer, TierManager, make_manager
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.chunk_table import READY as READY_SLOT
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.cache.policies.reuse_index import AbsentChunks, ReuseIndexPolicy
 from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_bucket
-from cargohold.offload.manager import StoreOffer, TierManager, make_manager
 from tests.effort import examples
 from tests.offload.common import DEPTH, EVERY_PATH, chain, key, numbered
 from tests.offload.manager.naive_tier import NaiveTier

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
+from cargohold.cache import StoreOffer, TierManager
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import POLICIES, Newcomers, ReplacementPolicy, find_policy
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
-from cargohold.offload.manager import StoreOffer, TierManager
 from tests.offload.common import numbered
 
 CAPACITY = 48

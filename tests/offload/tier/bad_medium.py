@@ -19,7 +19,7 @@ import obstore
 import pytest
 from obstore import exceptions as store_errors
 
-from cargohold.offload.tier.staging import PAGE_BYTES
+from cargohold.tiers.queue import PAGE_BYTES
 from tests.offload.tier.common import in_thread
 
 WAIT_S: Final = 60.0  # a bound on hangs, not a measure
@@ -91,8 +91,8 @@ class BadMedium:
             for name in names:
                 self._patch.setattr(module, name, self._wrapped(name, getattr(module, name)))
         # Without waiting: others act only at operations, so nothing changes while somebody waits.
-        self._patch.setattr("cargohold.offload.tier.disk.locks.MAX_LOCK_WAIT_S", 0.0)
-        self._patch.setattr("cargohold.offload.tier.disk.tier._GROWTH_WAIT_S", 0.0)
+        self._patch.setattr("cargohold.tiers.disk.locks.MAX_LOCK_WAIT_S", 0.0)
+        self._patch.setattr("cargohold.tiers.disk.tier._GROWTH_WAIT_S", 0.0)
 
     def close(self) -> None:
         """Leave the operations as they were."""

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from random import Random
 
-from cargohold.offload.tier import LoadOutcome
-from cargohold.offload.tier.disk import DiskTier
+from cargohold.tiers import LoadOutcome
+from cargohold.tiers.disk import DiskTier
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, payload
 
 NUM_KEYS = 150

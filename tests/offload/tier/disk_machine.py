@@ -8,15 +8,11 @@ from pathlib import Path
 from random import Random
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import (
-    JobKind,
-    LoadOutcome,
-    StoreOutcome,
-)
-from cargohold.offload.tier.chunk_format import ChunkCodec
-from cargohold.offload.tier.disk import DiskTier
-from cargohold.offload.tier.disk.root import bytes_in
-from cargohold.offload.tier.inventory import Finding, open_inventory
+from cargohold.tiers import JobKind, LoadOutcome, StoreOutcome
+from cargohold.tiers.chunk_format import ChunkCodec
+from cargohold.tiers.disk import DiskTier
+from cargohold.tiers.disk.root import bytes_in
+from cargohold.tiers.inventory import Finding, open_inventory
 from tests.offload.tier.bad_medium import (
     superuser,
 )

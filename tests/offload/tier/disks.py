@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cargohold.offload.tier import StoreOutcome
-from cargohold.offload.tier.disk import DiskTier
+from cargohold.tiers import StoreOutcome
+from cargohold.tiers.disk import DiskTier
 from tests.offload.tier.common import (
     key,
     payload,

@@ -18,19 +18,10 @@ from random import Random
 from typing import Any, Self
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier import (
-    JobKind,
-    JobStatus,
-    LoadOutcome,
-    QueueConfig,
-    StoreOutcome,
-    Tier,
-    TierJob,
-    TierQueue,
-)
-from cargohold.offload.tier.inventory import open_inventory
-from cargohold.offload.tier.staging import PAGE_BYTES, padded
-from cargohold.simulation.clock import VirtualClock
+from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers import JobKind, JobStatus, LoadOutcome, QueueConfig, StoreOutcome, Tier, TierJob, TierQueue
+from cargohold.tiers.inventory import open_inventory
+from cargohold.tiers.queue import PAGE_BYTES, padded
 from tests.offload.tier.bad_medium import (
     WAIT_S,
     BadMedium,

@@ -6,17 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from cargohold.offload.tier import (
-    BreakerState,
-    FaultyTier,
-    JobKind,
-    MemoryTier,
-    QueueConfig,
-    Tier,
-    TierJob,
-    TierQueue,
-)
-from cargohold.simulation.clock import VirtualClock
+from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers import BreakerState, FaultyTier, JobKind, MemoryTier, QueueConfig, Tier, TierJob, TierQueue
 
 CHUNK = 5000
 WAIT_S = 30.0  # a bound on hangs, not a measure

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cargohold.offload.tier import (
-    StoreOutcome,
-    Tier,
-)
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.factory import open_tier
+from cargohold.tiers import StoreOutcome, Tier
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.factory import open_tier
 from tests.offload.tier.common import CHUNK, NAMESPACE, key, payload
 
 WAIT_S = 30.0

@@ -8,17 +8,12 @@ from contextlib import contextmanager, suppress
 from random import Random
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import (
-    JobKind,
-    LoadOutcome,
-    StoreOutcome,
-    Tier,
-)
-from cargohold.offload.tier.chunk_format import HEADER_BYTES, ChunkCodec
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.inventory import Finding, open_inventory
-from cargohold.offload.tier.object_tier import ObjectTier
-from cargohold.offload.tier.shared_directory import LEFT_AFTER_S
+from cargohold.tiers import JobKind, LoadOutcome, StoreOutcome, Tier
+from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.inventory import Finding, open_inventory
+from cargohold.tiers.objects import ObjectTier
+from cargohold.tiers.shared_directory import LEFT_AFTER_S
 from tests.offload.tier.bad_medium import (
     superuser,
 )

@@ -107,6 +107,6 @@ def test_a_shared_directory_on_a_bad_medium_is_never_wrong(seed: int) -> None:
 def test_a_tier_without_checksums_is_found_out(
     make: Callable[[], MediumMachine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.offload.tier.chunk_format.payload_checksum", lambda _: bytes(16))
+    monkeypatch.setattr("cargohold.tiers.chunk_format.payload_checksum", lambda _: bytes(16))
     failures = (failure_of(make, seed, draw_damage(seed)) for seed in range(40))
     assert any("wrong bytes" in str(failure) for failure in failures)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.tier import LoadOutcome, Namespace
-from cargohold.offload.tier.chunk_format import (
+from cargohold.tiers import LoadOutcome, Namespace
+from cargohold.tiers.chunk_format import (
     MAX_DETAILS_BYTES,
     ChunkCodec,
     Details,
@@ -21,10 +21,10 @@ from cargohold.offload.tier.chunk_format import (
     room_for_details,
     unpack_header,
 )
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.encryption import EncryptionKey
-from cargohold.offload.tier.inventory.base import Finding, check_value
-from cargohold.offload.tier.object_tier import ObjectTier
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.encryption import EncryptionKey
+from cargohold.tiers.inventory.base import Finding, check_value
+from cargohold.tiers.objects import ObjectTier
 from tests.offload.tier.common import disk_tier, load, payload
 
 NAMESPACE = Namespace("any", "w", "c", "bfloat16", "l", "rank 0 of 1", details_bytes=512)

@@ -12,9 +12,9 @@ from random import Random
 
 import pytest
 
-from cargohold.offload.tier import LoadOutcome, StoreOutcome
-from cargohold.offload.tier.disk import files as disk_files
-from cargohold.offload.tier.disk.root import bytes_in
+from cargohold.tiers import LoadOutcome, StoreOutcome
+from cargohold.tiers.disk import files as disk_files
+from cargohold.tiers.disk.root import bytes_in
 from tests.offload.tier.common import disk_tier, key, load, payload
 from tests.offload.tier.crash import MAX_BYTES, NUM_KEYS
 

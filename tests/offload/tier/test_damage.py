@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.offload.tier import LoadOutcome, Tier
-from cargohold.sparing_log import NUM_TOLD
+from cargohold.rate_limited_log import NUM_TOLD
+from cargohold.tiers import LoadOutcome, Tier
 from tests.conformance.folder import Folder
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload
 

@@ -8,11 +8,11 @@ import pytest
 
 from cargohold.cache.policies import POLICIES
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import StoreOutcome
-from cargohold.offload.tier.config import DiskTierConfig
-from cargohold.offload.tier.disk import DiskTier
-from cargohold.offload.tier.disk.root import bytes_in
-from cargohold.offload.tier.factory import open_tier
+from cargohold.tiers import StoreOutcome
+from cargohold.tiers.config import DiskTierConfig
+from cargohold.tiers.disk import DiskTier
+from cargohold.tiers.disk.root import bytes_in
+from cargohold.tiers.factory import open_tier
 from tests.offload.tier.common import (
     CHUNK,
     NAMESPACE,

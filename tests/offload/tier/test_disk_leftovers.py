@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import StoreOutcome
-from cargohold.offload.tier.disk import shard as disk_shard
-from cargohold.offload.tier.disk.locks import DirectoryLock
-from cargohold.offload.tier.disk.root import bytes_in
+from cargohold.tiers import StoreOutcome
+from cargohold.tiers.disk import shard as disk_shard
+from cargohold.tiers.disk.locks import DirectoryLock
+from cargohold.tiers.disk.root import bytes_in
 from tests.offload.tier.common import (
     codec,
     disk_tier,

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from cargohold.cache.policies import find_policy
-from cargohold.offload.tier import LoadOutcome, StoreOutcome
-from cargohold.offload.tier.disk import DiskTier
-from cargohold.offload.tier.disk.root import bytes_in
-from cargohold.offload.tier.disk.slot_index import SlotIndex
+from cargohold.tiers import LoadOutcome, StoreOutcome
+from cargohold.tiers.disk import DiskTier
+from cargohold.tiers.disk.root import bytes_in
+from cargohold.tiers.disk.slot_index import SlotIndex
 from tests.offload.tier.common import codec, disk_tier, key, load, payload
 
 NUM_KEYS = 40

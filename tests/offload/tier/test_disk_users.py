@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier import LoadOutcome, StoreOutcome
-from cargohold.offload.tier.config import DiskTierConfig
-from cargohold.offload.tier.disk import DiskTier
-from cargohold.offload.tier.disk import shard as disk_shard
-from cargohold.offload.tier.disk.folders import delete_shard
-from cargohold.offload.tier.disk.locks import brief_lock
-from cargohold.offload.tier.disk.root import bytes_in
-from cargohold.offload.tier.factory import open_tier
+from cargohold.tiers import LoadOutcome, StoreOutcome
+from cargohold.tiers.config import DiskTierConfig
+from cargohold.tiers.disk import DiskTier
+from cargohold.tiers.disk import shard as disk_shard
+from cargohold.tiers.disk.locks import brief_lock
+from cargohold.tiers.disk.root import bytes_in, delete_shard
+from cargohold.tiers.factory import open_tier
 from tests.offload.tier.common import (
     CHUNK,
     NAMESPACE,
@@ -98,7 +97,7 @@ def test_a_forked_child_does_not_keep_a_directory(tmp_path: Path) -> None:
 KILLED_WITH_A_CHILD = """
 import os, signal, sys
 from pathlib import Path
-from cargohold.offload.tier.disk.locks import brief_lock
+from cargohold.tiers.disk.locks import brief_lock
 from tests.offload.tier.common import disk_tier, key, payload
 tier = disk_tier(Path(sys.argv[1]))
 tier.store(key(1), memoryview(payload(1)))
@@ -163,7 +162,7 @@ def test_a_lock_that_cannot_be_let_go_of_is_gone_with_its_file(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", lock)
         assert store(tier, 1) is StoreOutcome.STORED
-    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MAX_LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("cargohold.tiers.disk.locks.MAX_LOCK_WAIT_S", 0.0)
     with brief_lock(tmp_path):
         assert load(tier, 1) == payload(1)
 
@@ -186,7 +185,7 @@ def test_further_replicas_of_an_engine_have_directories_and_budgets_of_their_own
 
 def test_the_wait_for_a_lock_of_a_stopped_process_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: after Ctrl-Z in `cargohold cache ls`, an engine hung at its start, and said nothing."""
-    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MAX_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("cargohold.tiers.disk.locks.MAX_LOCK_WAIT_S", 0.1)
     tier = disk_tier(tmp_path)
     with brief_lock(tmp_path):
         with pytest.raises(ConfigError, match="another process has held"):
@@ -215,7 +214,7 @@ def test_one_store_waits_for_the_lock_of_another_process_and_the_others_do_not(
             yield
 
     monkeypatch.setattr(disk_shard, "brief_lock", held)
-    monkeypatch.setattr("cargohold.offload.tier.disk.tier._GROWTH_WAIT_S", 0.01)
+    monkeypatch.setattr("cargohold.tiers.disk.tier._GROWTH_WAIT_S", 0.01)
     outcomes: list[StoreOutcome] = []
     first = threading.Thread(target=lambda: outcomes.append(store(tier, number)), daemon=True)
     first.start()
@@ -341,7 +340,7 @@ def test_a_namespace_that_cannot_be_deleted_is_passed_over(
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
         delete_shard(path)
 
-    monkeypatch.setattr("cargohold.offload.tier.disk.root.delete_shard", delete)
+    monkeypatch.setattr("cargohold.tiers.disk.root.delete_shard", delete)
     tier = disk_tier(tmp_path, 1 * MIB)
     assert fill(tier, 40) == [StoreOutcome.STORED] * 40
     assert stubborn.exists() and not any(path.exists() for path in willing)

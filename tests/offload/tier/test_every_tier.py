@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.offload.tier import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
-from cargohold.offload.tier.chunk_format import ChunkCodec
-from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
+from cargohold.tiers.chunk_format import ChunkCodec
+from cargohold.tiers.config import SharedTierConfig
 from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload
 from tests.servers import key_value_server
@@ -54,11 +54,11 @@ def open_tier(
             elif medium.startswith("disk"):
                 tier = disk_tier(tmp_path / "disk", using=using, direct_io=medium == "disk")
             elif medium in {"redis", "valkey"}:
-                from cargohold.offload.tier.redis_tier import RedisTier  # noqa: PLC0415
+                from cargohold.tiers.redis import RedisTier  # noqa: PLC0415
 
                 tier = RedisTier(SharedTierConfig(url=url), using, CHUNK)
             else:
-                from cargohold.offload.tier.object_tier import ObjectTier  # noqa: PLC0415
+                from cargohold.tiers.objects import ObjectTier  # noqa: PLC0415
 
                 tier = ObjectTier(SharedTierConfig(url=url), using, CHUNK)
             opened.append(tier)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier import StoreOutcome
-from cargohold.offload.tier.disk import files as disk_files
-from cargohold.offload.tier.disk import shard as disk_shard
-from cargohold.offload.tier.disk.root import bytes_in
+from cargohold.tiers import StoreOutcome
+from cargohold.tiers.disk import files as disk_files
+from cargohold.tiers.disk import shard as disk_shard
+from cargohold.tiers.disk.root import bytes_in
 from tests.offload.tier.common import (
     disk_tier,
     key,

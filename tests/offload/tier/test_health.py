@@ -7,9 +7,9 @@ from functools import reduce
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.tier.health import BreakerConfig, BreakerState, CircuitBreaker, TierHealth
-from cargohold.offload.tier.jobs import Access
-from cargohold.simulation.clock import VirtualClock
+from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker, TierHealth
+from cargohold.tiers.port import Access
 
 
 def breaker_and_clock() -> tuple[CircuitBreaker, VirtualClock]:

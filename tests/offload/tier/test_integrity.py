@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import LoadOutcome, Namespace, StoreOutcome, Tier, digest_weights
-from cargohold.offload.tier.chunk_format import HEADER_BYTES, Header, unpack_header
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.encryption import KEY_BYTES, EncryptionKey, read_key
-from cargohold.offload.tier.object_tier import ObjectTier
+from cargohold.tiers import LoadOutcome, Namespace, StoreOutcome, Tier, digest_weights
+from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.encryption import KEY_BYTES, EncryptionKey, read_key
+from cargohold.tiers.objects import ObjectTier
 from tests.offload.tier.common import NAMESPACE, codec, disk_tier, key, load, payload
 
 SECRET = bytes(range(32))

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.offload.tier import StoreOutcome, Tier, object_listing
-from cargohold.offload.tier.chunk_format import HEADER_BYTES
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.disk import files as disk_files
-from cargohold.offload.tier.disk.files import Descriptor
-from cargohold.offload.tier.factory import open_tier
-from cargohold.offload.tier.inventory import Finding, open_inventory
-from cargohold.offload.tier.inventory.disk import DiskInventory
-from cargohold.offload.tier.object_tier import ObjectTier
+from cargohold.tiers import StoreOutcome, Tier
+from cargohold.tiers import shared_directory as object_listing
+from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.disk import files as disk_files
+from cargohold.tiers.disk.files import Descriptor
+from cargohold.tiers.factory import open_tier
+from cargohold.tiers.inventory import Finding, open_inventory
+from cargohold.tiers.inventory.disk import DiskInventory
+from cargohold.tiers.objects import ObjectTier
 from tests.offload.tier.common import (
     CHUNK,
     NAMESPACE,
@@ -241,7 +242,7 @@ def test_of_a_namespace_that_cannot_be_deleted_as_much_goes_as_can(
 def test_engines_do_not_wait_for_a_look_at_large_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: whoever needed room, or started, waited until all headers were read, and gave up after a minute."""
     filled(disk_tier(tmp_path, using=codec(weights="other")), 3).close()
-    monkeypatch.setattr("cargohold.offload.tier.disk.locks.MAX_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("cargohold.tiers.disk.locks.MAX_LOCK_WAIT_S", 0.1)
     engines: list[Tier] = []
 
     def count(file: Path) -> int:
@@ -249,7 +250,7 @@ def test_engines_do_not_wait_for_a_look_at_large_namespaces(tmp_path: Path, monk
         engines.append(filled(disk_tier(tmp_path), 3))
         return 3
 
-    monkeypatch.setattr("cargohold.offload.tier.inventory.disk._count_headers", count)
+    monkeypatch.setattr("cargohold.tiers.inventory.disk._count_headers", count)
     assert [holding.num_chunks for holding in DiskInventory(tmp_path).holdings()] == [3]
     assert len(engines) == 1
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier import DiskTierConfig, SharedTierConfig, StoreOutcome, Tier
-from cargohold.offload.tier.disk.folders import Owner, delete_shard, owner_of
-from cargohold.offload.tier.disk.root import bytes_in, shards_in
-from cargohold.offload.tier.inventory import open_inventory
-from cargohold.offload.tier.inventory.disk import DiskInventory
+from cargohold.tiers import DiskTierConfig, SharedTierConfig, StoreOutcome, Tier
+from cargohold.tiers.disk.root import Owner, bytes_in, delete_shard, owner_of, shards_in
+from cargohold.tiers.inventory import open_inventory
+from cargohold.tiers.inventory.disk import DiskInventory
 from tests.conformance.folder import FolderConfig
 from tests.offload.tier.common import CHUNK, NAMESPACE, codec, disk_tier, key, load, needs_root, payload, run_as_nobody
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import (
+from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers import (
     BreakerConfig,
     BreakerState,
     FaultyTier,
@@ -22,8 +23,7 @@ from cargohold.offload.tier import (
     TierHealth,
     TierJob,
 )
-from cargohold.offload.tier.jobs import JobLedger
-from cargohold.simulation.clock import VirtualClock
+from cargohold.tiers.port import JobLedger
 from tests.offload.tier.queues import CHUNK, WAIT_S, Gate, chunk, faulty, queue_on
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier import (
+from cargohold.tiers import (
     BreakerConfig,
     BreakerState,
     JobKind,

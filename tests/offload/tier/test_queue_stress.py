@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from cargohold.offload.tier import (
+from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers import (
     BreakerConfig,
     FaultyTier,
     JobKind,
@@ -19,7 +20,6 @@ from cargohold.offload.tier import (
     TierJob,
     TierQueue,
 )
-from cargohold.simulation.clock import VirtualClock
 
 CHUNK = 64
 NUM_KEYS = 12

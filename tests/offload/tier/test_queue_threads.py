@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from cargohold.offload.tier import (
+from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers import (
     BreakerConfig,
     FaultyTier,
     JobKind,
@@ -18,8 +19,7 @@ from cargohold.offload.tier import (
     TierJob,
     TierQueue,
 )
-from cargohold.offload.tier.io_thread import IoThread, Work
-from cargohold.simulation.clock import VirtualClock
+from cargohold.tiers.queue import IoThread, Work
 from tests.offload.tier.common import in_thread
 from tests.offload.tier.queues import CHUNK, WAIT_S, Gate, Setup, chunk, faulty, queue_on
 
@@ -89,7 +89,7 @@ class NoMoreThreads:
 def test_a_queue_that_cannot_be_made_leaves_no_thread_and_no_open_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: the threads that could be started waited for ever, and a directory stayed locked."""
     threads, tier = NoMoreThreads(2), Closing(CHUNK)
-    monkeypatch.setattr("cargohold.offload.tier.queue.IoThread", threads)
+    monkeypatch.setattr("cargohold.tiers.queue.IoThread", threads)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         TierQueue(tier, VirtualClock(), QueueConfig(num_threads=3))
     assert tier.num_closes == 1
@@ -102,7 +102,7 @@ def test_a_thread_that_cannot_be_replaced_is_no_error_of_the_owner(
 ) -> None:
     """Found by reading: whoever polled got the error, and with it the engine."""
     threads = NoMoreThreads(1)
-    monkeypatch.setattr("cargohold.offload.tier.queue.IoThread", threads)
+    monkeypatch.setattr("cargohold.tiers.queue.IoThread", threads)
     with queue_on(faulty(dying), QueueConfig(num_threads=1, max_thread_deaths=3)) as setup:
         setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
         _await_death(setup)

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from cargohold.cache.policies import find_policy
-from cargohold.offload.tier.chunk_format import HEADER_BYTES
-from cargohold.offload.tier.disk import recovery
-from cargohold.offload.tier.disk.recovery import restore_index
-from cargohold.offload.tier.disk.slot_index import SlotIndex
+from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.disk import slot_index as recovery
+from cargohold.tiers.disk.slot_index import SlotIndex, restore_index
 from tests.offload.tier.common import codec, key, payload
 
 FREE = bytes(HEADER_BYTES)

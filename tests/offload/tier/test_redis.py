@@ -15,12 +15,10 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier import (
-    StoreOutcome,
-)
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.inventory.factory import open_inventory
-from cargohold.offload.tier.redis_tier import open_client
+from cargohold.tiers import StoreOutcome
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.inventory.factory import open_inventory
+from cargohold.tiers.redis import open_client
 from tests.offload.tier.common import in_thread, key, load, payload
 from tests.offload.tier.shared import WAIT_S, shared, store
 from tests.servers import Server, free_port, key_value_server

@@ -8,21 +8,14 @@ import obstore
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.offload.tier import (
-    BreakerConfig,
-    BreakerState,
-    LoadOutcome,
-    QueueConfig,
-    StoreOutcome,
-    TierQueue,
-)
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.factory import open_tier
-from cargohold.offload.tier.inventory.factory import open_inventory
-from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
-from cargohold.offload.tier.object_listing import list_ours
-from cargohold.offload.tier.object_tier import open_store
-from cargohold.simulation.clock import VirtualClock
+from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers import BreakerConfig, BreakerState, LoadOutcome, QueueConfig, StoreOutcome, TierQueue
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.factory import open_tier
+from cargohold.tiers.inventory.factory import open_inventory
+from cargohold.tiers.objects import open_store
+from cargohold.tiers.port import JobKind, JobStatus, TierJob
+from cargohold.tiers.shared_directory import list_ours
 from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
 from tests.offload.tier.shared import WAIT_S, shared, store

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.offload.tier import LoadOutcome, StoreOutcome, Tier, open_tier, shared_directory
-from cargohold.offload.tier.config import SharedTierConfig
+from cargohold.tiers import LoadOutcome, StoreOutcome, Tier, open_tier, shared_directory
+from cargohold.tiers.config import SharedTierConfig
 from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
 
 
@@ -77,7 +77,7 @@ def test_a_mount_that_goes_while_room_is_made_is_noticed(mount: Mount, monkeypat
     def unmount(*_: object) -> None:
         mount.unmount()
 
-    monkeypatch.setattr("cargohold.offload.tier.store_budget.delete_unfinished", unmount)
+    monkeypatch.setattr("cargohold.tiers.objects.delete_unfinished", unmount)
     with pytest.raises(TierError, match="another file system"):
         store(tier, 1)
     assert not list(mount.path.iterdir())

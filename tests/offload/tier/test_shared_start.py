@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import (
+from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers import (
     DiskTierConfig,
     LoadOutcome,
     QueueConfig,
@@ -23,10 +24,9 @@ from cargohold.offload.tier import (
     check_tier,
     open_tier,
 )
-from cargohold.offload.tier.chunk_format import HEADER_BYTES
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.jobs import JobKind, JobStatus, TierJob
-from cargohold.simulation.clock import VirtualClock
+from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.port import JobKind, JobStatus, TierJob
 from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.common import CHUNK, NAMESPACE, key, load, payload
 from tests.servers import BUCKET, Server, set_credentials
@@ -284,6 +284,6 @@ def test_a_chunk_that_the_medium_can_just_take_is_not_refused(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KV_KEY", "ab" * 32)
-    monkeypatch.setattr("cargohold.offload.tier.disk.shard.check_place", lambda *_: None)  # whatever the disk has
+    monkeypatch.setattr("cargohold.tiers.disk.shard.check_place", lambda *_: None)  # whatever the disk has
     make, most, _ = LARGE[what]
     check_tier(make(tmp_path / "kv"), most, 1)

@@ -12,8 +12,8 @@ from obstore.exceptions import PermissionDeniedError
 from obstore.store import MemoryStore
 
 from cargohold.errors import ConfigError
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.inventory.factory import open_inventory
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.inventory.factory import open_inventory
 from tests.offload.tier.clouds import CLOUDS
 from tests.offload.tier.shared import raising, shared
 from tests.servers import AZURE_ACCOUNT, BUCKET, Server, free_port
@@ -21,7 +21,7 @@ from tests.servers import AZURE_ACCOUNT, BUCKET, Server, free_port
 
 def test_credentials_that_may_not_ask_what_is_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: without the right to list, S3 answers so to a request for any chunk that is not there."""
-    monkeypatch.setattr("cargohold.offload.tier.object_tier.from_url", lambda *_, **__: MemoryStore())
+    monkeypatch.setattr("cargohold.tiers.objects.from_url", lambda *_, **__: MemoryStore())
     monkeypatch.setattr(obstore, "head", raising(PermissionDeniedError("403 Forbidden")))
     with pytest.raises(ConfigError, match="refuses access for reading, or for listing: 403 Forbidden"):
         shared("s3://bucket/prefix")
@@ -154,7 +154,7 @@ def test_messages_about_an_object_store_show_no_secret(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
     """Found by reading: who writes credentials where Redis takes them read them in the log."""
-    monkeypatch.setattr("cargohold.offload.tier.object_tier.from_url", lambda *_, **__: MemoryStore())
+    monkeypatch.setattr("cargohold.tiers.objects.from_url", lambda *_, **__: MemoryStore())
     with monkeypatch.context() as patch:
         patch.setattr(obstore, "put", raising(OSError("no")))
         shared(url)
@@ -164,7 +164,7 @@ def test_messages_about_an_object_store_show_no_secret(
         with pytest.raises(ConfigError, match="refuses access") as caught:
             shared(url)
     assert "secret" not in str(caught.value)
-    monkeypatch.setattr("cargohold.offload.tier.object_tier.from_url", raising(ValueError("no")))
+    monkeypatch.setattr("cargohold.tiers.objects.from_url", raising(ValueError("no")))
     with pytest.raises(ConfigError, match="cannot be used") as caught:
         shared(url)
     assert "secret" not in str(caught.value)
@@ -197,7 +197,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str,
 import sys
 sys.modules[{package!r}] = None
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import SharedTierConfig, check_tier, open_tier
+from cargohold.tiers import SharedTierConfig, check_tier, open_tier
 from tests.offload.tier.common import CHUNK, NAMESPACE
 config = SharedTierConfig(url={url!r} or "file://{tmp_path}", encryption_key="env:KV_KEY")
 for refuse in (lambda: check_tier(config, CHUNK, 1), lambda: open_tier(config, NAMESPACE, CHUNK)):

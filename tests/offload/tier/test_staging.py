@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from cargohold.offload.tier import staging
-from cargohold.offload.tier.staging import HUGE_PAGE_BYTES, PAGE_BYTES, Staging, address_of, bounce_buffer
+from cargohold.tiers import queue as staging
+from cargohold.tiers.queue import HUGE_PAGE_BYTES, PAGE_BYTES, Staging, address_of, bounce_buffer
 
 SIZES = [1, PAGE_BYTES, 10_000, 1024**2 - 1, 1024**2, 2 * 1024**2 + 1, 5 * 1024**2]
 

@@ -23,14 +23,13 @@ from hypothesis import strategies as st
 
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
-from cargohold.offload.tier import LoadOutcome, StoreOutcome, Tier
-from cargohold.offload.tier.chunk_format import HEADER_BYTES, Header, unpack_header
-from cargohold.offload.tier.config import SharedTierConfig
-from cargohold.offload.tier.disk.recovery import restore_index
-from cargohold.offload.tier.disk.slot_index import SlotIndex
-from cargohold.offload.tier.inventory.base import Finding
-from cargohold.offload.tier.inventory.factory import open_inventory
-from cargohold.offload.tier.object_tier import ObjectTier
+from cargohold.tiers import LoadOutcome, StoreOutcome, Tier
+from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.disk.slot_index import SlotIndex, restore_index
+from cargohold.tiers.inventory.base import Finding
+from cargohold.tiers.inventory.factory import open_inventory
+from cargohold.tiers.objects import ObjectTier
 from tests.offload.tier.common import CHUNK, NAMESPACE, codec, disk_tier, in_thread, key, load, payload
 
 SECRET = bytes(range(32))
@@ -389,7 +388,7 @@ def check_corrupt(tier: Tier) -> None:
 
 def test_a_look_at_chunks_takes_memory_for_a_piece_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by forging: a slot as large as somebody says was read at once."""
-    monkeypatch.setattr("cargohold.offload.tier.inventory.disk.PIECE_BYTES", 4096)
+    monkeypatch.setattr("cargohold.tiers.inventory.disk.PIECE_BYTES", 4096)
     sizes = []
     really_read = os.preadv
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cargohold.cache.policies import POLICIES
-from cargohold.offload.tier import StoreOutcome
-from cargohold.offload.tier.disk import DiskTier, recovery
+from cargohold.tiers import StoreOutcome
+from cargohold.tiers.disk import DiskTier
+from cargohold.tiers.disk import slot_index as recovery
 from tests.offload.tier.common import codec, disk_tier, key, load, payload, ticking
 
 NUM_CHUNKS = 60

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.offload.tier import (
+from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers import (
     CountingTier,
     FaultyTier,
     JobKind,
@@ -18,7 +19,6 @@ from cargohold.offload.tier import (
     TierJob,
     TierQueue,
 )
-from cargohold.simulation.clock import VirtualClock
 from tests.offload.tier.common import CHUNK, key, load, payload
 
 WAIT_S = 30.0

@@ -7,19 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.offload.manager import (
-    StoreHandle,
-    StoreOffer,
-)
-from cargohold.offload.tier import (
-    JobKind,
-)
-from cargohold.offload.tiering import (
-    UNKNOWN,
-    Chain,
-    Fetch,
-)
+from cargohold.cache import StoreHandle, StoreOffer
 from cargohold.protocol import TransferOutcome
+from cargohold.tiers import JobKind
+from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch
 from tests.offload.tiering.world import KEYS, World, key_of
 
 

@@ -8,15 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.blocks import READY
-from cargohold.offload.manager import (
-    LoadHandle,
-    StoreHandle,
-)
-from cargohold.offload.tiering import (
-    Chain,
-    Fetch,
-)
+from cargohold.cache import LoadHandle, StoreHandle
 from cargohold.protocol import TransferOutcome
+from cargohold.tiers.scheduler_side import Chain, Fetch
 from tests.effort import examples
 from tests.offload.tiering.world import NUM_CHUNKS, World, key_of
 

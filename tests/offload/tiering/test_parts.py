@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.tiering.backlog import DAY_S, MAX_LOOKS, Allowance, Backlog, Batch
-from cargohold.offload.tiering.pace import Pace
-from cargohold.offload.tiering.presence import Presence
-from cargohold.offload.tiering.stepped_clock import PAUSE_S, SteppedClock
-from cargohold.simulation import VirtualClock
+from cargohold.testing.simulation import VirtualClock
+from cargohold.tiers.scheduler_side.known import (
+    DAY_S,
+    MAX_LOOKS,
+    PAUSE_S,
+    Allowance,
+    Backlog,
+    Batch,
+    Pace,
+    Presence,
+    SteppedClock,
+)
 
 KEYS = [bytes([at]) * 36 for at in range(20)]
 

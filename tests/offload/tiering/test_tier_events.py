@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.offload.manager import (
-    ChunksStored,
-)
-from cargohold.offload.tier import (
-    JobKind,
-)
-from cargohold.offload.tiering import (
-    Chain,
-    Fetch,
-    TieringConfig,
-    TierOptions,
-)
-from cargohold.offload.tiering.tier_state import TierState
+from cargohold.cache import ChunksStored
 from cargohold.protocol import TransferOutcome
-from cargohold.simulation import VirtualClock
+from cargohold.testing.simulation import VirtualClock
+from cargohold.tiers import JobKind
+from cargohold.tiers.scheduler_side import Chain, Fetch, TieringConfig, TierOptions
+from cargohold.tiers.scheduler_side.tier_state import TierState
 from tests.offload.tiering.world import KEYS, World, fail_loads, follow, written
 
 
@@ -123,7 +114,7 @@ def test_no_more_chunks_are_announced_than_can_be_remembered(
     And in a long run: of a disk for a dozen chunks, thousands were announced at the same time.
     """
     if max_chunks is None:
-        monkeypatch.setattr("cargohold.offload.tiering.tier_state.MAX_ANNOUNCED", 5)
+        monkeypatch.setattr("cargohold.tiers.scheduler_side.tier_state.MAX_ANNOUNCED", 5)
     world = World(max_chunks=max_chunks)
     (tier,) = world.lower.tiers
     index: set[bytes] = set()

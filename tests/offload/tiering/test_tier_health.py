@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.offload.tier import (
-    BreakerState,
-    JobKind,
-    TierHealth,
-)
-from cargohold.offload.tiering import (
-    UNKNOWN,
-    Chain,
-    Fetch,
-    fetches,
-)
 from cargohold.protocol import TransferOutcome
+from cargohold.tiers import BreakerState, JobKind, TierHealth
+from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, fetches
 from tests.offload.tiering.world import KEYS, World, breaker_state, fail_load, fail_loads, follow, key_of, written
 
 

@@ -5,20 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.offload.tier import (
-    JobKind,
-    TierHealth,
-)
-from cargohold.offload.tiering import (
-    UNKNOWN,
-    Chain,
-    Fetch,
-    TieringConfig,
-    TierOptions,
-)
-from cargohold.offload.tiering.tier_state import MIN_ANSWERS, TierState
 from cargohold.protocol import TransferOutcome
-from cargohold.simulation import VirtualClock
+from cargohold.testing.simulation import VirtualClock
+from cargohold.tiers import JobKind, TierHealth
+from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, TieringConfig, TierOptions
+from cargohold.tiers.scheduler_side.tier_state import MIN_ANSWERS, TierState
 from tests.offload.tiering.world import KEYS, NUM_CHUNKS, World, key_of, written
 
 

@@ -5,18 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.offload.manager import (
-    make_manager,
-)
-from cargohold.offload.tier import (
-    JobKind,
-)
-from cargohold.offload.tiering import (
-    UNKNOWN,
-    Admission,
-    Chain,
-)
+from cargohold.cache import make_manager
 from cargohold.protocol import TransferOutcome
+from cargohold.tiers import JobKind
+from cargohold.tiers.scheduler_side import UNKNOWN, Admission, Chain
 from tests.offload.tiering.world import KEYS, World, written
 
 

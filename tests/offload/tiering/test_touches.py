@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import READY
-from cargohold.offload.tier import (
-    JobKind,
-)
-from cargohold.offload.tiering import (
-    UNKNOWN,
-    WriteMode,
-)
 from cargohold.protocol import TransferOutcome
+from cargohold.tiers import JobKind
+from cargohold.tiers.scheduler_side import UNKNOWN, WriteMode
 from tests.offload.tiering.world import KEYS, World, written
 
 

@@ -5,20 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import READY
-from cargohold.offload.manager import (
-    StoreOffer,
-)
-from cargohold.offload.tier import (
-    JobKind,
-)
-from cargohold.offload.tiering import (
-    Admission,
-    TieringConfig,
-    TierOptions,
-    WriteMode,
-)
-from cargohold.offload.tiering.tier_state import TierState
-from cargohold.simulation import VirtualClock
+from cargohold.cache import StoreOffer
+from cargohold.testing.simulation import VirtualClock
+from cargohold.tiers import JobKind
+from cargohold.tiers.scheduler_side import Admission, TieringConfig, TierOptions, WriteMode
+from cargohold.tiers.scheduler_side.tier_state import TierState
 from tests.offload.tiering.world import KEYS, World, key_of
 
 

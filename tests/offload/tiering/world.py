@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cargohold.offload.manager import (
-    ChunksStored,
-    OffloadManager,
-    make_manager,
-)
-from cargohold.offload.tier import (
-    Answer,
-    BreakerConfig,
-    BreakerState,
-    JobKind,
-    JobStatus,
-    LoadOutcome,
-    StoreOutcome,
-    TierJob,
-)
-from cargohold.offload.tier.health import MediumHealth
-from cargohold.offload.tiering import (
+from cargohold.cache import ChunksStored, OffloadManager, make_manager
+from cargohold.protocol import TransferOutcome
+from cargohold.testing.simulation import VirtualClock
+from cargohold.tiers import Answer, BreakerConfig, BreakerState, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierJob
+from cargohold.tiers.health import MediumHealth
+from cargohold.tiers.scheduler_side import (
     UNKNOWN,
     Admission,
     Chain,
@@ -31,8 +20,6 @@ from cargohold.offload.tiering import (
     TierOptions,
     WriteMode,
 )
-from cargohold.protocol import TransferOutcome
-from cargohold.simulation import VirtualClock
 
 NUM_CHUNKS = 12
 STATUSES = {

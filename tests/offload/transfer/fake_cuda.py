@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from cargohold.offload.transfer import links
-from cargohold.offload.transfer.links import Addresses
+from cargohold.transfer import links
+from cargohold.transfer.links import Addresses
 
 _aten = torch.ops.aten
 _DEFERRED = (_aten.copy_.default, _aten.index_copy_.default, _aten.index_select.out)

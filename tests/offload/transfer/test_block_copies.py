@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer import Direction
-from cargohold.offload.transfer.block_copies import BlockCopies, DirectCopies, StagedCopies, num_buffer_rows
-from cargohold.offload.transfer.links import Addresses, BatchLink, KernelLink, RunLink
-from cargohold.offload.transfer.page_locks import PageLocks
+from cargohold.tiers import HostMemory
+from cargohold.transfer import Direction
+from cargohold.transfer.cuda import BlockCopies, DirectCopies, StagedCopies, num_buffer_rows
+from cargohold.transfer.links import Addresses, BatchLink, KernelLink, PageLocks, RunLink
 
 NUM_BLOCKS, NUM_ROWS = 9, 14
 HALF_PAGE = mmap.PAGESIZE // 2

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.offload.transfer.cpu import SHARE_S, CpuTransferWorker
-from cargohold.offload.transfer.runs import consecutive_runs
 from cargohold.protocol import TransferOutcome
-from cargohold.simulation import VirtualClock
+from cargohold.testing.simulation import VirtualClock
+from cargohold.tiers import HostMemory
+from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer.base import consecutive_runs
+from cargohold.transfer.cpu import SHARE_S, CpuTransferWorker
 
 NUM_BLOCKS, NUM_ROWS, BLOCK_BYTES = 12, 20, 64
 WAIT_S = 30.0

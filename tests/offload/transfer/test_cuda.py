@@ -11,14 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer import CopyJob, CopyResult, Direction
-from cargohold.offload.transfer.block_copies import StagedCopies
-from cargohold.offload.transfer.cuda import CudaTransferWorker
-from cargohold.offload.transfer.factory import make_transfer_worker
-from cargohold.offload.transfer.links import Link
 from cargohold.protocol import TransferOutcome
-from cargohold.simulation import VirtualClock
+from cargohold.testing.simulation import VirtualClock
+from cargohold.tiers import HostMemory
+from cargohold.transfer import CopyJob, CopyResult, Direction
+from cargohold.transfer.cpu import make_transfer_worker
+from cargohold.transfer.cuda import CudaTransferWorker, StagedCopies
+from cargohold.transfer.links import Link
 from tests.devices import needs_cuda
 from tests.offload.transfer.fake_cuda import FakeCuda
 
@@ -90,7 +89,7 @@ def bench_of(widths: Widths, link: str = "runs", *, refuses_locks: bool = False)
     with pytest.MonkeyPatch.context() as monkeypatch, FakeCuda() as cuda:
         cuda.refuses_locks = refuses_locks
         cuda.install(monkeypatch)
-        monkeypatch.setattr("cargohold.offload.transfer.cuda.fastest_link", chosen)
+        monkeypatch.setattr("cargohold.transfer.cuda.fastest_link", chosen)
         bench = Bench(cuda, widths)
         yield bench
         bench.worker.shutdown()

@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer import Direction
-from cargohold.offload.transfer.cuda import lock_pages, unlock_pages
-from cargohold.offload.transfer.links import KERNEL_GAIN, KernelLink, Link, RunLink, cuda_links, fastest_link
-from cargohold.offload.transfer.page_locks import PageLocks
+from cargohold.tiers import HostMemory
+from cargohold.transfer import Direction
+from cargohold.transfer.cuda import lock_pages, unlock_pages
+from cargohold.transfer.links import KERNEL_GAIN, KernelLink, Link, PageLocks, RunLink, cuda_links, fastest_link
 from tests.devices import needs_cuda
 
 LOAD, STORE = Direction.LOAD, Direction.STORE

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer.page_locks import PageLocks
+from cargohold.tiers import HostMemory
+from cargohold.transfer.links import PageLocks
 
 PAGE = mmap.PAGESIZE
 WAIT_S = 30.0
@@ -114,7 +114,7 @@ def test_a_driver_that_throws_is_one_that_refuses() -> None:
 
 
 def test_a_driver_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cargohold.offload.transfer.page_locks._MAX_WAIT_S", 0.01)
+    monkeypatch.setattr("cargohold.transfer.links._MAX_WAIT_S", 0.01)
     memory, driver = HostMemory(4, PAGE), Driver()
     locks = locks_of(memory, driver)
     driver.may_lock.clear()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cargohold.integrations.vllm.regions import regions_of
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.transfer import CopyJob, Direction, TransferWorker
-from cargohold.offload.transfer.factory import make_transfer_worker
 from cargohold.protocol import TransferOutcome
+from cargohold.tiers import HostMemory
+from cargohold.transfer import CopyJob, Direction, TransferWorker
+from cargohold.transfer.cpu import make_transfer_worker
 from tests.devices import DEVICES
 
 NUM_BLOCKS, NUM_ROWS = 24, 16

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from cargohold.cache.policies import DEFAULT_POLICY, find_policy
 from cargohold.errors import ConfigError
 from cargohold.machine import memory_limit_bytes
-from cargohold.offload.tier import TierConfig
 from cargohold.protocol import AttentionKind, KVCacheLayout
+from cargohold.tiers import TierConfig
 from cargohold.units import format_bytes, is_number, is_positive_int, is_positive_number, parse_bytes
 
 RESTORE_IF_FASTER = "if_faster"

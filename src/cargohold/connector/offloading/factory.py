@@ -2,23 +2,144 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cargohold.cache import OffloadManager, make_manager
 from cargohold.connector.offloading.config import OffloadConfig
-from cargohold.connector.offloading.make_tiers import open_queues, tier_options
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
-from cargohold.connector.offloading.tier_worker import TierWorker
-from cargohold.connector.offloading.worker import OffloadingWorker
+from cargohold.connector.offloading.worker import OffloadingWorker, TierWorker
 from cargohold.errors import ConfigError
-from cargohold.offload.manager import OffloadManager, make_manager
-from cargohold.offload.tier import HostMemory
-from cargohold.offload.tiering import LowerTiers, TieringConfig, TieringManager, TierOptions, random_epoch
-from cargohold.offload.transfer import TransferWorker
-from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
+from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
+from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
+from cargohold.tiers.chunk_format import room_for_details
+from cargohold.tiers.namespace import digest_model
+from cargohold.tiers.scheduler_side import (
+    Admission,
+    LowerTiers,
+    TieringConfig,
+    TieringManager,
+    TierOptions,
+    WriteMode,
+    random_epoch,
+)
+from cargohold.transfer import TransferWorker
 from cargohold.units import format_bytes
+
+
+def served_model(layout: KVCacheLayout) -> ServedModel:
+    """Return the model that the engine serves. Raises ``ConfigError`` if the engine cannot say all that determines its KV."""
+    if layout.model is None:
+        raise ConfigError("tiers", None, "this engine does not say which model it serves, so KV cannot outlive it")
+    if layout.model.obstacle:
+        raise ConfigError("tiers", layout.model.name, f"{layout.model.obstacle}, so KV cannot outlive the engine")
+    return layout.model
+
+
+def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int) -> Namespace:
+    """Return all that determines the bytes of one worker's chunks and the meaning of their keys. Reads the model's files."""
+    model = served_model(layout)
+    weights, config = digest_model(model)
+    return Namespace(
+        label=model.name,
+        weights=weights,
+        config=config,
+        dtype=model.dtype,
+        layout=_describe(layout, blocks_per_chunk),
+        split=f"rank {rank} of {layout.world_size}",
+        hashing=f"{layout.hash_block_tokens} tokens per hash",
+        details_bytes=room_for_details(
+            blocks_per_chunk * max(group.block_tokens for group in layout.groups), blocks_per_chunk
+        ),
+    )
+
+
+def _describe(layout: KVCacheLayout, blocks_per_chunk: int) -> str:
+    groups = "; ".join(
+        f"group {group.index}: {group.kind.value}, window {group.window_tokens}, {group.block_tokens} tokens per block, "
+        f"layers {' '.join(group.layer_names)}"
+        for group in layout.groups
+    )
+    return f"{blocks_per_chunk} blocks of {layout.block_bytes} bytes per chunk; {groups}"
+
+
+# --- makes both sides of the tiers below host memory ------------------------------------------------------------------
+
+MAX_INFLIGHT_BYTES = 256 * 1024**2
+"""Maximum number of bytes that are being written to one tier at the same time, over all workers."""
+
+
+def check_tiers(config: OffloadConfig, layout: KVCacheLayout) -> None:
+    """Raise ``ConfigError`` if workers on this machine could not open a tier, before they load anything."""
+    for tier in config.tiers:
+        check_tier(tier, _shard_bytes(config, layout), layout.world_size)
+
+
+def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptions]:
+    """Return how the tiers in ``config`` are to be used. Raises ``ConfigError`` if this engine cannot use tiers at all."""
+    if config.tiers:
+        served_model(layout)
+    chunk_bytes = layout.block_bytes * layout.world_size * config.blocks_per_chunk
+    seen: Counter[str] = Counter()
+    options = []
+    for tier in config.tiers:
+        seen[tier.kind] += 1
+        options.append(
+            _options(tier, tier.kind if seen[tier.kind] == 1 else f"{tier.kind}{seen[tier.kind]}", chunk_bytes)
+        )
+    return options
+
+
+def open_queues(config: OffloadConfig, environment: WorkerEnvironment) -> dict[str, TierQueue]:
+    """Open each tier on a worker; return a queue per tier with threads of its own, by name. Reads the model's weights.
+
+    Raises:
+        ConfigError: a tier cannot be opened; no tier is left open then.
+    """
+    layout = environment.layout
+    namespace = namespace_of(layout, environment.rank, config.blocks_per_chunk)
+    queues: dict[str, TierQueue] = {}
+    try:
+        for tier, options in zip(config.tiers, tier_options(config, layout), strict=True):
+            opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.world_size)
+            limits = QueueConfig(num_threads=tier.num_threads, finish_s=config.shutdown_timeout_s)
+            queues[options.name] = TierQueue(opened, environment.clock, limits)
+    except BaseException:
+        for queue in queues.values():
+            queue.shutdown()
+        raise
+    return queues
+
+
+def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
+    return layout.block_bytes * config.blocks_per_chunk
+
+
+def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
+    limits = QueueConfig()  # the workers' queues have these: a job that they refuse looks like a failure of the medium
+    return TierOptions(
+        name=name,
+        admission=Admission(tier.admission),
+        write_mode=WriteMode(tier.write),
+        max_chunks=_chunks_in(tier.num_max_bytes, chunk_bytes),
+        max_daily_chunks=_chunks_in(tier.num_daily_bytes, chunk_bytes),
+        has_index=tier.has_index,
+        locality=tier.locality,
+        max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // chunk_bytes)),
+        max_asked_chunks=limits.max_urgent_chunks,
+        num_asked_at_once=tier.num_asked_at_once,
+    )
+
+
+def _chunks_in(num_bytes: int | None, chunk_bytes: int) -> int | None:
+    """Return how many chunks a limit in bytes allows; ``None`` if there is no limit."""
+    return None if num_bytes is None else num_bytes // chunk_bytes
+
+
+# --- puts both sides of the offloading connector together for an engine -----------------------------------------------
 
 
 def scheduler_side(
@@ -76,7 +197,7 @@ class OffloadingFactory:
         memory = HostMemory(self.num_slots(layout) * per_chunk, layout.block_bytes)
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
-            from cargohold.offload.transfer.factory import make_transfer_worker  # noqa: PLC0415  # imports torch
+            from cargohold.transfer.cpu import make_transfer_worker  # noqa: PLC0415  # imports torch
 
             return make_transfer_worker(regions, memory, environment.clock)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cargohold.blocks import READY, GroupUnits, longest_hit
+from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import Lookup, RequestState
 from cargohold.connector.offloading.states import ExpectedStates, HostStates
-from cargohold.offload.manager.base import OffloadKey, OffloadManager
 
 
 class TierLookup:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from cargohold.connector.offloading.events import TierEvents
+from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.messages import TierReport
-from cargohold.connector.offloading.pacing import StepPace
 from cargohold.connector.offloading.prefetch import Prefetcher
-from cargohold.offload.manager.base import OffloadManager
-from cargohold.offload.tiering import LowerTiers, TierCommand
+from cargohold.connector.offloading.prefetch_plan import StepPace
+from cargohold.connector.offloading.shared import TierEvents
 from cargohold.protocol import (
     MEDIUM_STORAGE,
     KVConnectorOutput,
@@ -19,6 +18,7 @@ from cargohold.protocol import (
     StepView,
     TransferOutcome,
 )
+from cargohold.tiers.scheduler_side import LowerTiers, TierCommand
 
 
 class LowerSide:

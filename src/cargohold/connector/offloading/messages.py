@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cargohold.offload.tier.health import TierHealth
-from cargohold.offload.tiering.tasks import TierCommand, both
+from cargohold.tiers.health import TierHealth
+from cargohold.tiers.scheduler_side.tasks import TierCommand, both
 
 
 @dataclass(frozen=True, slots=True)

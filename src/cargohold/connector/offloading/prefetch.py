@@ -33,9 +33,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
+from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.jobs import Origins
-from cargohold.connector.offloading.pacing import StepPace
 from cargohold.connector.offloading.prefetch_plan import (
+    StepPace,
     chains_to_fetch,
     needed_keys,
     num_tokens_in_time,
@@ -45,9 +46,8 @@ from cargohold.connector.offloading.prefetch_plan import (
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.states import DeepStates, HostStates
 from cargohold.connector.offloading.waiting import Event, Phase, Plan, Waiting, Wish
-from cargohold.offload.manager.base import OffloadKey, OffloadManager
-from cargohold.offload.tier.jobs import Access
-from cargohold.offload.tiering import Chain, LowerTiers
+from cargohold.tiers.port import Access
+from cargohold.tiers.scheduler_side import Chain, LowerTiers
 
 MAX_COMPUTE_RATIO = 2.0
 """A request waits for lower tiers for at most this many times the time that computing takes."""

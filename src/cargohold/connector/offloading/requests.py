@@ -1,16 +1,56 @@
-"""The scheduler side's state of each request."""
+"""The scheduler side's state of each request, and what its client asks for."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from reprlib import repr as shown  # a client may send values of any size, and what is refused is logged
+from typing import Any, Final, NamedTuple
 
-from cargohold.connector.offloading.params import TransferParams
+from cargohold.cache.keys import ChunkKeys
 from cargohold.connector.offloading.waiting import Waiting
-from cargohold.offload.keys import ChunkKeys
+from cargohold.errors import RequestError
 from cargohold.protocol import KVCacheLayout, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class TransferParams:
+    """The parameters of one request.
+
+    Attributes:
+        do_remote_decode: whether another engine will decode: all of the prompt's KV is then kept in the tier, hits included.
+        max_load_tokens: maximum number of tokens to load; ``None`` for no limit.
+        max_store_tokens: maximum number of leading tokens to store; ``None`` for no limit.
+    """
+
+    do_remote_decode: bool = False
+    max_load_tokens: int | None = None
+    max_store_tokens: int | None = None
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any] | None, request_id: str) -> TransferParams:
+        """Read the parameters of this connector; other keys belong to other connectors.
+
+        Raises:
+            RequestError: a parameter of this connector has an invalid value.
+        """
+        params = params or {}
+        remote = params.get("do_remote_decode", False)
+        if not isinstance(remote, bool):
+            raise RequestError(
+                f"kv_transfer_params: do_remote_decode={shown(remote)} must be true or false", request_id
+            )
+        limits = {}
+        for key in ("max_load_tokens", "max_store_tokens"):
+            limit = params.get(key)
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+                raise RequestError(f"kv_transfer_params: {key}={shown(limit)} must be an integer from 0", request_id)
+            limits[key] = limit
+        return cls(remote, limits["max_load_tokens"], limits["max_store_tokens"])
+
+
+# --- the scheduler side's state of each request -----------------------------------------------------------------------
 
 MAX_NOTES: Final = 32
 """A request that is preempted again and again gets a note each time; only so many are kept."""

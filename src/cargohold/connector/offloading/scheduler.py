@@ -8,20 +8,17 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
+from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
-from cargohold.connector.offloading.events import TierEvents
-from cargohold.connector.offloading.holds import LockHolder, RequestHolder, TouchHolder
-from cargohold.connector.offloading.jobs import JobTable, Load, Store
+from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, RequestHolder, Store, TouchHolder
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.lower_side import LowerSide
 from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.connector.offloading.shared import Shared
+from cargohold.connector.offloading.shared import Shared, TierEvents
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
-from cargohold.offload.manager.base import OffloadManager
-from cargohold.offload.tiering import LowerTiers
 from cargohold.protocol import (
     MEDIUM_HOST,
     AttentionKind,
@@ -38,6 +35,7 @@ from cargohold.protocol import (
     Stats,
     StepView,
 )
+from cargohold.tiers.scheduler_side import LowerTiers
 
 logger = logging.getLogger(__name__)
 

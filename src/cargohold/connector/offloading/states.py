@@ -7,9 +7,9 @@ from collections.abc import Set as AbstractSet
 from typing import Final
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.offload.keys import ChunkKeys
-from cargohold.offload.manager.base import OffloadKey, OffloadManager
-from cargohold.offload.tiering import UNKNOWN, LowerTiers
+from cargohold.cache.keys import ChunkKeys
+from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.tiers.scheduler_side import UNKNOWN, LowerTiers
 
 _LEAST_WIDTH: Final = 16
 _UNKNOWN_IS_NOT_YET = bytes.maketrans(bytes([UNKNOWN]), bytes([NOT_YET]))

@@ -9,8 +9,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from cargohold.offload.manager.base import OffloadKey
-from cargohold.offload.tiering import Chain, Fetch, TierTask
+from cargohold.cache.manager import OffloadKey
+from cargohold.tiers.scheduler_side import Chain, Fetch, TierTask
 
 
 class Phase(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from cargohold.engine.core.waiting_queue import QueuePolicy
+from cargohold.engine.core.roster import QueuePolicy
 
 
 class LoadFailurePolicy(Enum):

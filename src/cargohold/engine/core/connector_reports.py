@@ -7,11 +7,9 @@ from dataclasses import replace
 
 from cargohold.engine.core.config import LoadFailurePolicy, SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
-from cargohold.engine.core.plan import StepPlan
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus
-from cargohold.engine.core.roster import Roster
-from cargohold.engine.core.step import StepOutput
-from cargohold.engine.core.transfers import EndedLoad
+from cargohold.engine.core.roster import EndedLoad, Roster
+from cargohold.engine.core.step import StepOutput, StepPlan
 from cargohold.protocol import Clock, ConnectorGuard, FinishedTransfers, KVConnectorSchedulerOutput, Patience
 
 EndRequest = Callable[[Request, FinishReason, str], None]

@@ -2,11 +2,203 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import Request, RequestStatus
-from cargohold.engine.core.running import RunningRequests
-from cargohold.engine.core.transfers import TransferTable
-from cargohold.engine.core.waiting_queue import QueuePolicy, WaitingQueue
+from cargohold.protocol import FinishedTransfers
+
+SortKey = tuple[int, int]
+
+
+class QueuePolicy(Enum):
+    """Which request is served first."""
+
+    FCFS = "fcfs"
+    """First come, first served."""
+    PRIORITY = "priority"
+    """Lowest ``priority`` first; first come, first served among equals."""
+
+
+def _fcfs(request: Request) -> SortKey:
+    return 0, request.arrival
+
+
+def _priority(request: Request) -> SortKey:
+    return request.priority, request.arrival
+
+
+class WaitingQueue:
+    """A queue sorted by urgency.
+
+    A request that comes back (preempted, or told "not yet" by a connector) regains its place among the others, because its
+    urgency has not changed. So returning requests need no special case, and several of them keep their order.
+    """
+
+    def __init__(self, policy: QueuePolicy) -> None:
+        self.urgency: Callable[[Request], SortKey] = _fcfs if policy is QueuePolicy.FCFS else _priority
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Put ``request`` where its urgency says."""
+        insort(self._requests, request, key=self.urgency)
+
+    def remove(self, request: Request) -> None:
+        """Take ``request`` out; it must be in."""
+        at = bisect_left(self._requests, self.urgency(request), key=self.urgency)
+        assert self._requests[at] is request, f"request {request.request_id} is not waiting"
+        del self._requests[at]
+
+
+# --- requests that hold blocks and compute tokens in every step -------------------------------------------------------
+
+
+class RunningRequests:
+    """The running requests, most urgent first.
+
+    Args:
+        urgency: sort key; the same as the waiting queue's, so that no request runs at the cost of a more urgent one.
+    """
+
+    def __init__(self, urgency: Callable[[Request], SortKey]) -> None:
+        self._urgency = urgency
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Let ``request`` run."""
+        request.status = RequestStatus.RUNNING
+        insort(self._requests, request, key=self._urgency)
+
+    def remove(self, request: Request) -> None:
+        """Take ``request`` out. The caller must change its status."""
+        self._requests.remove(request)
+
+    def least_urgent(self) -> Request:
+        """The request that must give way first."""
+        return self._requests[-1]
+
+    def snapshot(self) -> list[Request]:
+        """The requests now, most urgent first; a copy."""
+        return list(self._requests)
+
+
+# --- requests whose blocks a connector's workers still write or read --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLoad:
+    """An asynchronous load that is over.
+
+    Attributes:
+        request: the request that it was for.
+        failed: whether nothing that was loaded may be used.
+        invalid_block_ids: ids of its blocks that hold garbage.
+    """
+
+    request: Request
+    failed: bool
+    invalid_block_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class _Load:
+    request: Request
+    started: float
+    invalid_block_ids: set[int] = field(default_factory=set)
+
+
+class TransferTable:
+    """Keeps track of the requests whose blocks are in use by transfers.
+
+    A request is *loading* from the allocation of its destination blocks until its load ends, even if it is aborted meanwhile:
+    a copy may still write there. It is *sending* from its end until the connector reports that it no longer reads its blocks.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[str, _Load] = {}
+        self._sending: dict[str, Request] = {}
+
+    @property
+    def num_loads(self) -> int:
+        """Loads in flight."""
+        return len(self._loads)
+
+    @property
+    def num_sends(self) -> int:
+        """Number of requests that ended and whose blocks the connector keeps."""
+        return len(self._sending)
+
+    def __bool__(self) -> bool:
+        return bool(self._loads or self._sending)
+
+    def holds(self, request: Request) -> bool:
+        """Whether a transfer still uses the request's blocks."""
+        return self.has(request.request_id)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a transfer still uses the blocks of a request with this id, which may have ended."""
+        return request_id in self._loads or request_id in self._sending
+
+    def start_load(self, request: Request, now: float) -> None:
+        """Note that a load begins: the request's destination blocks have been allocated."""
+        self._loads[request.request_id] = _Load(request, now)
+
+    def start_send(self, request: Request) -> None:
+        """Note that the request ended and the connector keeps its blocks."""
+        self._sending[request.request_id] = request
+
+    def oldest_load(self) -> tuple[Request, float] | None:
+        """The load that began first, and when."""
+        if not self._loads:
+            return None
+        first = next(iter(self._loads.values()))
+        return first.request, first.started
+
+    def note_invalid(self, block_ids: frozenset[int], request_ids: list[str]) -> None:
+        """Remember that blocks of these requests hold garbage, for those whose load has not ended yet."""
+        for request_id in request_ids:
+            if request_id in self._loads:
+                self._loads[request_id].invalid_block_ids |= block_ids
+
+    def strays(self, finished: FinishedTransfers) -> list[str]:
+        """Ids in ``finished`` of requests that have no such transfer."""
+        return sorted(
+            (finished.finished_recving - self._loads.keys()) | (finished.finished_sending - self._sending.keys())
+        )
+
+    def end_loads(self, finished: FinishedTransfers) -> Iterator[EndedLoad]:
+        """Take out the loads that ended; there must be no strays."""
+        for request_id in sorted(finished.finished_recving):
+            load = self._loads.pop(request_id)
+            yield EndedLoad(load.request, request_id in finished.failed_recving, frozenset(load.invalid_block_ids))
+
+    def end_sends(self, finished: FinishedTransfers) -> Iterator[Request]:
+        """Take out the requests whose blocks are no longer read; there must be no strays."""
+        for request_id in sorted(finished.finished_sending):
+            yield self._sending.pop(request_id)
+
+    def abandon(self) -> tuple[list[Request], list[Request]]:
+        """Forget all transfers, because nothing carries them out any more; returns loading and sending requests."""
+        loading = [load.request for load in self._loads.values()]
+        sending = list(self._sending.values())
+        self._loads.clear()
+        self._sending.clear()
+        return loading, sending
+
+
+# --- the requests alive -----------------------------------------------------------------------------------------------
 
 
 class Roster:

@@ -6,10 +6,8 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 
-from cargohold.engine.executor.base import Executor
-from cargohold.engine.executor.codec import StepCodec
-from cargohold.engine.executor.inline import InlineExecutor
-from cargohold.engine.executor.rank import RankPlace, RankSpec
+from cargohold.engine.executor.base import Executor, InlineExecutor
+from cargohold.engine.executor.frames import RankPlace, RankSpec, StepCodec
 from cargohold.engine.executor.worker import Worker
 from cargohold.protocol import KVConnectorScheduler, OutputAggregator, WorkerEnvironment
 

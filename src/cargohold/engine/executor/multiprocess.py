@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from multiprocessing import connection
@@ -15,14 +16,42 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.engine.executor.channel import Channel, ChannelClosedError
-from cargohold.engine.executor.codec import StepCodec
-from cargohold.engine.executor.merge import merge_outputs
-from cargohold.engine.executor.rank import RankPlace, RankSpec
-from cargohold.engine.executor.rank_frames import describe_silence, open_frame
-from cargohold.engine.executor.worker_process import STOP, run_rank
+from cargohold.engine.executor.base import merge_outputs
+from cargohold.engine.executor.frames import (
+    Channel,
+    ChannelClosedError,
+    FramedRank,
+    RankPlace,
+    RankSpec,
+    StepCodec,
+    describe_silence,
+    open_frame,
+)
 from cargohold.errors import ConfigError, EngineDeadError
 from cargohold.protocol import OutputAggregator
+
+STOP = b""
+"""The frame that ends a rank."""
+
+
+def run_rank(spec: RankSpec, place: RankPlace, channel: Channel) -> None:
+    """Serve steps until told to stop, or until the engine's process is gone."""
+    # Ctrl-C reaches every process of the terminal; the engine decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.stderr is not None:
+        os.dup2(2, 1)  # standard output belongs to the engine's process, but torch 2.8 announces its peers there
+    rank = FramedRank()
+    try:
+        channel.send(rank.start(spec, place))
+        while (step := channel.receive()) != STOP:
+            channel.send(rank.execute(step))
+    except ChannelClosedError:
+        pass  # the engine's process has ended: nobody is left to tell
+    finally:
+        rank.shutdown()
+
+
+# --- one process per rank ---------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

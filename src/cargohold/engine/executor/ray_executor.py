@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.engine.executor.codec import StepCodec
-from cargohold.engine.executor.merge import merge_outputs
-from cargohold.engine.executor.rank import RankPlace, RankSpec
-from cargohold.engine.executor.rank_frames import FramedRank, describe_silence, open_frame
+from cargohold.engine.executor.base import merge_outputs
+from cargohold.engine.executor.frames import FramedRank, RankPlace, RankSpec, StepCodec, describe_silence, open_frame
 from cargohold.errors import ConfigError, EngineDeadError
 from cargohold.protocol import OutputAggregator
 

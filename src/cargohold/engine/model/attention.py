@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cargohold.engine.executor.runner import LayerHooks
+from cargohold.engine.executor.worker import LayerHooks
 from cargohold.engine.model.batch import Batch, Decodes, GroupBatch, Prefill
 from cargohold.engine.model.kv_layout import layer_name
 from cargohold.engine.model.paged_kv import PagedKV

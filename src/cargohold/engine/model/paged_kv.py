@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cargohold.offload.tier import HostMemory
 from cargohold.protocol import KVCacheLayout
+from cargohold.tiers import HostMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cargohold.engine.executor.rank import RankPlace
+from cargohold.engine.executor.frames import RankPlace
 from cargohold.engine.model.info import ModelInfo
 from cargohold.protocol import KVCacheLayout
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HFRunners:
-    """Makes runners of Hugging Face models. Satisfies ``cargohold.engine.executor.rank.RunnerFactory``.
+    """Makes runners of Hugging Face models. Satisfies ``cargohold.engine.executor.frames.RunnerFactory``.
 
     Attributes:
         info: the model.
@@ -36,7 +36,7 @@ class HFRunners:
             ConfigError: there is no device for the rank.
         """
         from cargohold.engine.model.hf_runner import HFModelRunner  # noqa: PLC0415  # imports torch
-        from cargohold.engine.model.parallel import join_ranks  # noqa: PLC0415  # imports torch
+        from cargohold.engine.model.weights import join_ranks  # noqa: PLC0415  # imports torch
 
         device = join_ranks(place, self.device)
         if place.world_size > 1 or sys.stderr is None or not sys.stderr.isatty():

@@ -9,17 +9,27 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from platformdirs import user_cache_path
 
-from cargohold.engine.model.loading import ONE_AT_A_TIME
 from cargohold.errors import ModelNotFoundError, UnsupportedModelError, one_line
 from cargohold.units import parse_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+ONE_AT_A_TIME: Final = threading.Lock()
+"""Held while transformers makes a model, and while a model is tried out.
+
+While transformers makes a model, it sets torch's default dtype for the whole process, and afterwards sets it back to what it
+found. Two threads that did so at once would make models of each other's dtype, and might leave it changed for ever.
+"""
+
+
+# --- finds a model's files by a directory -----------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

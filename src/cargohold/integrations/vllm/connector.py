@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any, Final, Self
 from weakref import WeakSet
 
-from cargohold.connector.factory import check_chunks, connector_factory
-from cargohold.connector.start_report import Parts, equal_parts, start_report
+from cargohold.connector.factory import Parts, check_chunks, connector_factory, equal_parts, start_report
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, ManagerTables, NotedTables
-from cargohold.integrations.vllm.events import EventTranslator
+from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.layout import (
     Translation,
     bears_full_hits,
@@ -27,19 +26,19 @@ from cargohold.integrations.vllm.layout import (
     smallest_block_tokens,
     translate,
 )
-from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
-from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats, for_vllm
-from cargohold.integrations.vllm.room import LoadRoom
-from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
-from cargohold.integrations.vllm.settings import REFUSE, Settings
-from cargohold.integrations.vllm.signatures import waived_demands
-from cargohold.integrations.vllm.stages import (
+from cargohold.integrations.vllm.messages import (
+    StepMessage,
+    WorkerMessage,
     WorkerPart,
     check_stages,
     has_stages,
     stage_obstacles,
     united,
 )
+from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats, for_vllm
+from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
+from cargohold.integrations.vllm.settings import REFUSE, Settings
+from cargohold.integrations.vllm.signatures import waived_demands
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.protocol import Clock, KVCacheGroup, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
 

@@ -1,10 +1,28 @@
-"""Requests that the connector told to ask again, and for how long it has kept them waiting."""
+"""What vLLM does not tell: how long a request was deferred, resets of its prefix cache, room for loads.
+
+Room for loads: no two loaded requests may wait for each other's blocks for ever.
+
+A request that was given blocks for a load keeps them until it has run, for vLLM preempts only running requests. So vLLM admits
+another load only if the blocks that earlier loaded requests still need stay free. Where a group forgets the past, as with a
+window, vLLM counts too few: from the most blocks that a request holds at a time it subtracts the length of the request's
+table, forgotten blocks included::
+
+    window of 16, blocks of 4, load of 64 tokens, 128 in all      at most 8 blocks at a time, 4 of them held
+    table   |  |  |  |  |  |  |  |  |  |  |  |  |##|##|##|##|     16 long: 8 - 16 < 0, so nothing is reserved
+
+Two such requests can then fill the pool, and neither of them has room for its next tokens. Here, the blocks that requests
+really hold are counted.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from cargohold.protocol import Clock, Patience
+from cargohold.integrations.vllm.blocks import BlockTables
+from cargohold.protocol import AttentionKind, Clock, ConnectorGuard, KVCacheGroup, Patience
 
 
 @dataclass(slots=True)
@@ -70,3 +88,116 @@ class Deferrals:
             if wait.patience.has_run_out(overdue, limit_s):
                 late = late or request_id
         return late
+
+
+# --- follows resets of vLLM's prefix cache ----------------------------------------------------------------------------
+
+logger = logging.getLogger(__name__)
+
+
+class CacheResets:
+    """Resets the connector after vLLM has reset its prefix cache. Until that is done, nothing that is kept may be found.
+
+    A program that changes a model's weights in place has vLLM reset its prefix cache, because the KV of other weights is
+    worthless. It easily forgets that more KV is kept below: vLLM resets connectors only on demand, and does not tell them of
+    other resets.
+
+    Args:
+        guard: the connector.
+        pool: vLLM's block pool. A reset is noticed by the new index of blocks that it gives the pool.
+        follows: whether the connector is reset with vLLM's prefix cache, or only on demand.
+    """
+
+    def __init__(self, guard: ConnectorGuard, pool: Any, *, follows: bool) -> None:
+        self._guard = guard
+        self._pool = pool
+        self._follows = follows
+        self._index = pool.cached_block_hash_to_block
+        self._is_due = False
+
+    def is_due(self) -> bool:
+        """Whether a reset of the connector is still due, so that nothing it keeps may be found.
+
+        Looks for a reset of vLLM's prefix cache, and tries to reset the connector, which refuses while it is in use.
+        """
+        index = self._pool.cached_block_hash_to_block
+        if index is not self._index:
+            self._index = index
+            if self._follows:
+                logger.warning(
+                    "vLLM's prefix cache was reset: what Cargohold keeps is dropped, too: the weights may have changed; "
+                    "if they have not, follow_resets=false keeps it"
+                )
+                self._is_due = True
+        if self._is_due:
+            self._is_due = not self._guard.reset_cache()
+        return self._is_due
+
+    def reset(self) -> bool:
+        """Drop what is kept; ``False`` if it is in use: it is then dropped later, and not found until then."""
+        self._index = self._pool.cached_block_hash_to_block
+        self._is_due = not self._guard.reset_cache()
+        return not self._is_due
+
+
+# --- room for loads ---------------------------------------------------------------------------------------------------
+
+_FORGETTING = (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
+_MAX_STATES = 3
+"""Recurrent states that a request holds at a time: the one that a step advances, the one that it was copied from, and one of a
+step before that is still in flight."""
+
+
+class LoadRoom:
+    """Decides whether the pool has room for another load.
+
+    Args:
+        pool: vLLM's block pool.
+        groups: the KV-cache groups.
+        tables: the requests' block tables.
+        max_in_flight_tokens: most tokens that vLLM schedules before it frees the blocks that these tokens move out of a window.
+    """
+
+    def __init__(
+        self, pool: Any, groups: Sequence[KVCacheGroup], tables: BlockTables, max_in_flight_tokens: int
+    ) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._tables = tables
+        self._max_in_flight_tokens = max_in_flight_tokens
+        self._counts_too_little = any(group.kind in _FORGETTING for group in groups)
+
+    def admits(self, num_tokens: int, parked: Iterable[Any]) -> bool:
+        """Whether a load can have its blocks without any of ``parked`` being short of them.
+
+        Args:
+            num_tokens: tokens that will be on the device after the load.
+            parked: requests that were given blocks for a load, and have not run since.
+        """
+        if not self._counts_too_little:
+            return True
+        needed = [self._num_needed(request) for request in parked]
+        if not needed:
+            return True
+        taken = sum(
+            -(-num_tokens // group.block_tokens) - group.num_skipped_tokens(num_tokens) // group.block_tokens
+            for group in self._groups
+        )
+        return taken + sum(needed) <= int(self._pool.get_num_free_blocks())
+
+    def _num_needed(self, request: Any) -> int:
+        """Blocks that a parked request will need beyond those it holds."""
+        tables = self._tables.blocks(request.request_id)
+        return sum(
+            max(self._max_held(group, request.num_tokens) - sum(not block.is_null for block in table), 0)
+            for group, table in zip(self._groups, tables, strict=True)
+        )
+
+    def _max_held(self, group: KVCacheGroup, num_tokens: int) -> int:
+        """Blocks that a request holds at most at a time until its prompt is computed."""
+        all_blocks = -(-num_tokens // group.block_tokens)
+        if group.kind is AttentionKind.RECURRENT:
+            return min(all_blocks, _MAX_STATES)
+        if group.window_tokens is None:
+            return all_blocks
+        return min(all_blocks, -(-(group.window_tokens + self._max_in_flight_tokens) // group.block_tokens) + 1)

@@ -1,4 +1,4 @@
-"""Counters of the connectors in vLLM's log and in its Prometheus endpoint.
+"""Counters and KV events of the connectors, in the forms that vLLM publishes.
 
 Both sides' counters meet on the scheduler side, which hands them to vLLM once a step. vLLM's logger adds them up with
 ``aggregate`` and prints ``reduce``; its metrics endpoint passes each to ``PromMetrics.observe``, in the process that serves it.
@@ -7,7 +7,7 @@ Both sides' counters meet on the scheduler side, which hands them to vLLM once a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
 
 from cargohold.integrations.vllm import compat
-from cargohold.protocol import Stats, is_level, last_name
+from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Stats, is_level, last_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,3 +193,51 @@ def _forget_earlier() -> None:
     while _registered:
         with suppress(KeyError, ValueError):  # the registry was cleared, or is another one
             REGISTRY.unregister(_registered.pop())
+
+
+# --- KV events as vLLM's publishers send them -------------------------------------------------------------------------
+
+
+class EventTranslator:
+    """Translates our KV events into vLLM's.
+
+    Args:
+        groups: vLLM's KV-cache groups. Events name their kinds, because routers follow only some kinds of groups.
+    """
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._kinds = [compat.describe_group(group.kv_cache_spec) for group in groups]
+
+    def translate(self, events: Iterable[KVEvent]) -> Iterator[Any]:
+        """Yield vLLM's event for each of ours, in order."""
+        for event in events:
+            match event:
+                case BlockStored():
+                    yield self._stored(event)
+                case BlockRemoved():
+                    yield compat.BlockRemoved(
+                        block_hashes=[compat.convert_block_hash(block_hash) for block_hash in event.block_hashes],
+                        medium=event.medium,
+                        group_idx=event.group,
+                        locality=event.locality,
+                    )
+                case AllBlocksCleared():
+                    yield compat.AllBlocksCleared()
+
+    def _stored(self, event: BlockStored) -> Any:
+        parent = event.parent_block_hash
+        kind, window = self._kinds[event.group]
+        return compat.BlockStored(
+            block_hashes=[compat.convert_block_hash(block_hash) for block_hash in event.block_hashes],
+            parent_block_hash=None if parent is None else compat.convert_block_hash(parent),
+            token_ids=list(event.token_ids),
+            block_size=event.block_tokens,
+            lora_id=None if event.adapter is None else event.adapter.number,
+            medium=event.medium,
+            lora_name=None if event.adapter is None else event.adapter.name,
+            extra_keys=[keys or None for keys in event.extra_keys] or None,
+            group_idx=event.group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
+            locality=event.locality,
+        )

@@ -1,12 +1,14 @@
-"""vLLM's requests as the contract shows requests."""
+"""vLLM's requests and steps as the contract shows them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from cargohold.integrations.vllm import compat
-from cargohold.protocol import Adapter, ExtraKey
+from cargohold.integrations.vllm.blocks import BlockIdTable, BlockTables
+from cargohold.protocol import NULL_BLOCK_ID, Adapter, AttentionKind, BlockIds, ExtraKey, KVCacheLayout
 
 
 class SeenRequest:
@@ -64,3 +66,80 @@ class SeenRequest:
         """What the client asks of the connectors."""
         params: Mapping[str, Any] | None = self.own.kv_transfer_params
         return params
+
+
+# --- vLLM's scheduler output as the step of the contract --------------------------------------------------------------
+
+
+class Share:
+    """One request's share of a step; see ``cargohold.protocol.ScheduledRequest``.
+
+    Args:
+        request: vLLM's request, before this step is counted as computed.
+        num_scheduled_tokens: tokens this step computes.
+        layout: the paged KV.
+        tables: the requests' block tables.
+
+    Attributes:
+        request_id: the request.
+        num_computed_tokens: tokens whose KV is in the device pool before this step.
+        num_scheduled_tokens: tokens this step computes.
+    """
+
+    # Made for every request in every step: plain attributes are the quickest.
+    __slots__ = ("_layout", "_request", "_tables", "num_computed_tokens", "num_scheduled_tokens", "request_id")
+
+    def __init__(self, request: Any, num_scheduled_tokens: int, layout: KVCacheLayout, tables: BlockTables) -> None:
+        self._request = request
+        self._layout = layout
+        self._tables = tables
+        self.request_id: str = request.request_id
+        self.num_computed_tokens: int = request.num_computed_tokens
+        self.num_scheduled_tokens = num_scheduled_tokens
+
+    @property
+    def block_ids(self) -> BlockIds:
+        """The request's block tables; made when asked for, since few steps complete a chunk."""
+        tables = self._tables.blocks(self.request_id)
+        return tuple(
+            self._states(group.index, table) if group.kind is AttentionKind.RECURRENT else BlockIdTable(table)
+            for group, table in zip(self._layout.groups, tables, strict=True)
+        )
+
+    def _states(self, group: int, table: Sequence[Any]) -> list[int]:
+        """Blocks of recurrent state; null where a block does not hold the state at its end.
+
+        vLLM keeps running states, checkpoints and scratch space in the same table. A block holds the state that belongs to its
+        place exactly if vLLM's own prefix cache has it under the hash of that place.
+        """
+        per_block = self._layout.groups[group].block_tokens // self._layout.hash_block_tokens
+        hashes = self._request.block_hashes
+        suffix = group.to_bytes(4, "big")
+        ids = [NULL_BLOCK_ID] * len(table)
+        for at, block in enumerate(table):
+            last = (at + 1) * per_block - 1
+            if block.block_hash is not None and last < len(hashes) and block.block_hash == hashes[last] + suffix:
+                ids[at] = block.block_id
+        return ids
+
+
+class Step:
+    """What vLLM decided for one step; see ``cargohold.protocol.StepView``.
+
+    Args:
+        output: vLLM's scheduler output.
+        requests: the requests that the connector knows, by id.
+        layout: the paged KV.
+        tables: the requests' block tables.
+    """
+
+    def __init__(
+        self, output: Any, requests: Mapping[str, SeenRequest], layout: KVCacheLayout, tables: BlockTables
+    ) -> None:
+        self.scheduled: Sequence[Share] = [
+            Share(requests[request_id].own, num_tokens, layout, tables)
+            for request_id, num_tokens in output.num_scheduled_tokens.items()
+            if request_id in requests
+        ]
+        self.preempted_req_ids: AbstractSet[str] = output.preempted_req_ids or frozenset()
+        self.finished_req_ids: AbstractSet[str] = output.finished_req_ids

@@ -13,12 +13,9 @@ from typing import Any, Final
 from cargohold.errors import ContractError, RequestError
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
-from cargohold.integrations.vllm.deferrals import Deferrals
+from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRoom
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
-from cargohold.integrations.vllm.requests import SeenRequest
-from cargohold.integrations.vllm.resets import CacheResets
-from cargohold.integrations.vllm.room import LoadRoom
-from cargohold.integrations.vllm.step import Step
+from cargohold.integrations.vllm.requests import SeenRequest, Step
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     BlockIds,
@@ -33,7 +30,7 @@ from cargohold.protocol import (
     Stats,
     add_stats,
 )
-from cargohold.sparing_log import SparingLog
+from cargohold.rate_limited_log import SparingLog
 
 logger = logging.getLogger(__name__)
 

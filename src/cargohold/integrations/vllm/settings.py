@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Self, TypeGuard
 
 from cargohold.connector.factory import Offload, check_apart, connector_factory
-from cargohold.connector.lazy import LazyOffloadConfig
 from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.connector.options import parse_dataclass, parse_offload
 from cargohold.connector.recording import RecordingFactory
 from cargohold.errors import ConfigError
-from cargohold.offload.tier import TierConfig, require_packages
 from cargohold.protocol import KVConnectorFactory
+from cargohold.tiers import TierConfig, require_packages
 from cargohold.units import is_positive_number
 
 DISABLE: Final = "disable"

@@ -1,0 +1,408 @@
+"""The manager port: which chunks a tier holds, in which slots, and which of them are in use.
+
+A manager plans; it moves no bytes, does no I/O, starts no thread and asks no clock. It hands out handles, each of which must
+be given back exactly once. The life of a chunk::
+
+    absent --prepare_stores-> writing --commit--> ready <--> being read (n)     (prepare_load / release)
+       ^                         |                  |
+       +------- forfeit ---------+                  +-- evicted or removed, only when nobody reads it --> absent
+
+Any other move is a bug of ours: it raises ``LifecycleError`` and changes nothing. At all times
+free + ready + writing + leaving = capacity, and the number of pins is that of the chunks in live load handles. *Leaving* are
+chunks that were removed while a load reads them: they are not found any more, but their slots are not free yet.
+
+Keys come in prefix order, many in one call, because the scheduler's thread asks for thousands of chunks at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias, final
+
+from cargohold.errors import LifecycleError
+
+OffloadKey: TypeAlias = bytes
+"""Block hash of a chunk's last block, then the KV-cache group's index in four bytes, little-endian: 36 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksStored:
+    """An event: chunks became ready.
+
+    Attributes:
+        keys: the chunks; those of one prefix in order.
+    """
+
+    keys: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksRemoved:
+    """An event: chunks were evicted or removed.
+
+    Attributes:
+        keys: the chunks, in the order of removal.
+    """
+
+    keys: tuple[OffloadKey, ...]
+
+
+ManagerEvent: TypeAlias = ChunksStored | ChunksRemoved
+
+
+class StoreOffer(NamedTuple):
+    """Chunks that could be stored.
+
+    Attributes:
+        keys: consecutive chunks of one prefix.
+        parent: the chunk before the first; ``None`` if there is none or it is not known.
+    """
+
+    keys: Sequence[OffloadKey]
+    parent: OffloadKey | None = None
+
+
+class StoreHandle(Protocol):
+    """Slots reserved for chunks on their way into the tier.
+
+    Attributes:
+        keys: the chunks to store, in order within each prefix: those on offer that were absent and are worth a slot.
+        slots: the slot of each, parallel to ``keys``.
+        deferred: chunks without a slot, only because other slots are being written or read. Offer them again later. Chunks
+            in neither list are there already, or not worth a slot.
+    """
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """The chunks to store."""
+        ...
+
+    @property
+    def deferred(self) -> Sequence[OffloadKey]:
+        """The chunks to offer again."""
+        ...
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slot of each chunk, parallel to ``keys``."""
+        ...
+
+    def commit(self) -> None:
+        """Give the handle back after the bytes were written: the chunks are ready from now on."""
+        ...
+
+    def forfeit(self) -> None:
+        """Give the handle back without the bytes written: the slots are free again."""
+        ...
+
+
+class LoadHandle(Protocol):
+    """Chunks pinned while they are read.
+
+    Attributes:
+        keys: the chunks, in the order asked for.
+        slots: the slot of each, parallel to ``keys``.
+    """
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """The chunks."""
+        ...
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slot of each chunk, parallel to ``keys``."""
+        ...
+
+    def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
+        """Give the handle back after the read.
+
+        Chunks in ``bad_keys`` turned out to be corrupt: they are not found from now on, and their slots are free as soon as no
+        other load reads them.
+        """
+        ...
+
+
+class OffloadManager(ABC):
+    """Manages the chunks of one tier.
+
+    Attributes:
+        capacity: number of slots.
+    """
+
+    capacity: int
+
+    def admit_all(self) -> None:  # noqa: B027  # a manager that refuses nothing has nothing to do
+        """Treat every chunk as worth a slot from now on.
+
+        For a tier with lower tiers: they get only chunks that this tier takes, and give them back only through it.
+        """
+
+    @property
+    @abstractmethod
+    def generation(self) -> int:
+        """A number that changes whenever an answer of ``lookup`` may have changed: equal numbers mean equal answers."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Return one byte per key: ``cargohold.blocks.ABSENT``, ``READY`` or ``NOT_YET``. Changes nothing observable.
+
+        A chunk that is still being written is absent: no request waits for a copy that may fail.
+        """
+
+    @abstractmethod
+    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Like ``lookup``, but ends before the first absent key."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey]) -> int:
+        """Mark chunks that a request uses as used now, and return how many leading ones are ready. Absent ones are ignored.
+
+        ``keys`` are in prefix order, and the last is the request's last chunk. Called each time that a request is admitted, and
+        never by a look-up, which may be repeated any number of times.
+        """
+
+    @abstractmethod
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
+        """Pin ready chunks. Raises ``MissingChunkError`` for the first that is not ready, and then pins none."""
+
+    @abstractmethod
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """Reserve slots for those chunks on offer that are absent and worth one, evicting other chunks if need be.
+
+        Takes many offers, because while many requests generate, most steps complete a chunk of several of them: one call costs
+        a fraction of one call per request.
+
+        For each chunk on offer, one of four things holds afterwards:
+
+        * it is there or being written already: nothing to do;
+        * it is in the handle's ``keys``;
+        * it is in the handle's ``deferred``: there was no slot, but slots that are being written or read will become free. Of
+          an offer no more chunks are deferred than there are such slots: a request longer than the tier is not offered for
+          ever;
+        * none of these: it is not worth a slot, or will never find one. Do not offer it again for this request.
+
+        Slots go to the leading chunks of each offer, because chunks behind a hole are worth nothing. In ``keys`` and
+        ``deferred`` the chunks of an offer are in order; the offers need not be. A chunk in several offers is stored once.
+
+        Never evicts a chunk that is pinned, being written or on offer. Nor does it evict chunks before those on offer in their
+        prefix, as far back as each chunk was there when the next one was stored.
+        """
+
+    @final
+    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle:
+        """Call ``prepare_stores`` with one offer."""
+        return self.prepare_stores((StoreOffer(keys, parent),))
+
+    @abstractmethod
+    def remove(self, keys: Iterable[OffloadKey]) -> None:
+        """Remove ready chunks: they are absent at once, and their slots free as soon as no load reads them.
+
+        Unknown keys are ignored.
+
+        Raises:
+            LifecycleError: one is being written; nothing was changed.
+        """
+
+    @abstractmethod
+    def reset(self) -> bool:
+        """Remove all chunks. Return ``False``, and remove none, while a chunk is being written.
+
+        Chunks that are being read keep their slots until they are released, but are not found any more.
+        """
+
+    @abstractmethod
+    def take_events(self) -> list[ManagerEvent]:
+        """Return the events since the last call, in order; empty unless the manager records events."""
+
+    @property
+    @abstractmethod
+    def num_ready(self) -> int:
+        """Number of chunks that can be loaded."""
+
+    @property
+    @abstractmethod
+    def num_writing(self) -> int:
+        """Number of slots reserved by live store handles."""
+
+    @property
+    def num_removed(self) -> int:
+        """Number of chunks evicted, removed or found corrupt since the start. 0 if the manager does not count them."""
+        return 0
+
+    @property
+    def num_leaving(self) -> int:
+        """Number of slots of removed chunks that are still being read."""
+        return 0
+
+    @property
+    @abstractmethod
+    def num_pins(self) -> int:
+        """Number of chunks pinned by live load handles, counted once per handle."""
+
+    @property
+    def num_free(self) -> int:
+        """Number of free slots."""
+        return self.capacity - self.num_ready - self.num_writing - self.num_leaving
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify every invariant. Raises ``AssertionError``. Walks everything: for tests and idle moments."""
+
+
+# --- the handles that a manager hands out -----------------------------------------------------------------------------
+
+
+class _Handle:
+    """Chunks in slots, and the moves of the handle so far, for errors."""
+
+    __slots__ = ("_history", "keys", "slots")
+
+    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], history: tuple[str, ...]) -> None:
+        self.keys = keys
+        self.slots = slots
+        self._history = history
+
+    def _move(self, move: str) -> None:
+        """Note a move that ends this handle's life. Raises ``LifecycleError`` if it has ended already."""
+        if len(self._history) > 1:
+            subject = f"handle of {len(self.keys)} chunk(s)" + (f" from {self.keys[0].hex()} on" if self.keys else "")
+            raise LifecycleError(subject, "given back", move, self._history)
+        self._history = (*self._history, move)
+
+
+class SlotReservation(_Handle):
+    """Slots reserved for chunks on their way into the tier. Satisfies ``StoreHandle``.
+
+    Args:
+        keys: the chunks.
+        slots: their slots, parallel to ``keys``.
+        deferred: chunks to be offered again.
+        end: called once, when the handle is given back, with the handle and whether the chunks were written.
+    """
+
+    __slots__ = ("_end", "deferred")
+
+    def __init__(
+        self,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        deferred: Sequence[OffloadKey],
+        end: Callable[[SlotReservation, bool], None],
+    ) -> None:
+        super().__init__(keys, slots, ("prepare_stores",))
+        self.deferred = deferred
+        self._end = end
+
+    def commit(self) -> None:
+        """See ``StoreHandle.commit``."""
+        self._move("commit")
+        self._end(self, True)
+
+    def forfeit(self) -> None:
+        """See ``StoreHandle.forfeit``."""
+        self._move("forfeit")
+        self._end(self, False)
+
+
+class ChunkPins(_Handle):
+    """Chunks pinned while they are read. Satisfies ``LoadHandle``.
+
+    Args:
+        keys: the chunks.
+        slots: their slots, parallel to ``keys``.
+        end: called once, when the handle is given back, with the handle and the corrupt chunks.
+    """
+
+    __slots__ = ("_end",)
+
+    def __init__(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], end: Callable[[ChunkPins, Sequence[OffloadKey]], None]
+    ) -> None:
+        super().__init__(keys, slots, ("prepare_load",))
+        self._end = end
+
+    def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
+        """See ``LoadHandle.release``."""
+        bad = list(dict.fromkeys(bad_keys))
+        known = set(self.keys) if bad else ()
+        for key in bad:
+            if key not in known:
+                raise LifecycleError(f"chunk {key.hex()}", "not pinned by this handle", "report as bad", self._history)
+        self._move("release")
+        self._end(self, bad)
+
+
+# --- a manager that forwards every call to another --------------------------------------------------------------------
+
+
+class ForwardingManager(OffloadManager):
+    """Passes every call on to an inner manager. Subclasses override the methods that they change.
+
+    Args:
+        inner: the manager that answers.
+    """
+
+    def __init__(self, inner: OffloadManager) -> None:
+        self.inner = inner
+        self.capacity = inner.capacity
+
+    def admit_all(self) -> None:  # noqa: D102
+        self.inner.admit_all()
+
+    @property
+    def generation(self) -> int:  # noqa: D102
+        return self.inner.generation
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+        return self.inner.lookup(keys)
+
+    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+        return self.inner.lookup_run(keys)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> int:  # noqa: D102
+        return self.inner.touch(keys)
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
+        return self.inner.prepare_load(keys)
+
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
+        return self.inner.prepare_stores(offers)
+
+    def remove(self, keys: Iterable[OffloadKey]) -> None:  # noqa: D102
+        self.inner.remove(keys)
+
+    def reset(self) -> bool:  # noqa: D102
+        return self.inner.reset()
+
+    def take_events(self) -> list[ManagerEvent]:  # noqa: D102
+        return self.inner.take_events()
+
+    @property
+    def num_ready(self) -> int:  # noqa: D102
+        return self.inner.num_ready
+
+    @property
+    def num_writing(self) -> int:  # noqa: D102
+        return self.inner.num_writing
+
+    @property
+    def num_removed(self) -> int:  # noqa: D102
+        return self.inner.num_removed
+
+    @property
+    def num_leaving(self) -> int:  # noqa: D102
+        return self.inner.num_leaving
+
+    @property
+    def num_pins(self) -> int:  # noqa: D102
+        return self.inner.num_pins
+
+    @property
+    def num_free(self) -> int:  # noqa: D102
+        return self.inner.num_free
+
+    def check(self) -> None:  # noqa: D102
+        self.inner.check()

@@ -1,0 +1,355 @@
+"""The manager of one tier: a table of chunks, and a policy that decides which of them stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+
+from cargohold.blocks import ABSENT, READY
+from cargohold.cache import chunk_table
+from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
+from cargohold.cache.manager import (
+    ChunkPins,
+    ChunksRemoved,
+    ChunksStored,
+    LoadHandle,
+    ManagerEvent,
+    OffloadKey,
+    OffloadManager,
+    SlotReservation,
+    StoreHandle,
+    StoreOffer,
+)
+from cargohold.cache.policies import Newcomers, ReplacementPolicy, find_policy
+from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
+
+_ABSENT, _READY = bytes([ABSENT]), bytes([READY])
+
+
+class _Placement:
+    """The plan of a store.
+
+    Attributes:
+        num_waiting: number of slots that were being written or read before, and will become free.
+        keys: chunks that found a slot.
+        slots: their slots.
+        deferred: chunks that may find a slot when others become free.
+        missed: chunks that found no slot, and whether they are deferred.
+        is_full: whether nothing more can be evicted, because all other chunks are in use.
+    """
+
+    __slots__ = ("deferred", "is_full", "keys", "missed", "num_waiting", "slots")
+
+    def __init__(self, num_waiting: int) -> None:
+        self.num_waiting = num_waiting
+        self.keys: list[OffloadKey] = []
+        self.slots: list[int] = []
+        self.deferred: list[OffloadKey] = []
+        self.missed: dict[OffloadKey | None, bool] = {}
+        self.is_full = False
+
+
+class TierManager(OffloadManager):
+    """Manages the chunks of one tier.
+
+    Args:
+        capacity: number of slots of the tier.
+        policy: makes the policy that decides what is evicted, for a table.
+        record_events: whether to record events for ``take_events``.
+    """
+
+    def __init__(
+        self, capacity: int, policy: Callable[[ChunkTable], ReplacementPolicy], *, record_events: bool = False
+    ) -> None:
+        if capacity < 1:
+            raise ConfigError("capacity", capacity, "at least one slot")
+        self.capacity = capacity
+        self._table = ChunkTable(capacity)
+        self.policy = policy(self._table)
+        self._generation = 0
+        self._events: list[ManagerEvent] | None = [] if record_events else None
+        self._writing: set[SlotReservation] = set()
+        self._reading: set[ChunkPins] = set()
+        self._num_pins = 0
+        self._num_removed = 0
+
+    def admit_all(self) -> None:  # noqa: D102
+        self.policy.admit_all()
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:  # noqa: D102
+        return self._generation
+
+    @property
+    def num_ready(self) -> int:  # noqa: D102
+        return self._table.num_ready
+
+    @property
+    def num_writing(self) -> int:  # noqa: D102
+        return self._table.num_writing
+
+    @property
+    def num_removed(self) -> int:  # noqa: D102
+        return self._num_removed
+
+    @property
+    def num_leaving(self) -> int:  # noqa: D102
+        return self._table.num_leaving
+
+    @property
+    def num_pins(self) -> int:  # noqa: D102
+        return self._num_pins
+
+    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+        return _READY * len(self._table.find_run(list(keys)))
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+        run = self.lookup_run(keys)
+        if len(run) == len(keys):
+            return run
+        rest = self._table.find_each(keys[len(run) :])
+        if rest.count(None) == len(rest):
+            return run + _ABSENT * len(rest)
+        states = self._table.states
+        is_ready = (slot is not None and states[slot] == chunk_table.READY for slot in rest)
+        return run + bytes([READY if ready else ABSENT for ready in is_ready])
+
+    def check(self) -> None:  # noqa: D102
+        self._table.check()
+        self.policy.check()
+        assert not self._table.evicted, "evicted chunks were not announced"
+        assert sum(len(handle.keys) for handle in self._writing) == self.num_writing, "written by nobody"
+        assert sum(len(handle.keys) for handle in self._reading) == self._num_pins, "pinned by nobody"
+        assert sum(self._table.pins) == self._num_pins + self.num_writing, "in use by nobody"
+
+    # --- use ----------------------------------------------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[OffloadKey]) -> int:  # noqa: D102
+        keys = list(keys)
+        slots = self._table.find_run(keys)
+        num_ready, is_whole = len(slots), len(slots) == len(keys)
+        if not is_whole:
+            rest = self._table.find_each(keys[num_ready:])
+            is_whole = rest[-1] is not None
+            slots += [slot for slot in rest if slot is not None]
+        self.policy.touch(slots, is_whole=is_whole)
+        return num_ready
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
+        keys = list(keys)
+        slots = self._table.find_run(keys)
+        if len(slots) < len(keys):
+            raise MissingChunkError(keys[len(slots)])
+        handle = ChunkPins(keys, slots, self._end_load)
+        self._table.pin(slots)
+        self._reading.add(handle)
+        self._num_pins += len(keys)
+        return handle
+
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
+        table = self._table
+        placement = _Placement(table.num_writing + self._num_pins)
+        found = [table.find_each(keys) for keys, _ in offers]
+        parents = [table.find(parent) for _, parent in offers]
+        # Neither what is there of the offers nor what they continue may be evicted for them.
+        around = [slot for slot in parents if slot != NO_SLOT]
+        for slots in found:
+            if slots.count(None) < len(slots):
+                around += [slot for slot in slots if slot is not None]
+        table.pin(around)
+        if _are_apart(offers):
+            if len(offers) > 1:
+                self._make_room_ahead(offers, parents, found)
+            for offer, before, slots in zip(offers, parents, found, strict=True):
+                self._place_offer(placement, offer, before, slots)
+        else:
+            self._place_in_order(placement, offers)
+        table.unpin(around)
+        if table.evicted:
+            self._note_removed(table.evicted)
+            table.evicted = []
+        handle = SlotReservation(placement.keys, placement.slots, placement.deferred, self._end_store)
+        self._writing.add(handle)
+        return handle
+
+    def remove(self, keys: Iterable[OffloadKey]) -> None:  # noqa: D102
+        keys = list(dict.fromkeys(keys))
+        slots = self._table.find_each(keys)
+        for key, slot in zip(keys, slots, strict=True):
+            if slot is not None and self._table.states[slot] == chunk_table.WRITING:
+                raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_stores",))
+        self._remove([slot for slot in slots if slot is not None])
+
+    def reset(self) -> bool:  # noqa: D102
+        if self.num_writing:
+            return False
+        self.policy.clear()
+        ready = self._table.slots_in(chunk_table.READY)
+        keys = self._table.keys_at(ready)
+        self._table.clear()
+        self._note_removed(keys)
+        return True
+
+    def take_events(self) -> list[ManagerEvent]:  # noqa: D102
+        events = self._events or []
+        if events:
+            self._events = []
+        return events
+
+    # --- stores -------------------------------------------------------------------------------------------------------
+
+    def _make_room_ahead(
+        self, offers: Sequence[StoreOffer], parents: Sequence[int], found: Sequence[Sequence[int | None]]
+    ) -> None:
+        """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table."""
+        newcomers = [
+            Newcomers(offer.keys, before)
+            for offer, before, slots in zip(offers, parents, found, strict=True)
+            if slots and slots.count(None) == len(slots)
+        ]
+        num_slots = sum([len(keys) for keys, _ in newcomers]) - self._table.num_free
+        if newcomers and num_slots > 0:
+            self.policy.make_room_ahead(newcomers, num_slots)
+
+    def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
+        """Find slots for offers that share chunks, or continue each other: then after each other. Mutates everything."""
+        find, find_each = self._table.find, self._table.find_each
+        left = [StoreOffer(list(dict.fromkeys(keys)), parent) for keys, parent in offers]
+        while left:
+            pending = {key for keys, _ in left for key in keys if find(key) == NO_SLOT and key not in placement.missed}
+            # Keys that are not digests of prefixes may claim to be behind each other in a circle: then one must begin.
+            begun = [offer for offer in left if offer.parent not in pending] or left[:1]
+            for offer in begun:
+                self._place_offer(placement, offer, find(offer.parent), find_each(offer.keys))
+            left = [offer for offer in left if offer not in begun]
+
+    def _place_offer(self, placement: _Placement, offer: StoreOffer, before: int, found: Sequence[int | None]) -> None:
+        """Find slots for the absent chunks of an offer, up to the first that finds none. Mutates everything.
+
+        Args:
+            placement: the plan.
+            offer: the offer; no chunk is in it twice.
+            before: the slot of its parent, or ``NO_SLOT``.
+            found: by chunk, the slot of those that are there, and ``None``.
+        """
+        keys, missed, num_others = offer.keys, placement.missed, len(placement.keys)
+        # No more are deferred than will find a slot: a request that is longer than the tier is not offered for ever.
+        num_waiting = placement.num_waiting - len(placement.deferred)
+        at = 0
+        waits = missed.get(offer.parent)
+        while at < len(keys) and waits is None:
+            slot = found[at]
+            if slot is not None:
+                before, at = slot, at + 1
+                continue
+            end = _end_of_absent(keys, found, at, missed)
+            part = keys if end - at == len(keys) else keys[at:end]
+            num_placed, is_refused = self._place(placement, part, before)
+            at += num_placed
+            if num_placed:
+                before = placement.slots[-1]
+            if at < end:
+                waits, num_waiting = not is_refused, placement.num_waiting + num_others
+            elif at < len(keys):
+                waits = missed.get(keys[at])
+        if at < len(keys):
+            rest = [key for key, slot in zip(keys[at:], found[at:], strict=True) if slot is None and key not in missed]
+            deferred = rest[: max(0, num_waiting)] if waits else []
+            placement.deferred += deferred
+            missed.update(dict.fromkeys(rest, False))
+            missed.update(dict.fromkeys(deferred, True))
+
+    def _place(self, placement: _Placement, keys: Sequence[OffloadKey], before: int) -> tuple[int, bool]:
+        """Place the leading ones of absent chunks, consecutive in one prefix, behind the chunk in slot ``before``.
+
+        Evicts others if need be. Mutates everything. Returns how many were placed, and whether the policy refuses the rest.
+        """
+        table, policy, num_placed = self._table, self.policy, len(keys)
+        num_free, is_refused = table.num_free, False
+        if num_placed > num_free:
+            if not placement.is_full:
+                is_refused = policy.make_room(keys, before, num_placed - num_free)
+            num_placed = min(num_placed, table.num_free)
+            placement.is_full = not is_refused and num_placed < len(keys)
+        # Of chunks that may be offered again the policy learns then.
+        told = keys if is_refused or num_placed == len(keys) else keys[:num_placed]
+        placed = keys if num_placed == len(keys) else keys[:num_placed]
+        slots = table.take(num_placed) if placed else []
+        if placed:
+            table.place(placed, slots, before)
+            placement.keys += placed
+            placement.slots += slots
+        if told:
+            policy.add(told, before, slots)
+        return num_placed, is_refused
+
+    def _end_store(self, handle: SlotReservation, is_stored: bool) -> None:
+        self._writing.remove(handle)
+        if not is_stored:
+            self.policy.drop(handle.slots)
+            self._table.remove(handle.slots)
+        elif handle.keys:
+            self._table.publish(handle.slots)
+            self._generation += 1
+            if self._events is not None:
+                self._events.append(ChunksStored(tuple(handle.keys)))
+
+    # --- loads and removals -------------------------------------------------------------------------------------------
+
+    def _end_load(self, handle: ChunkPins, bad_keys: Sequence[OffloadKey]) -> None:
+        self._reading.remove(handle)
+        self._num_pins -= len(handle.keys)
+        # Another reader may have found the same chunks bad, and removed them; then they may even have been stored again.
+        slot_of = dict(zip(handle.keys, handle.slots, strict=True)) if bad_keys else {}
+        self._remove([slot_of[key] for key in bad_keys if self._table.find(key) == slot_of[key]])
+        self._table.unpin(handle.slots)
+
+    def _remove(self, slots: Sequence[int]) -> None:
+        """Remove ready chunks. Mutates policy, table, generation and events."""
+        if slots:
+            keys = self._table.keys_at(slots)
+            self.policy.drop(slots)
+            self._table.remove(slots)
+            self._note_removed(keys)
+
+    def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
+        self._generation += 1
+        self._num_removed += len(keys)
+        if self._events is not None and keys:
+            self._events.append(ChunksRemoved(tuple(keys)))
+
+
+def _end_of_absent(
+    keys: Sequence[OffloadKey], found: Sequence[int | None], at: int, missed: Mapping[OffloadKey | None, bool]
+) -> int:
+    """Return where a stretch of absent chunks that begins at ``at`` ends: before one that is there, or was missed."""
+    if not missed and found.count(None) == len(found):
+        return len(keys)  # nearly always
+    return next((end for end in range(at, len(keys)) if found[end] is not None or keys[end] in missed), len(keys))
+
+
+def _are_apart(offers: Sequence[StoreOffer]) -> bool:
+    """Whether no chunk is on offer twice, and no offer continues another: nearly always so."""
+    if len(offers) == 1 and len(offers[0].keys) == 1:
+        return True
+    names = set(chain.from_iterable(keys for keys, _ in offers))
+    return len(names) == sum(len(keys) for keys, _ in offers) and names.isdisjoint([parent for _, parent in offers])
+
+
+# --- makes managers ---------------------------------------------------------------------------------------------------
+
+
+def make_manager(policy: str, capacity: int, *, record_events: bool = False) -> TierManager:
+    """Make the manager of a tier.
+
+    Args:
+        policy: name of the eviction policy; see ``cargohold.cache.policies.find_policy``.
+        capacity: number of slots.
+        record_events: whether to record events for ``take_events``.
+
+    Raises:
+        ConfigError: there is no such policy, or no slot.
+    """
+    return TierManager(capacity, find_policy(policy), record_events=record_events)

@@ -1,0 +1,306 @@
+"""The lazy connector: copies cached blocks down shortly before they would be evicted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Final
+
+from cargohold.blocks import READY
+from cargohold.cache import make_manager
+from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import OffloadKey, StoreOffer
+from cargohold.cache.policies.recency import LRUPolicy
+from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
+from cargohold.connector.offloading.factory import OffloadingFactory, scheduler_side, tier_options
+from cargohold.connector.offloading.jobs import Store
+from cargohold.connector.offloading.messages import StoreJob
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.shared import Shared
+from cargohold.connector.offloading.stores import end_store, start_store
+from cargohold.connector.offloading.worker import OffloadingWorker
+from cargohold.errors import ConfigError, ContractError
+from cargohold.protocol import (
+    BlockIds,
+    KVCacheBlockView,
+    SchedulerContext,
+    SchedulerEnvironment,
+    StepView,
+    TransferOutcome,
+    WorkerEnvironment,
+)
+from cargohold.tiers import TierConfig
+from cargohold.units import is_positive_int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyOffloadConfig:
+    """Options for keeping blocks in host memory that the device is about to evict.
+
+    Checked when created; raises ``ConfigError``, which names the option. Moves far fewer bytes than eager offloading if most
+    blocks are used again before they are evicted; blocks that are evicted faster than they can be copied are lost.
+
+    Attributes:
+        host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
+        lookahead_blocks: number of blocks ahead of eviction that are kept safe. By default twice what one step can allocate.
+        policy: what host memory evicts; see ``OffloadConfig``. Blocks come without the blocks before them, so a policy that
+            learns from prefixes has little to learn.
+        max_inflight_fraction: fraction of the device pool that stores in flight may hold.
+        transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
+        job_timeout_s: nobody waits longer for a transfer to end on all workers, nor than half of the engine's
+            ``load_timeout_s``; its blocks and slots stay out of service until it ends.
+        tiers: the tiers below host memory, the fastest first; see ``OffloadConfig``.
+        restore: see ``OffloadConfig``.
+        restore_timeout_s: see ``OffloadConfig``.
+        shutdown_timeout_s: see ``OffloadConfig``.
+    """
+
+    host_bytes: int | str
+    lookahead_blocks: int | None = None
+    policy: str = LRUPolicy.name
+    max_inflight_fraction: float = 0.5
+    transfer_timeout_s: float = 30.0
+    job_timeout_s: float = 120.0
+    tiers: Sequence[TierConfig] = ()
+    restore: str = RESTORE_IF_FASTER
+    restore_timeout_s: float = 5.0
+    shutdown_timeout_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        self.common()
+        if self.lookahead_blocks is not None and not is_positive_int(self.lookahead_blocks):
+            raise ConfigError("lookahead_blocks", self.lookahead_blocks, "it must be an integer from 1, or None")
+
+    def common(self) -> OffloadConfig:
+        """Return the options that eager offloading has too, checked."""
+        return OffloadConfig(
+            host_bytes=self.host_bytes,
+            policy=self.policy,
+            max_inflight_fraction=self.max_inflight_fraction,
+            transfer_timeout_s=self.transfer_timeout_s,
+            job_timeout_s=self.job_timeout_s,
+            tiers=self.tiers,
+            restore=self.restore,
+            restore_timeout_s=self.restore_timeout_s,
+            shutdown_timeout_s=self.shutdown_timeout_s,
+        )
+
+    def lookahead(self, environment: SchedulerEnvironment) -> int:
+        """Return ``lookahead_blocks``, or its default for the engine's step size."""
+        if self.lookahead_blocks is not None:
+            return self.lookahead_blocks
+        return 2 * sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)
+
+
+# --- walks the free queue ahead of eviction ---------------------------------------------------------------------------
+
+
+class FreeQueueScout:
+    """Finds blocks that must be saved so that those that will be evicted next are *safe*: empty, or kept elsewhere.
+
+    ::
+
+        free queue   | safe | safe | safe | not safe | ? | ? | ...
+                      next                ^ cursor: behind the last block known to be safe
+                      victim
+
+    Allocation takes blocks from the left, so the stretch of safe blocks shrinks by as many, and the scout walks on from its
+    cursor until the stretch is ``lookahead`` long again. Safe blocks that are used again leave the stretch; if the block at the
+    cursor does, the walk goes on behind the safe block before it.
+
+    Args:
+        context: the engine's block pool.
+        is_kept: tells whether a block's KV is kept elsewhere, ready to be loaded.
+        lookahead: number of blocks ahead of eviction to keep safe.
+    """
+
+    def __init__(self, context: SchedulerContext, is_kept: Callable[[KVCacheBlockView], bool], lookahead: int) -> None:
+        self._context = context
+        self._is_kept = is_kept
+        self._lookahead = lookahead
+        # The safe blocks up to the cursor, with their block hashes when they were found safe.
+        self._safe: deque[tuple[KVCacheBlockView, bytes | None]] = deque()
+
+    def find_unsafe(self, limit: int) -> list[KVCacheBlockView]:
+        """Return the blocks within the lookahead that are not safe, next victim first; at most ``limit``.
+
+        The caller is expected to take them out of the free queue and to save them.
+        """
+        while self._safe and not self._is_still_there(*self._safe[0]):
+            self._safe.popleft()
+        if any(block.ref_cnt for block, _ in self._safe):
+            # Blocks that are used again will return to the tail of the queue.
+            self._safe = deque(entry for entry in self._safe if not entry[0].ref_cnt)
+        if limit < 1 or len(self._safe) >= self._lookahead:
+            return []
+        unsafe: list[KVCacheBlockView] = []
+        # All safe blocks are without references here, so they are in the queue, and the cursor is not stale.
+        for block in self._context.iter_free_blocks(after=self._safe[-1][0] if self._safe else None):
+            if block.block_hash is None or self._is_kept(block):
+                # Behind an unsafe block there is a hole in the stretch, until that block is saved and put back at the head.
+                if not unsafe:
+                    self._safe.append((block, block.block_hash))
+            else:
+                unsafe.append(block)
+            if len(self._safe) + len(unsafe) >= self._lookahead or len(unsafe) >= limit:
+                break
+        return unsafe
+
+    def note_saved(self, block: KVCacheBlockView) -> None:
+        """Note that a block was saved and put back at the head of the queue."""
+        if block.ref_cnt == 0:
+            self._safe.appendleft((block, block.block_hash))
+
+    @staticmethod
+    def _is_still_there(block: KVCacheBlockView, block_hash: bytes | None) -> bool:
+        return block.ref_cnt == 0 and block.block_hash == block_hash
+
+
+# --- stores of the lazy connector -------------------------------------------------------------------------------------
+
+
+class LazyStores:
+    """Stores blocks shortly before they would be evicted.
+
+    Args:
+        shared: the state that the connector's parts share; its context must be bound before the first step.
+        requests: the connector's requests, by id; they tell how many blocks the next step needs.
+        lookahead: number of blocks ahead of eviction that are kept safe.
+    """
+
+    def __init__(self, shared: Shared, requests: Mapping[str, RequestState], lookahead: int) -> None:
+        self._shared = shared
+        self._requests = requests
+        self._lookahead = lookahead
+        self._scout: FreeQueueScout | None = None
+
+    def begin_request(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> None:
+        """Do nothing: what the device has and the tier lacks is found when it comes near eviction."""
+
+    def plan(self, step: StepView) -> Iterator[StoreJob]:
+        """Yield the store of the blocks that would be evicted next.
+
+        Blocks are not free while they are copied. So many stay free as running requests need in the next step. If they found
+        none, some would be preempted, and all of their tokens computed again.
+        """
+        context = self._context()
+        if self._scout is None:
+            self._scout = FreeQueueScout(context, self._is_kept, self._lookahead)
+        blocks = self._scout.find_unsafe(self._shared.num_storable_blocks())
+        if blocks:
+            num_reserved = self._num_needed_next(step)
+            num_free = sum(1 for _ in islice(context.iter_free_blocks(), len(blocks) + num_reserved))
+            blocks = blocks[: max(0, num_free - num_reserved)]
+        if blocks:
+            yield from self._store(blocks, context)
+
+    def end(self, store: Store, outcome: TransferOutcome) -> None:
+        """End a store: put its blocks back at the head of the free queue, where they were. Saved ones can go without loss."""
+        end_store(self._shared, store, outcome)
+        context = self._context()
+        blocks = [context.get_block(block_id) for block_id in store.block_ids]  # the next victim first
+        context.free_blocks(blocks, evict_first=True)
+        if outcome is TransferOutcome.DONE and not store.is_spoiled and self._scout is not None:
+            for block in reversed(blocks):
+                self._scout.note_saved(block)
+
+    def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Do nothing: the request's blocks are found when they come near eviction."""
+
+    @property
+    def has_pending_work(self) -> bool:
+        """``False``: nothing is evicted while no request runs."""
+        return False
+
+    def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
+        """Yield the store of ``unsafe`` blocks, which are in eviction order.
+
+        Ends of prefixes are evicted before their beginnings, on the device and in host memory: what is stored first counts as
+        the oldest there. To which prefixes the blocks belong is not known.
+        """
+        by_key = {_key(block): block for block in unsafe}
+        handle = self._shared.manager.prepare_stores([StoreOffer((key,)) for key in by_key])
+        self._shared.stats["stores_deferred"] += bool(handle.deferred)
+        if not handle.keys:
+            handle.commit()
+            return
+        blocks = [by_key[key] for key in handle.keys]
+        context.touch(blocks)
+        block_ids = tuple(block.block_id for block in blocks)
+        # No request holds these blocks, so the store has no request ids.
+        store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)
+        yield start_store(self._shared, store, tuple(handle.slots))
+
+    def _num_needed_next(self, step: StepView) -> int:
+        """Return how many blocks the requests of this step may need in the next one: for a next token, or more of a prompt."""
+        num_blocks = 0
+        for share in step.scheduled:
+            num_tokens = self._requests[share.request_id].request.num_tokens
+            num_left = num_tokens - share.num_computed_tokens - share.num_scheduled_tokens
+            num_next = max(1, min(num_left, share.num_scheduled_tokens))
+            num_blocks += sum(-(-num_next // group.block_tokens) for group in self._shared.layout.groups)
+        return num_blocks
+
+    def _is_kept(self, block: KVCacheBlockView) -> bool:
+        return self._shared.manager.lookup([_key(block)])[0] == READY
+
+    def _context(self) -> SchedulerContext:
+        if self._shared.context is None:
+            raise ContractError("lazy", "the engine gives no view of its block pool, which lazy offloading walks")
+        return self._shared.context
+
+
+def _key(block: KVCacheBlockView) -> OffloadKey:
+    assert block.block_hash is not None and block.group_id is not None, "an empty block needs no copy"
+    return offload_key(block.block_hash, block.group_id)
+
+
+# --- makes both sides of the lazy offloading connector ----------------------------------------------------------------
+
+_NAME: Final = "lazy"
+"""Name of both sides: a composed connector puts it in front of their counters."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyOffloadingFactory:
+    """Makes the lazy offloading connector. Satisfies ``cargohold.protocol.KVConnectorFactory``.
+
+    Loads, the worker side and the manager of host memory are those of the eager connector. What differs is which blocks are
+    stored, and when.
+
+    Attributes:
+        config: options.
+    """
+
+    config: LazyOffloadConfig
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        """Make the scheduler side. Raises ``ConfigError`` if host memory cannot hold a block, or prefix caching is off."""
+        if not environment.prefix_caching:
+            raise ConfigError(
+                "prefix_caching", value=False, expected="lazy offloading keeps what the prefix cache evicts"
+            )
+        common = self.config.common()
+        num_slots = OffloadingFactory(common).num_slots(environment.layout)
+        host = make_manager(common.policy, num_slots, record_events=environment.emits_events)
+        scheduler = scheduler_side(
+            common,
+            environment,
+            host,
+            tier_options(common, environment.layout),
+            make_stores=partial(LazyStores, lookahead=self.config.lookahead(environment)),
+        )
+        scheduler.name = _NAME
+        return scheduler
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        """Make the worker side, which is the eager connector's under another name."""
+        worker = OffloadingFactory(self.config.common()).make_worker_side(environment)
+        worker.name = _NAME
+        return worker

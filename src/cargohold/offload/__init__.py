@@ -1,1 +1,0 @@
-"""Where KV lives below the accelerator."""

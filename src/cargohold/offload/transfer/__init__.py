@@ -1,8 +1,0 @@
-"""Workers' copies between paged KV and a tier.
-
-``factory`` picks the implementation for a device. It is not imported here, because it imports torch.
-"""
-
-from cargohold.offload.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
-
-__all__ = ["CopyJob", "CopyResult", "Direction", "TransferWorker"]

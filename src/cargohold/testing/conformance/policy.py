@@ -1,0 +1,309 @@
+"""The conformance suite for replacement policies: tests of what every policy must do, to be inherited."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+from typing import ClassVar
+
+import pytest
+
+from cargohold.blocks import READY
+from cargohold.cache import LoadHandle, OffloadKey, StoreHandle, StoreOffer, TierManager
+from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
+from cargohold.cache.policies import Newcomers, ReplacementPolicy
+from cargohold.testing.conformance.chunks import Tree
+from cargohold.testing.conformance.chunks import key as key_of
+
+NUM_OPERATIONS = 250
+
+
+class PolicyConformance(ABC):
+    """Tests a policy inside a tier's manager, with every invariant checked after every operation.
+
+    Attributes:
+        num_seeds: random streams of operations per test.
+    """
+
+    num_seeds: ClassVar[int] = 6
+
+    @abstractmethod
+    def policy(self, table: ChunkTable) -> ReplacementPolicy:
+        """A new policy for a table of chunks."""
+
+    def strict(self, table: ChunkTable) -> ReplacementPolicy:
+        """A new policy whose every answer is checked."""
+        return StrictPolicy(self.policy(table))
+
+    # --- any traffic --------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("capacity", [1, 2, 5, 30])
+    def test_any_traffic_keeps_every_rule(self, capacity: int) -> None:
+        """Victims hold chunks, are not busy, named once, and no more than asked for; the policy knows the slots in use."""
+        for seed in range(self.num_seeds):
+            traffic = _Traffic(self.strict, capacity, seed)
+            for _ in range(NUM_OPERATIONS):
+                traffic.move()
+                traffic.manager.check()
+            traffic.settle()
+            traffic.manager.check()
+
+    def test_the_same_traffic_has_the_same_victims(self) -> None:
+        """Two policies that see the same operations evict the same chunks: decisions depend on nothing but history."""
+        for seed in range(self.num_seeds):
+            left, right = (_Traffic(self.policy, 12, seed) for _ in range(2))
+            for _ in range(NUM_OPERATIONS):
+                left.move()
+                right.move()
+                assert left.manager.take_events() == right.manager.take_events(), "the same traffic has other victims"
+
+    def test_no_prefix_has_holes(self) -> None:
+        """No chunk stays while the one before it in its prefix is gone: chunks behind such a hole could never be used."""
+        for seed in range(self.num_seeds):
+            traffic = _Traffic(self.policy, 15, seed, all_goes_well=True)
+            for _ in range(NUM_OPERATIONS):
+                traffic.move()
+                states = dict(zip(traffic.tree.keys, traffic.manager.lookup(traffic.tree.keys), strict=True))
+                for key, parent in traffic.tree.parents.items():
+                    assert states[key] != READY or states[parent] == READY, (
+                        "a chunk is there, and the one before is not"
+                    )
+
+    # --- one thing at a time ------------------------------------------------------------------------------------------
+
+    def test_what_fits_stays(self) -> None:
+        """As long as the tier has free slots, the policy evicts nothing."""
+        tree = Tree(Random(1))  # noqa: S311  # repeatable, on purpose
+        manager = TierManager(len(tree.keys), self.policy)
+        for path in tree.paths:
+            _store(manager, path)
+        assert manager.lookup(tree.keys) == bytes([READY]) * len(tree.keys)
+
+    def test_idle_chunks_make_room_or_are_worth_more(self) -> None:
+        """While no chunk is busy, every chunk on offer gets a slot or is refused for good; none is deferred."""
+        for seed in range(self.num_seeds):
+            traffic = _Traffic(self.strict, 6, seed)
+            for _ in range(NUM_OPERATIONS // 4):
+                traffic.settle()
+                handle = traffic.manager.prepare_store(traffic.tree.any_path(traffic.random))
+                assert not handle.deferred, "nothing is in use, and yet chunks are deferred"
+                handle.commit()
+
+    @pytest.mark.parametrize("capacity", [4, 8, 16])
+    def test_offers_that_come_together_spare_each_others_prefixes(self, capacity: int) -> None:
+        """Of several offers that come together, none gets a slot whose chunk is in front of another offer in its prefix."""
+        for seed in range(self.num_seeds):
+            traffic = _Traffic(self.strict, capacity, seed, all_goes_well=True)
+            for _ in range(NUM_OPERATIONS // 2):
+                traffic.store_several()
+                traffic.manager.check()
+
+    @pytest.mark.parametrize("is_written", [False, True])
+    def test_what_is_busy_has_offers_come_again(self, *, is_written: bool) -> None:
+        """While all chunks are being written or read, chunks on offer are deferred; once that has ended, they are stored.
+
+        Without ``admit_all``, which the test calls, a policy might refuse them for good because others are worth more.
+        """
+        held = [key_of(f"held {depth}") for depth in range(6)]
+        late = [StoreOffer([key_of(f"late {number} {depth}") for depth in range(2)]) for number in range(2)]
+        manager = TierManager(len(held), self.strict)
+        manager.admit_all()
+        writing = manager.prepare_store(held)
+        if is_written:
+            writing.commit()
+        reading = manager.prepare_load(held) if is_written else None
+        refused = manager.prepare_stores(late)
+        wanted = [chunk for offer in late for chunk in offer.keys]
+        assert sorted(refused.deferred) == sorted(wanted), "everything is in use, and yet chunks are refused for good"
+        refused.commit()
+        if reading is None:
+            writing.commit()
+        else:
+            reading.release()
+        again = manager.prepare_stores(late)
+        assert sorted(again.keys) == sorted(wanted), "nothing is in use any more, and yet chunks find no slot"
+        again.commit()
+
+    def test_clearing_forgets_all_slots(self) -> None:
+        """After a reset, the policy knows of no slot in use, and the tier can be filled again."""
+        traffic = _Traffic(self.policy, 10, seed=1)
+        for _ in range(3):
+            for _ in range(60):
+                traffic.move()
+            traffic.settle()
+            assert traffic.manager.reset()
+            traffic.manager.check()
+            assert traffic.manager.num_ready == 0
+
+    def test_it_has_a_name(self) -> None:
+        """The policy has a name, by which users choose it."""
+        assert self.policy(ChunkTable(4)).name
+
+
+class StrictPolicy(ReplacementPolicy):
+    """Wraps a policy, and asserts that it keeps the rules of the policy port.
+
+    Args:
+        inner: the policy.
+    """
+
+    name: ClassVar[str] = "strict"
+
+    def __init__(self, inner: ReplacementPolicy) -> None:
+        super().__init__(inner.table)
+        self._inner = inner
+
+    def admit_all(self) -> None:
+        """Pass on."""
+        self._inner.admit_all()
+
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
+        """Pass on."""
+        before = list(slots)
+        self._inner.touch(slots, is_whole=is_whole)
+        assert list(slots) == before, "touch changed its argument"
+
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
+        """Pass on, and check what was evicted."""
+        table, num_free = self.table, self.table.num_free
+        with self._evicts_rightly([parent], num_slots):
+            refused: object = self._inner.make_room(keys, parent, num_slots)  # whatever an untyped policy answers
+        assert isinstance(refused, bool), f"the answer is whether the rest is refused, not {refused!r}"
+        if table.num_free - num_free < num_slots and not refused:
+            # Some idle chunks may have to stay as well: those in front of a busy one in its prefix.
+            assert any(table.pins) or not table.num_ready, "nothing is in use, and yet the answer is to ask again"
+        return refused
+
+    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:
+        """Pass on, and check what was evicted."""
+        with self._evicts_rightly([parent for _, parent in newcomers], num_slots):
+            self._inner.make_room_ahead(newcomers, num_slots)
+
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
+        """Pass on."""
+        self._inner.add(keys, parent, slots)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Pass on."""
+        self._inner.drop(slots)
+
+    def clear(self) -> None:
+        """Pass on."""
+        self._inner.clear()
+
+    def check(self) -> None:
+        """Pass on to the policy's own check."""
+        try:
+            self._inner.check()
+        except AssertionError as error:
+            used = f"slots {[slot for slot, key in enumerate(self.table.keys) if key is not None]} are in use"
+            raise AssertionError(f"the policy's own check fails: {used}; {error}".rstrip("; ")) from error
+
+    @contextmanager
+    def _evicts_rightly(self, parents: Sequence[int], num_slots: int) -> Iterator[None]:
+        """Assert that what is evicted meanwhile is no more than is wanted, and not in front of newcomers behind ``parents``."""
+        table = self.table
+        pins, num_free, num_evicted = list(table.pins), table.num_free, len(table.evicted)
+        in_front = {key for parent in parents if parent != NO_SLOT for key in table.keys_at(table.ancestors(parent))}
+        yield
+        table.check()
+        assert table.pins == pins, "the policy changed pins"
+        assert table.num_free - num_free == len(table.evicted) - num_evicted <= num_slots, (
+            f"{table.num_free - num_free} slots were freed for {num_slots}, {len(table.evicted) - num_evicted} by eviction"
+        )
+        assert in_front.isdisjoint(table.evicted), "a chunk is evicted for what comes behind it"
+
+
+class _Traffic:
+    """A random stream of operations on a tier's manager.
+
+    Args:
+        policy: makes the policy under test.
+        capacity: slots of the tier.
+        seed: seed of the random numbers.
+        all_goes_well: whether stores never fail and chunks are never found corrupt: both leave holes in prefixes that are not
+            the policy's doing.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[ChunkTable], ReplacementPolicy],
+        capacity: int,
+        seed: int,
+        *,
+        all_goes_well: bool = False,
+    ) -> None:
+        self.random = Random(seed)  # noqa: S311  # repeatable, on purpose
+        self.tree = Tree(Random(seed))  # noqa: S311  # repeatable, on purpose
+        self.manager = TierManager(capacity, policy, record_events=True)
+        self._all_goes_well = all_goes_well
+        self._stores: list[StoreHandle] = []
+        self._loads: list[LoadHandle] = []
+
+    def move(self) -> None:
+        """Carry out one random operation."""
+        match self.random.randrange(7):
+            case 0 | 1:
+                self._store()
+            case 2:
+                self.manager.touch(self.tree.any_path(self.random))
+            case 3:
+                self._load()
+            case 4 if self._stores:
+                self._end_store(self._stores.pop(self.random.randrange(len(self._stores))))
+            case 5 if self._loads:
+                self._end_load(self._loads.pop(self.random.randrange(len(self._loads))))
+            case 6:
+                self.store_several()
+            case _:
+                pass
+
+    def settle(self) -> None:
+        """End all stores and loads in flight."""
+        while self._stores:
+            self._end_store(self._stores.pop())
+        while self._loads:
+            self._end_load(self._loads.pop())
+
+    def _store(self) -> None:
+        path = self.tree.any_path(self.random)
+        first = 0 if self._all_goes_well else self.random.choice((0, 0, self.random.randrange(len(path))))
+        handle = self.manager.prepare_store(path[first:], path[first - 1] if first else None)
+        self._stores.append(handle)
+        if self._all_goes_well:
+            self._end_store(self._stores.pop())
+
+    def store_several(self) -> None:
+        """Store for several requests at once, as one step does: each continues its prefix, often by a single chunk."""
+        offers = []
+        for _ in range(self.random.randint(2, 4)):
+            path = self.tree.any_path(self.random)
+            at = len(self.manager.lookup_run(path))
+            end = at + self.random.choice((1, 1, len(path)))
+            if at < len(path):
+                offers.append(StoreOffer(path[at:end], path[at - 1] if at else None))
+        self._stores.append(self.manager.prepare_stores(offers))
+        if self._all_goes_well:
+            self._end_store(self._stores.pop())
+
+    def _load(self) -> None:
+        path = self.tree.any_path(self.random)
+        there = self.manager.lookup_run(path)
+        if there:
+            self._loads.append(self.manager.prepare_load(path[: len(there)]))
+
+    def _end_store(self, handle: StoreHandle) -> None:
+        if self._all_goes_well or self.random.random() < 0.8:
+            handle.commit()
+        else:
+            handle.forfeit()
+
+    def _end_load(self, handle: LoadHandle) -> None:
+        is_bad = not self._all_goes_well and self.random.random() < 0.1
+        handle.release([handle.keys[-1]] if is_bad else [])
+
+
+def _store(manager: TierManager, path: list[OffloadKey]) -> None:
+    manager.prepare_store(path).commit()

@@ -1,0 +1,213 @@
+"""Connectors to simulate, by name: single, composed or nested ones, each with tiers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from types import MappingProxyType
+from typing import Any, Final
+
+from cargohold.cache.policies import POLICIES
+from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
+from cargohold.connector.options import named_factory
+from cargohold.importing import search_current_directory
+from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
+from cargohold.testing.simulation.lower import MediumPlan
+from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """An offloading connector and its tier.
+
+    Attributes:
+        num_slots: chunks that the tier holds.
+        lookahead: blocks ahead of eviction that a lazy connector copies; ``None`` for an eager one.
+        options: fields of ``OffloadConfig``.
+        lower: tiers below host memory. If there are none, the tier itself outlives engines.
+    """
+
+    num_slots: int
+    lookahead: int | None
+    options: Mapping[str, Any]
+    lower: tuple[MediumPlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorPlan:
+    """A connector to be made.
+
+    Attributes:
+        name: as on the command line.
+        tiers: its offloading connectors, most preferred first.
+        nesting: how connectors are composed. Each number, in order, replaces that many at the end of the list by one that is
+            composed of them; empty for a single connector.
+        custom: users' own connectors, preferred to those with tiers.
+        with_context: whether the engine gives the connector a view of its pool.
+        applies_locks: whether the engine applies locks.
+    """
+
+    name: str
+    tiers: tuple[TierPlan, ...]
+    nesting: tuple[int, ...] = ()
+    with_context: bool = True
+    applies_locks: bool = True
+    custom: tuple[KVConnectorFactory, ...] = ()
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Whether there are tiers below host memory."""
+        return any(tier.lower for tier in self.tiers)
+
+    @property
+    def restores_if_faster(self) -> bool:
+        """Whether there are tiers below host memory, and chunks are restored from them only if that is faster."""
+        return any(tier.lower and tier.options["restore"] == RESTORE_IF_FASTER for tier in self.tiers)
+
+    @property
+    def holds_copies(self) -> bool:
+        """Whether the connector can hold blocks while they are copied."""
+        return self.with_context or self.applies_locks
+
+    def build(
+        self,
+        make_tier: Callable[[TierPlan], KVConnectorFactory],
+        wrap: Callable[[KVConnectorFactory], KVConnectorFactory] = lambda factory: factory,
+    ) -> KVConnectorFactory:
+        """Make the factory of the planned connector.
+
+        Args:
+            make_tier: makes the factory of a connector with a tier; called in the order of ``tiers``.
+            wrap: wraps the factories of connectors that are not composed of others.
+        """
+        factories = [wrap(factory) for factory in (*self.custom, *map(make_tier, self.tiers))]
+        for count in self.nesting:
+            factories[-count:] = [MultiConnectorFactory(tuple(factories[-count:]))]
+        return factories[0] if factories else NULL_CONNECTOR
+
+    def describe(self) -> str:
+        """A description in a few lines, for people."""
+        context = "a view of the pool" if self.with_context else "no view of the pool"
+        locks = "" if self.with_context else f", locks {'applied' if self.applies_locks else 'not applied'}"
+        composed = f", composed {'+'.join(map(str, self.nesting))}" if self.nesting else ""
+        lines = [f"{self.name}, with {context}{locks}{composed}"]
+        for tier in self.tiers:
+            kind = "eager" if tier.lookahead is None else f"lazy, {tier.lookahead} blocks ahead"
+            options = "".join(f", {name}={option}" for name, option in tier.options.items())
+            lines.append(f"  {kind}: {tier.num_slots} slots{options}")
+            lines += [f"    above {medium.describe()}" for medium in tier.lower]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The tiers of a named connector, and how their connectors are composed."""
+
+    is_lazy: Sequence[bool]
+    nesting: tuple[int, ...] = ()
+    with_context: bool = True
+    applies_locks: bool = True
+    has_lower: bool = False
+
+
+CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
+    {
+        "none": _Kind(()),
+        "eager": _Kind((False,)),
+        "eager-locks": _Kind((False,), with_context=False),
+        "eager-requests": _Kind((False,), with_context=False, applies_locks=False),
+        "lazy": _Kind((True,)),
+        "multi": _Kind((False, True), (2,)),
+        "multi-locks": _Kind((False, False), (2,), with_context=False),
+        "multi-requests": _Kind((False, False), (2,), with_context=False, applies_locks=False),
+        "nested": _Kind((False, False, True), (2, 2)),
+        "tiered": _Kind((False,), has_lower=True),
+        "tiered-requests": _Kind((False,), with_context=False, applies_locks=False, has_lower=True),
+        "multi-tiered": _Kind((False, True), (2,), has_lower=True),
+    }
+)
+"""Connectors by their names on the command line."""
+
+
+def needs_prefix_cache(name: str) -> bool:
+    """Whether a named connector needs a prefix cache: lazy ones keep what it evicts."""
+    return name in CONNECTORS and any(CONNECTORS[name].is_lazy)
+
+
+def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix_caching: bool) -> ConnectorPlan:
+    """Draw a plan for the connector of that name, or for any.
+
+    Args:
+        random: source of random numbers.
+        name: a key of ``CONNECTORS``, ``MODULE:FACTORY``, or ``any``.
+        options: values that must not be drawn: ``tier_slots``, ``blocks_per_chunk``, ``eviction``, ``restore``.
+        prefix_caching: whether the engine has a prefix cache. If not, lazy connectors are left out of ``any``.
+    """
+    if ":" in name:
+        return ConnectorPlan(name, (), with_context=random.random() < 0.7, custom=(custom_factory(name),))
+    if name not in CONNECTORS:
+        usable = [name for name in CONNECTORS if prefix_caching or not needs_prefix_cache(name)]
+        name = random.choice(usable)
+    kind = CONNECTORS[name]
+    tiers = tuple(_draw_tier(random, is_lazy, options) for is_lazy in kind.is_lazy)
+    if kind.has_lower:
+        tiers = (_with_lower(random, tiers[0], options), *tiers[1:])
+    return ConnectorPlan(name, tiers, kind.nesting, kind.with_context, kind.applies_locks)
+
+
+def custom_factory(name: str) -> KVConnectorFactory:
+    """The factory that ``MODULE:FACTORY`` names, see ``named_factory``. Modules in the current directory are found, too.
+
+    Raises:
+        ConfigError: it cannot be imported, or is none.
+    """
+    search_current_directory()
+    return named_factory(name)
+
+
+def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> TierPlan:
+    slots = options.get("tier_slots", random.choice((random.randint(1, 10), random.randint(4, 60), 200)))
+    common = {
+        "max_inflight_fraction": random.choice((0.1, 0.5, 0.5, 1.0)),
+        "transfer_timeout_s": random.choice((0.5, 3.0, 30.0)),
+        "job_timeout_s": 60.0,
+    }
+    if is_lazy:
+        return TierPlan(slots, random.choice((1, 4, 12, 40)), common)
+    eager = {
+        "policy": options.get("eviction", random.choice(sorted(POLICIES))),
+        "blocks_per_chunk": options.get("blocks_per_chunk", random.choice((1, 1, 2, 3))),
+        "store_generated": random.random() < 0.8,
+    }
+    return TierPlan(slots, None, {**common, **eager})
+
+
+def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> TierPlan:
+    # From a source of its own, so that seeds which have found something still draw the same otherwise.
+    aside = Random(str(tier))  # noqa: S311  # repeatable, on purpose
+    media = tuple(
+        MediumPlan(
+            TierOptions(
+                name=name,
+                admission=Admission.ALL if random.random() < 0.7 else Admission.REUSED,
+                write_mode=WriteMode.THROUGH if random.random() < 0.7 else WriteMode.BACK,
+                max_daily_chunks=random.choice((None, None, None, 40)),
+                max_inflight_chunks=random.choice((1, 4, 64)),
+                has_index=random.random() < 0.5,
+                num_asked_at_once=aside.choice((None, 1, 4)),
+            ),
+            max_chunks=random.choice((random.randint(1, 20), 1000, 1000)),
+            latency_s=random.choice((0.0, 0.01, 0.1)),
+            chunk_s=random.choice((0.0, 0.002, 0.02)),
+        )
+        for name in ("disk", "shared")[: random.randint(1, 2)]
+    )
+    restoring = {
+        "restore": options.get("restore", random.choice((RESTORE_ALWAYS, RESTORE_ALWAYS, RESTORE_IF_FASTER))),
+        "restore_timeout_s": random.choice((0.05, 0.5, 5.0)),
+    }
+    # Less room than a tier without lower tiers has: otherwise, nothing would ever have to be brought up.
+    num_slots = min(tier.num_slots, random.randint(3, 20))
+    return replace(tier, num_slots=num_slots, options={**tier.options, **restoring}, lower=media)

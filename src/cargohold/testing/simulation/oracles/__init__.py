@@ -1,0 +1,26 @@
+"""Oracles: checks of what must always hold in a simulated engine."""
+
+from cargohold.testing.simulation.oracles.base import Oracle, OracleError
+from cargohold.testing.simulation.oracles.blocks import CopyOracle, EventOracle, Index, PoolOracle
+from cargohold.testing.simulation.oracles.patience import PatienceOracle
+from cargohold.testing.simulation.oracles.requests import ContainmentOracle, Expectation, RequestOracle, StatsOracle
+from cargohold.testing.simulation.oracles.tiers import LimitOracle, LookUpOracle, TierOracle
+from cargohold.testing.simulation.oracles.wishes import WishOracle
+
+__all__ = [
+    "ContainmentOracle",
+    "CopyOracle",
+    "EventOracle",
+    "Expectation",
+    "Index",
+    "LimitOracle",
+    "LookUpOracle",
+    "Oracle",
+    "OracleError",
+    "PatienceOracle",
+    "PoolOracle",
+    "RequestOracle",
+    "StatsOracle",
+    "TierOracle",
+    "WishOracle",
+]

@@ -1,0 +1,270 @@
+"""The interface of an engine replica for a run, its oracles and its timeline: with our scheduler in it, or with vLLM's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from cargohold.connector.multi import MultiConnectorScheduler
+from cargohold.connector.offloading import OffloadingScheduler
+from cargohold.engine.core.config import SchedulerConfig
+from cargohold.engine.core.request import Request
+from cargohold.engine.core.scheduler import RequestUpdate
+from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.protocol import (
+    ConnectorGuard,
+    ForwardingScheduler,
+    KVCacheBlockView,
+    KVCacheLayout,
+    KVConnectorScheduler,
+    KVEvent,
+)
+from cargohold.testing.simulation.transfers import CopiesInFlight
+
+
+class ReplicaPool(Protocol):
+    """The device pool. ``CopyOracle`` replaces ``allocate`` by a function of its own."""
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, the null block included."""
+        ...
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Without the null block."""
+        ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Number of free blocks."""
+        ...
+
+    @property
+    def num_cached_prefixes(self) -> int:
+        """Prefixes that can be found."""
+        ...
+
+    def get_block(self, block_id: int) -> KVCacheBlockView:
+        """One block."""
+        ...
+
+    def allocate(self, num_blocks: int) -> Sequence[KVCacheBlockView]:
+        """Allocate blocks. There is no other way in which blocks are given out."""
+        ...
+
+
+class ReplicaCache(Protocol):
+    """The manager of the requests' blocks."""
+
+    @property
+    def pool(self) -> ReplicaPool:
+        """The device pool."""
+        ...
+
+    def reference_counts(self) -> Counter[int]:
+        """References that requests hold, per block."""
+        ...
+
+    def check(self) -> None:
+        """Verify that no block is lost. Raises ``AssertionError``."""
+        ...
+
+
+class WaitingRequest(Protocol):
+    """A request that waits."""
+
+    @property
+    def request_id(self) -> str:
+        """Its id."""
+        ...
+
+
+class ReplicaScheduler(Protocol):
+    """The scheduler."""
+
+    @property
+    def kv(self) -> ReplicaCache:
+        """The requests' blocks."""
+        ...
+
+    @property
+    def connector(self) -> ConnectorGuard:
+        """The connector, contained."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether another step is needed."""
+        ...
+
+    def waiting_requests(self) -> Iterable[WaitingRequest]:
+        """Requests that are not running, for the timeline."""
+        ...
+
+    def reset_cache(self) -> bool:
+        """Forget everything cached; ``False`` if something is in the way."""
+        ...
+
+    def take_events(self) -> Iterable[KVEvent]:
+        """KV events of device pool and tiers since the last call, in order per medium."""
+        ...
+
+    def check_settled(self) -> None:
+        """Verify that nothing is left behind once all work is done. Raises ``AssertionError`` naming what is."""
+        ...
+
+
+class Replica(Protocol):
+    """An engine replica in virtual time, checked for wrong tokens in every step.
+
+    Attributes:
+        on_update: called with each update of a request.
+    """
+
+    on_update: Callable[[RequestUpdate], None]
+
+    @property
+    def layout(self) -> KVCacheLayout:
+        """The paged KV cache."""
+        ...
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Its limits and policies."""
+        ...
+
+    @property
+    def scheduler(self) -> ReplicaScheduler:
+        """Its scheduler."""
+        ...
+
+    @property
+    def copies(self) -> Sequence[CopiesInFlight]:
+        """Per rank, the copies in flight."""
+        ...
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """All requests so far, by id."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made."""
+        ...
+
+    @property
+    def last_step(self) -> tuple[SchedulerStep, StepOutput]:
+        """The step made last, or being made, and its output."""
+        ...
+
+    @property
+    def dedupes_blocks(self) -> bool:
+        """Whether the device pool keeps each prefix at most once."""
+        ...
+
+    @property
+    def shares_loads(self) -> bool:
+        """Whether blocks loaded for one request are found by others on the device."""
+        ...
+
+    @property
+    def shares_load_ends(self) -> bool:
+        """Whether at least those are found with which others can continue where the load ends."""
+        ...
+
+    @property
+    def num_half_reported(self) -> int:
+        """Transfers that some workers have reported and others have not."""
+        ...
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_tokens: int = 1,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> object:
+        """Queue a request. Raises ``RequestError`` if it is refused."""
+        ...
+
+    def load_weights(self, version: int) -> None:
+        """Compute KV with another version of the weights from now on."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request."""
+        ...
+
+    def step(self) -> tuple[SchedulerStep, StepOutput]:
+        """Make one step. Raises ``WrongTokenError`` if a request reads wrong KV in it."""
+        ...
+
+    def cached_prefixes(self) -> set[tuple[bytes, int | None]]:
+        """Hash and group of every prefix that the device pool can find."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop the replica."""
+        ...
+
+
+# --- finds the connectors that an engine's connector is made of -------------------------------------------------------
+
+
+def walk(
+    connector: KVConnectorScheduler, guards: Sequence[ConnectorGuard] = ()
+) -> Iterator[tuple[KVConnectorScheduler, Sequence[ConnectorGuard]]]:
+    """Yield ``connector`` and all connectors inside it, outer ones first, each with the guards around it, outermost first."""
+    yield connector, guards
+    for inner in _parts(connector):
+        yield from walk(inner, [*guards, connector] if isinstance(connector, ConnectorGuard) else guards)
+
+
+def offloading_sides(connector: KVConnectorScheduler) -> Iterator[tuple[OffloadingScheduler, Sequence[ConnectorGuard]]]:
+    """Every offloading connector inside ``connector``, with the guards around it, outermost first."""
+    return ((side, guards) for side, guards in walk(connector) if isinstance(side, OffloadingScheduler))
+
+
+def live_sides(connector: KVConnectorScheduler) -> list[OffloadingScheduler]:
+    """Every offloading connector inside ``connector`` that is not turned off, and no connector around it either."""
+    return [side for side, guards in offloading_sides(connector) if all(guard.broken is None for guard in guards)]
+
+
+def guards_of(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
+    """Every guard around or inside ``connector``."""
+    return [guard for guard, _ in walk(connector) if isinstance(guard, ConnectorGuard)]
+
+
+def innermost_guards(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
+    """For every connector that is made of no others, the guard closest around it."""
+    return [guards[-1] for part, guards in walk(connector) if guards and not _parts(part)]
+
+
+def num_stuck_jobs(connector: KVConnectorScheduler) -> int:
+    """How many jobs of connectors that are not turned off have not ended in time, and may never end."""
+    return sum(side.jobs.num_stuck for side in live_sides(connector))
+
+
+def forget_engine(connector: KVConnectorScheduler) -> None:
+    """End the jobs of a connector whose process has died, so that its tiers give up their pins and reservations."""
+    for side, _ in offloading_sides(connector):
+        for load in list(side.jobs.loads()):
+            load.handle.release()
+        for store in list(side.jobs.stores()):
+            store.handle.forfeit()
+
+
+def _parts(connector: KVConnectorScheduler) -> Sequence[KVConnectorScheduler]:
+    match connector:
+        case ConnectorGuard() | ForwardingScheduler():
+            return [connector.inner]
+        case MultiConnectorScheduler():
+            return connector.children
+        case _:
+            return []

@@ -1,0 +1,194 @@
+"""Transfers whose copies a test controls, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cargohold.protocol import Clock, TransferOutcome
+from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+
+ByteRows = npt.NDArray[np.uint8]
+
+
+def as_array(region: Any) -> ByteRows:
+    """The same memory as a numpy array. Regions may be tensors, if the engine has connectors that need these."""
+    array: ByteRows = region if isinstance(region, np.ndarray) else region.numpy()
+    return array
+
+
+class HeldTransfers(TransferWorker):
+    """Carries out each job at the next poll, or only when told to: then the test decides when and how it ends.
+
+    Args:
+        region: the paged KV, as bytes.
+        rows: the tier's memory.
+        clock: virtual time.
+        auto: whether jobs are carried out at the next poll, without being told to.
+    """
+
+    def __init__(self, region: ByteRows, rows: ByteRows, clock: Clock, *, auto: bool = True) -> None:
+        self._region = region
+        self._rows = rows
+        self._clock = clock
+        self.auto = auto
+        self.pending: list[CopyJob] = []
+        self._submitted: dict[int, float] = {}
+        self._results: list[CopyResult] = []
+        self.on_copy: Callable[[CopyJob], None] = lambda _: None
+
+    def submit(self, job: CopyJob) -> None:
+        """Remember the job."""
+        self.pending.append(job)
+        self._submitted[job.job_id] = self._clock()
+
+    def complete(
+        self, job: CopyJob, outcome: TransferOutcome = TransferOutcome.DONE, bad_blocks: Iterable[int] = ()
+    ) -> None:
+        """Carry out a pending job now, or end it with another outcome without copying. ``bad_blocks`` are reported."""
+        self.pending.remove(job)
+        if outcome is TransferOutcome.DONE:
+            self.on_copy(job)
+            blocks, rows = list(job.block_ids), list(job.rows)
+            if job.direction is Direction.LOAD:
+                self._region[blocks] = self._rows[rows]
+            else:
+                self._rows[rows] = self._region[blocks]
+        duration_s = self._clock() - self._submitted.pop(job.job_id)
+        self._results.append(CopyResult(job, outcome, frozenset(bad_blocks), duration_s))
+
+    def poll(self) -> list[CopyResult]:
+        """Results of the jobs that ended since the last call."""
+        if self.auto:
+            for job in list(self.pending):
+                self.complete(job)
+        results, self._results = self._results, []
+        return results
+
+    def finish_stores(self) -> None:
+        """Carry out the pending stores."""
+        for job in list(self.pending):
+            if job.direction is Direction.STORE:
+                self.complete(job)
+
+    def shutdown(self) -> None:
+        """Abandon all pending jobs."""
+        for job in list(self.pending):
+            self.complete(job, TransferOutcome.ABANDONED)
+
+
+# --- keeps track of the blocks of one worker's paged KV that copies are reading or writing ----------------------------
+
+
+class CopyConflictError(AssertionError):
+    """A block was written while a copy read it, or read or reused while a copy wrote it."""
+
+
+class CopiesInFlight:
+    """The copies of one worker that have begun and have not been reported as ended.
+
+    Args:
+        rank: the worker, for messages.
+
+    Attributes:
+        num_jobs: number of copies in flight; with 0, callers can skip the checks.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._read: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+        self.num_jobs = 0
+
+    def begin(self, job: CopyJob) -> None:
+        """Note that a copy begins. Raises ``CopyConflictError`` if it conflicts with another one."""
+        is_load = job.direction is Direction.LOAD
+        what = f"a {job.direction.value} (job {job.job_id})"
+        self._check(job.block_ids, self._written, f"{what} touches", "a load is writing")
+        if is_load:
+            self._check(job.block_ids, self._read, f"{what} overwrites", "a store is reading")
+        counts = self._written if is_load else self._read
+        for block_id in job.block_ids:
+            counts[block_id] = counts.get(block_id, 0) + 1
+        self.num_jobs += 1
+
+    def end(self, job: CopyJob) -> None:
+        """Note that a copy has ended and that this was reported."""
+        counts = self._written if job.direction is Direction.LOAD else self._read
+        for block_id in job.block_ids:
+            if counts[block_id] == 1:
+                del counts[block_id]
+            else:
+                counts[block_id] -= 1
+        self.num_jobs -= 1
+
+    def check_read(self, block_ids: Iterable[int], request_id: str) -> None:
+        """Raise ``CopyConflictError`` if a forward pass must not read these blocks."""
+        self._check(block_ids, self._written, f"request {request_id} reads", "a load is writing")
+
+    def check_write(self, block_ids: Iterable[int], request_id: str) -> None:
+        """Raise ``CopyConflictError`` if a forward pass must not write these blocks."""
+        self._check(block_ids, self._written, f"request {request_id} writes", "a load is writing")
+        self._check(block_ids, self._read, f"request {request_id} overwrites", "a store is reading")
+
+    def check_free(self, block_ids: Iterable[int], what: str) -> None:
+        """Raise ``CopyConflictError`` if one of these blocks, which are free or were just allocated, is being copied."""
+        self._check(block_ids, self._written, what, "a load is writing")
+        self._check(block_ids, self._read, what, "a store is reading")
+
+    def block_ids(self) -> set[int]:
+        """All blocks being copied."""
+        return {*self._read, *self._written}
+
+    def _check(self, block_ids: Iterable[int], counts: dict[int, int], who: str, by: str) -> None:
+        if counts:
+            for block_id in block_ids:
+                if block_id in counts:
+                    raise CopyConflictError(f"worker {self._rank}: {who} block {block_id}, which {by}")
+
+
+class WatchedTransfers(TransferWorker):
+    """Notes which copies of another transfer worker are in flight.
+
+    Args:
+        inner: the transfer worker.
+        copies: notes them.
+    """
+
+    def __init__(self, inner: TransferWorker, copies: CopiesInFlight) -> None:
+        self._inner = inner
+        self._copies = copies
+        self._jobs: dict[int, CopyJob] = {}
+
+    def submit(self, job: CopyJob) -> None:
+        """Pass on."""
+        self._copies.begin(job)
+        self._jobs[job.job_id] = job
+        self._inner.submit(job)
+
+    def poll(self) -> list[CopyResult]:
+        """Pass on."""
+        results = self._inner.poll()
+        for result in results:
+            self._end(result.job)
+        return results
+
+    def finish_stores(self) -> None:
+        """Pass on. Stores read nothing any more, even if they are reported later."""
+        self._inner.finish_stores()
+        for job in [job for job in self._jobs.values() if job.direction is Direction.STORE]:
+            self._end(job)
+
+    def shutdown(self) -> None:
+        """Pass on. Nothing is copied any more."""
+        self._inner.shutdown()
+        for job in list(self._jobs.values()):
+            self._end(job)
+
+    def _end(self, job: CopyJob) -> None:
+        # Some copies end twice here: when they are waited for, and when they are reported.
+        if self._jobs.pop(job.job_id, None) is not None:
+            self._copies.end(job)

@@ -1,0 +1,42 @@
+"""Media that hold chunks."""
+
+from cargohold.tiers.config import ByteRows, DiskTierConfig, HostMemory, SharedTierConfig, TierConfig
+from cargohold.tiers.encryption import EncryptionKey
+from cargohold.tiers.factory import check_tier, open_tier, require_packages
+from cargohold.tiers.health import BreakerConfig, BreakerState, TierHealth
+from cargohold.tiers.namespace import Namespace, digest_weights
+from cargohold.tiers.port import Answer, JobKind, JobStatus, LoadOutcome, StoreOutcome, Tier, TierJob, TierUsage
+from cargohold.tiers.queue import QueueConfig, TierQueue
+from cargohold.tiers.wrappers import CountingTier, FaultyTier, MemoryTier, NullTier, SlowTier
+
+__all__ = [
+    "Answer",
+    "BreakerConfig",
+    "BreakerState",
+    "ByteRows",
+    "CountingTier",
+    "DiskTierConfig",
+    "EncryptionKey",
+    "FaultyTier",
+    "HostMemory",
+    "JobKind",
+    "JobStatus",
+    "LoadOutcome",
+    "MemoryTier",
+    "Namespace",
+    "NullTier",
+    "QueueConfig",
+    "SharedTierConfig",
+    "SlowTier",
+    "StoreOutcome",
+    "Tier",
+    "TierConfig",
+    "TierHealth",
+    "TierJob",
+    "TierQueue",
+    "TierUsage",
+    "check_tier",
+    "digest_weights",
+    "open_tier",
+    "require_packages",
+]

@@ -1,0 +1,365 @@
+"""The format of a stored chunk, on every medium: header, payload, details.
+
+The header says which chunk it is and how to verify it. The payload is the KV, encrypted if there is a key. The details are what
+KV events need of a chunk that was found after a restart: its tokens above all. They are encrypted when the payload is, but by
+themselves, so that they can be read without it. A value in a store has them behind the payload, a disk in a table of their own.
+
+The header has 256 bytes:
+
+====  =============================================  ======  ===============================================================
+at    field                                          bytes
+====  =============================================  ======  ===============================================================
+0     magic                                          8       93 43 48 4b 56 0d 0a 1a
+8     version                                        2       2; chunks of other versions are misses: their namespace differs
+10    flags                                          2       1: encrypted
+12    priority                                       1       0 to 100; 255: not given
+13    unused                                         1
+14    tenant                                         8       stands for whose quota it counts towards; zeros: nobody's
+22    length of the payload                          8
+30    namespace                                      32      its SHA-256
+62    key: length, bytes                             1 + 64
+127   key of the chunk before it: length, bytes      1 + 64  length 0: none
+192   nonce, tag of the payload's encryption         12, 16  zeros: not encrypted
+220   checksum of the payload as stored              16      XXH3-128
+236   time of storing                                8       nanoseconds since 1970
+244   end of a lease                                 4       seconds since 1970; 0: no lease
+248   checksum of the 248 bytes before               8       XXH3-64
+====  =============================================  ======  ===============================================================
+
+Details of n bytes, with t tokens; a chunk without them is as good as one with them:
+
+==========  =======================================  ============  =========================================================
+at          field                                    bytes
+==========  =======================================  ============  =========================================================
+0           length of all of it, n                   4
+4           number of tokens, t                      4             0: not known
+8           nonce, tag of their own encryption       12, 16        zeros: not encrypted
+36          unused                                   4
+40          token ids                                4 t
+40 + 4 t    extras                                   n - 48 - 4 t  a MessagePack map of what else belongs to the hashes
+                                                                   (``hashes`` of inner blocks, ``extra_keys``), or empty
+n - 8       checksum of namespace, key, all before   8             XXH3-64
+==========  =======================================  ============  =========================================================
+
+All numbers are little-endian; what is unused is zero. Checksums are XXH3: they find accidental damage. Against tampering, use
+encryption: it binds details to the namespace, the number of tokens, and the key of the chunk. Engines write neither details
+nor priorities, tenants or leases yet; they read chunks that have them.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import xxhash
+
+from cargohold.cache.manager import OffloadKey
+from cargohold.tiers.encryption import TAG_BYTES, EncryptionKey
+from cargohold.tiers.namespace import FORMAT_VERSION, Namespace
+
+HEADER_BYTES: Final = 256
+MAX_KEY_BYTES: Final = 64
+MAX_DETAILS_BYTES: Final = 64 * 1024
+"""Maximum size of details, enough for some 16,000 tokens. A chunk whose details are longer is stored without."""
+MAGIC: Final = b"\x93CHKV\r\n\x1a"
+"""No text in any encoding, and changed by any conversion of line ends, so that such damage is noticed."""
+
+_FIELDS = struct.Struct("<8sHHBx8sQ32sB64sB64s12s16s16sQI")
+_CHECK = struct.Struct("<Q")
+_COUNT = struct.Struct("<I")
+_DETAILS = struct.Struct("<II12s16s4x")
+_ENCRYPTED = 1
+MAX_PRIORITY: Final = 100
+_NO_PRIORITY = 255
+_NO_TENANT = bytes(8)
+_EXTRAS_ROOM: Final = 128
+_HASH_ROOM: Final = 36
+_ROOM_STEP: Final = 256
+assert _FIELDS.size + _CHECK.size == HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """For whom a chunk is kept, and how hard.
+
+    Attributes:
+        tenant: 8 bytes that stand for the tenant whose quota it counts towards; zeros if there is none.
+        priority: from 0 to 100, higher ones being kept longer; ``None`` if nobody gave one.
+        lease_ends_s: time until which it is not to be evicted, in seconds since 1970, below 2**32; 0 if there is no lease.
+    """
+
+    tenant: bytes = _NO_TENANT
+    priority: int | None = None
+    lease_ends_s: int = 0
+
+
+NO_TERMS: Final = Terms()
+_NOTHING_SAID = (_NO_TENANT, _NO_PRIORITY, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What events say of a chunk besides its key.
+
+    Attributes:
+        tokens: its token ids; empty if they are not known.
+        extras: MessagePack of what else belongs to the hashes, such as those of its inner blocks; empty if there is nothing.
+    """
+
+    tokens: Sequence[int] = ()
+    extras: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The fields of a chunk's header.
+
+    Attributes:
+        namespace: digest of the namespace.
+        key: the chunk's key.
+        parent: key of the chunk before it in its prefix, or empty.
+        num_bytes: length of the payload.
+        checksum: checksum of the payload as it is stored.
+        stored_ns: time of storing, in nanoseconds since 1970.
+        nonce: nonce of the encryption; empty if the payload is not encrypted.
+        tag: authentication tag of the encryption; empty if the payload is not encrypted.
+        terms: for whom it is kept, and how hard.
+    """
+
+    namespace: bytes
+    key: OffloadKey
+    parent: bytes
+    num_bytes: int
+    checksum: bytes
+    stored_ns: int
+    nonce: bytes = b""
+    tag: bytes = b""
+    terms: Terms = NO_TERMS
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the payload is encrypted."""
+        return bool(self.nonce)
+
+    def pack(self) -> bytes:
+        """Return the header as 256 bytes."""
+        assert len(self.key) <= MAX_KEY_BYTES and len(self.parent) <= MAX_KEY_BYTES
+        fields = _FIELDS.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            _ENCRYPTED if self.is_encrypted else 0,
+            _NO_PRIORITY if self.terms.priority is None else self.terms.priority,
+            self.terms.tenant,
+            self.num_bytes,
+            self.namespace,
+            len(self.key),
+            self.key,
+            len(self.parent),
+            self.parent,
+            self.nonce,
+            self.tag,
+            self.checksum,
+            self.stored_ns,
+            self.terms.lease_ends_s,
+        )
+        return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def unpack_header(data: bytes | memoryview) -> Header | None:
+    """Parse a header; return ``None`` if the bytes are no header, damaged, of another format version, or impossible."""
+    if len(data) != HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
+        return None
+    if _CHECK.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
+        return None
+    (_, version, flags, priority, tenant, num_bytes, namespace, key_length, key, parent_length, parent, *rest) = (
+        _FIELDS.unpack_from(data)
+    )
+    nonce, tag, checksum, stored_ns, lease_ends_s = rest
+    if version != FORMAT_VERSION or not 0 < key_length <= MAX_KEY_BYTES or parent_length > MAX_KEY_BYTES:
+        return None
+    is_encrypted = bool(flags & _ENCRYPTED)
+    return Header(
+        namespace,
+        key[:key_length],
+        parent[:parent_length],
+        num_bytes,
+        checksum,
+        stored_ns,
+        nonce if is_encrypted else b"",
+        tag if is_encrypted else b"",
+        NO_TERMS
+        if (tenant, priority, lease_ends_s) == _NOTHING_SAID
+        else Terms(tenant, None if priority > MAX_PRIORITY else priority, lease_ends_s),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Memory that a stored payload is read into.
+
+    Attributes:
+        view: the part to read into; as long as the payload.
+        sealed: for an encrypted payload, the memory of ``view`` with room for the tag behind it; else ``None``.
+    """
+
+    view: memoryview
+    sealed: bytearray | None = None
+
+
+class ChunkCodec:
+    """Makes and checks stored chunks within one namespace. Thread-safe.
+
+    Attributes:
+        namespace: what the bytes depend on, the id of the encryption key included.
+
+    Args:
+        namespace: what the bytes depend on besides the encryption key.
+        key: key to encrypt with; ``None`` to leave chunks readable.
+        time_ns: gives the time of day, in nanoseconds since 1970.
+    """
+
+    def __init__(self, namespace: Namespace, key: EncryptionKey | None, time_ns: Callable[[], int]) -> None:
+        self.namespace = replace(namespace, encryption="" if key is None else key.id)
+        self._digest = self.namespace.digest
+        self._cipher = None if key is None else key.cipher(self._digest)
+        # A key of its own: neither can take the place of the other, and nonces are used up half as fast.
+        self._details_cipher = None if key is None else key.cipher(self._digest, b"details")
+        self._time_ns = time_ns
+
+    def encode(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None, terms: Terms = NO_TERMS
+    ) -> tuple[bytes, memoryview]:
+        """Return the chunk's header, and its payload as it is to be stored, which may be ``payload`` itself."""
+        stored_ns, body, nonce, tag = self._time_ns(), payload, b"", b""
+        if self._cipher is not None:
+            nonce, body, tag = self._cipher.encrypt(payload, self._digest + key)
+        checksum = payload_checksum(body)
+        header = Header(self._digest, key, parent or b"", len(payload), checksum, stored_ns, nonce, tag, terms)
+        return header.pack(), body
+
+    def encode_details(self, key: OffloadKey, details: Details) -> bytes:
+        """Return a chunk's details as they are to be stored; empty if there is nothing to say, or no room for it."""
+        num_bytes = _DETAILS.size + 4 * len(details.tokens) + len(details.extras) + _CHECK.size
+        if details == Details() or num_bytes > self.namespace.details_bytes:
+            return b""
+        said, nonce, tag = memoryview(_little_endian(details.tokens) + details.extras), b"", b""
+        if self._details_cipher is not None:
+            nonce, said, tag = self._details_cipher.encrypt(said, self._bound_to(key, len(details.tokens)))
+        record = _DETAILS.pack(num_bytes, len(details.tokens), nonce, tag) + said
+        return record + _CHECK.pack(details_check(self._digest, key, record))
+
+    def decode_details(self, key: OffloadKey, data: bytes | bytearray | memoryview) -> Details | None:
+        """Return the details at the start of ``data``; ``None`` if there are none, or none that are sound and this chunk's."""
+        record = sound_details(self._digest, key, data)
+        if record is None:
+            return None
+        _, num_tokens, nonce, tag = _DETAILS.unpack_from(record)
+        said = bytes(record[_DETAILS.size : -_CHECK.size])
+        if self._details_cipher is not None:
+            plain = bytearray(len(said))
+            bound_to = self._bound_to(key, num_tokens)
+            if not self._details_cipher.decrypt(nonce, bytearray(said + tag), bound_to, memoryview(plain)):
+                return None
+            said = bytes(plain)
+        if 4 * num_tokens > len(said):
+            return None
+        tokens = array(_UINT32, said[: 4 * num_tokens])
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        return Details(tuple(tokens), said[4 * num_tokens :])
+
+    def _bound_to(self, key: OffloadKey, num_tokens: int) -> bytes:
+        """Return what encrypted details are bound to: without the number, tokens could be passed off as extras."""
+        return self._digest + _COUNT.pack(num_tokens) + key
+
+    def now_ns(self) -> int:
+        """Return the time of day, in nanoseconds since 1970, as headers have it for the time of storing."""
+        return self._time_ns()
+
+    def header_of(self, data: bytes | memoryview, key: OffloadKey, num_bytes: int) -> Header | None:
+        """Return the header in ``data``; ``None`` unless it is of this chunk, of this namespace and of this length."""
+        header = unpack_header(data)
+        if header is None or header.key != key or header.num_bytes != num_bytes or not self.is_ours(header):
+            return None
+        return header
+
+    def is_ours(self, header: Header) -> bool:
+        """Whether a header is of this namespace, and encrypted exactly if there is a key."""
+        return header.namespace == self._digest and header.is_encrypted is (self._cipher is not None)
+
+    def body_for(self, into: memoryview) -> Body:
+        """Return memory to read a payload into that ``decode`` then brings to ``into``; without a key, ``into`` itself."""
+        if self._cipher is None:
+            return Body(into)
+        sealed = bytearray(len(into) + TAG_BYTES)
+        return Body(memoryview(sealed)[: len(into)], sealed)
+
+    def decode(self, header: Header, key: OffloadKey, body: Body, into: memoryview) -> bool:
+        """Verify the payload that was read into ``body``, and write it, decrypted, to ``into``.
+
+        Returns ``False`` if it is not what the header says; then ``into`` may hold garbage.
+        """
+        if payload_checksum(body.view) != header.checksum:
+            return False
+        if self._cipher is None or body.sealed is None:
+            return True
+        body.sealed[len(into) :] = header.tag
+        return self._cipher.decrypt(header.nonce, body.sealed, self._digest + key, into)
+
+
+def payload_checksum(data: memoryview) -> bytes:
+    """Return the 128-bit XXH3 of a payload as it is stored."""
+    digest = xxhash.xxh3_128()
+    digest.update(data)  # unlike the one-line form, it lets other threads run
+    return digest.digest()
+
+
+def room_for_details(num_tokens: int, num_blocks: int) -> int:
+    """Return the bytes to keep for the details of a chunk of that many tokens in that many engine blocks.
+
+    There is room for the tokens, the hashes of all blocks, and a little more; a multiple of 256, so that a table of them is
+    read and written in whole pages. A chunk whose details are longer is stored without.
+    """
+    most = _DETAILS.size + 4 * num_tokens + _HASH_ROOM * num_blocks + _EXTRAS_ROOM + _CHECK.size
+    return min(MAX_DETAILS_BYTES, -(-most // _ROOM_STEP) * _ROOM_STEP)
+
+
+def sound_details(namespace: bytes, key: OffloadKey, data: bytes | bytearray | memoryview) -> memoryview | None:
+    """Return the record of details at the start of ``data``; ``None`` if there is none, or it is damaged or another chunk's.
+
+    Needs no key, but does not decrypt: encrypted details may still have been tampered with.
+    """
+    if len(data) < _DETAILS.size:
+        return None
+    num_bytes = _DETAILS.unpack_from(data)[0]
+    if not _DETAILS.size + _CHECK.size <= num_bytes <= len(data):
+        return None
+    record = memoryview(data)[:num_bytes]
+    check = _CHECK.unpack(record[-_CHECK.size :])[0]
+    return record if check == details_check(namespace, key, record[: -_CHECK.size]) else None
+
+
+def details_are_sound(header: Header, data: bytes | bytearray | memoryview) -> bool:
+    """Whether what follows a value's payload is nothing, or the sound details of its chunk and nothing else."""
+    return not data or len(sound_details(header.namespace, header.key, data) or b"") == len(data)
+
+
+def details_check(namespace: bytes, key: OffloadKey, record: bytes | memoryview) -> int:
+    """Return the checksum of details. It binds them to their chunk, because an earlier chunk's may still lie in its place."""
+    digest = xxhash.xxh3_64(namespace + key)
+    digest.update(record)
+    return digest.intdigest()
+
+
+def _little_endian(tokens: Sequence[int]) -> bytes:
+    numbers = array(_UINT32, tokens)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+_UINT32: Final = "I" if array("I").itemsize == 4 else "L"  # bytes of a token id

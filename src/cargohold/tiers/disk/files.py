@@ -1,0 +1,257 @@
+"""The files of one shard: segments of equal slots, preallocated, and beside each a table of the slots' headers.
+
+::
+
+    segment-00000.data      slot 0 | slot 1 | ...          payloads, each padded to whole pages
+    segment-00000.headers   header 0 | header 1 | ...      256 bytes each; zeros where nothing is stored; then, as long as
+                            details 0 | details 1 | ...    a namespace has room for them, each chunk's details
+    segment-00000.uses      use 0 | use 1 | ...            8 bytes each: when the slot was last used
+
+Headers lie together so that a start reads them at the speed of the disk. A chunk is written in three steps: the slot's old
+header is wiped, the payload is written, the header is written. An interruption leaves no header or, after a power failure, one
+whose checksum does not match.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.queue import PAGE_BYTES, address_of, bounce_buffer, copy_bytes, padded
+
+_NO_HEADER: Final = bytes(HEADER_BYTES)
+USE_BYTES: Final = 8
+_PRIVATE: Final = 0o600
+_PIECE_BYTES: Final = 1024**2
+_NO_FILES: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR})
+"""Errors of opening a link, a socket, or a directory."""
+
+
+class Descriptor:
+    """An open file, which is closed when no object refers to it any more: then no thread can still use its number.
+
+    Only a regular file is opened. Another user who may write to the directory could have put something else in its place: a
+    link, through which we would overwrite a file of ours elsewhere, or a pipe, at which we would wait for ever.
+
+    Args:
+        path: path of the file.
+        flags: as for ``os.open``.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        try:
+            self.number = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, _PRIVATE)
+        except OSError as error:
+            if error.errno not in _NO_FILES:
+                raise
+            raise _irregular(path) from error
+        if not stat.S_ISREG(os.fstat(self.number).st_mode):
+            raise _irregular(path)
+
+    def close(self) -> None:
+        """Close the file now. The caller must know that no other thread uses it."""
+        number = self.number
+        del self.number
+        os.close(number)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes of a shard's files.
+
+    Attributes:
+        slot_bytes: bytes of a slot; whole pages.
+        slots_per_segment: number of slots in a segment.
+        details_bytes: room for the details of each slot's chunk.
+    """
+
+    slot_bytes: int
+    slots_per_segment: int
+    details_bytes: int = 0
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of a segment's payloads."""
+        return self.slot_bytes * self.slots_per_segment
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a segment's headers and details."""
+        return padded((HEADER_BYTES + self.details_bytes) * self.slots_per_segment)
+
+    @property
+    def use_bytes(self) -> int:
+        """Bytes of a segment's table of last uses."""
+        return padded(USE_BYTES * self.slots_per_segment)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a segment's files together."""
+        return self.data_bytes + self.header_bytes + self.use_bytes
+
+
+class Segment:
+    """The files of one segment. All methods raise ``OSError``.
+
+    Args:
+        path: path of the files without their suffix.
+        geometry: their sizes.
+        direct_io: whether to bypass the page cache, if the file system allows it.
+    """
+
+    def __init__(self, path: Path, geometry: Geometry, *, direct_io: bool) -> None:
+        self._geometry = geometry
+        self._data_path, self._headers_path = segment_files(path)
+        self._headers = Descriptor(self._headers_path, os.O_RDWR | os.O_CREAT)
+        self._data = Descriptor(self._data_path, os.O_RDWR | os.O_CREAT)
+        self._uses = Descriptor(uses_file(path), os.O_RDWR | os.O_CREAT)
+        self._is_direct = direct_io and self._reopen_direct()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, so of the largest payload."""
+        return self._geometry.slot_bytes
+
+    def is_whole(self) -> bool:
+        """Whether payloads and headers have their full size."""
+        sizes = (os.fstat(self._headers.number).st_size, os.fstat(self._data.number).st_size)
+        return sizes == (self._geometry.header_bytes, self._geometry.data_bytes)
+
+    def allocate(self) -> None:
+        """Allocate all the space on the disk that the files will ever need."""
+        os.posix_fallocate(self._headers.number, 0, self._geometry.header_bytes)
+        os.posix_fallocate(self._uses.number, 0, self._geometry.use_bytes)
+        os.posix_fallocate(self._data.number, 0, self._geometry.data_bytes)
+
+    def is_deleted(self) -> bool:
+        """Whether one of the files was deleted. They can still be used, but no later process will find them."""
+        return not os.fstat(self._data.number).st_nlink or not os.fstat(self._headers.number).st_nlink
+
+    def read_headers(self) -> bytes:
+        """Return the headers of all slots."""
+        size = HEADER_BYTES * self._geometry.slots_per_segment
+        data = os.pread(self._headers.number, size, 0)
+        _require(len(data) == size)
+        return data
+
+    def read_header(self, slot: int) -> bytes:
+        """Return a slot's header."""
+        return os.pread(self._headers.number, HEADER_BYTES, slot * HEADER_BYTES)
+
+    def write_header(self, slot: int, header: bytes = _NO_HEADER) -> None:
+        """Write a slot's header, or wipe it with zeros, the default."""
+        _require(os.pwrite(self._headers.number, header, slot * HEADER_BYTES) == HEADER_BYTES)
+
+    def read_uses(self) -> bytes:
+        """Return the table of last uses, as far as it was written."""
+        return os.pread(self._uses.number, USE_BYTES * self._geometry.slots_per_segment, 0)
+
+    def write_uses(self, uses: bytes) -> None:
+        """Write the table of last uses."""
+        assert len(uses) <= self._geometry.use_bytes
+        _require(os.pwrite(self._uses.number, uses, 0) == len(uses))
+
+    def read_payload(self, slot: int, into: memoryview, skipped: int = 0) -> None:
+        """Fill ``into`` from the start of a slot, or from behind its first ``skipped`` bytes, which must be whole pages."""
+        at = self._offset(slot) + skipped
+        if not self._is_direct:
+            _require(os.preadv(self._data.number, [into], at) == len(into))
+            return
+        main = _aligned_part(into)
+        rest = bounce_buffer(len(into) - main)
+        _require(os.preadv(self._data.number, [into[:main], rest], at) == padded(len(into)))
+        copy_bytes(into[main:], rest[: len(into) - main])
+
+    def write_payload(self, slot: int, payload: memoryview) -> None:
+        """Write a payload at the start of a slot."""
+        if not self._is_direct:
+            _require(os.pwritev(self._data.number, [payload], self._offset(slot)) == len(payload))
+            return
+        main = _aligned_part(payload)
+        rest = bounce_buffer(len(payload) - main)
+        copy_bytes(rest[: len(payload) - main], payload[main:])
+        _require(os.pwritev(self._data.number, [payload[:main], rest], self._offset(slot)) == padded(len(payload)))
+
+    def _offset(self, slot: int) -> int:
+        return slot * self._geometry.slot_bytes
+
+    def _reopen_direct(self) -> bool:
+        try:
+            self._data = Descriptor(self._data_path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False  # this file system has no direct I/O
+        return True
+
+
+def read_small(path: Path, max_bytes: int) -> bytes:
+    """Read a whole small file. Raises ``OSError``, also if it is larger than ``max_bytes``."""
+    file = Descriptor(path, os.O_RDONLY)
+    data = os.pread(file.number, max_bytes + 1, 0)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"{path} is larger than anything that belongs there")
+    return data
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that only its owner may access, wholly or not at all. Raises ``OSError``."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    file = Descriptor(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    _require(os.pwrite(file.number, data, 0) == len(data))
+    temporary.replace(path)
+
+
+def segment_files(path: Path) -> tuple[Path, Path]:
+    """Return the paths of a segment's payloads and headers."""
+    return path.with_suffix(".data"), path.with_suffix(".headers")
+
+
+def may_hold_chunks(headers: Path) -> bool:
+    """Whether a segment's file of headers has one that is not empty, or cannot be read."""
+    try:
+        return any(piece != bytes(len(piece)) for piece in read_pieces(headers))
+    except OSError:
+        return True
+
+
+def read_pieces(path: Path) -> Iterator[bytes]:
+    """Yield the contents of a file in pieces, the last of which may be shorter. Raises ``OSError``."""
+    file = Descriptor(path, os.O_RDONLY)
+    at = 0
+    while piece := os.pread(file.number, _PIECE_BYTES, at):
+        yield piece
+        at += len(piece)
+
+
+def uses_file(path: Path) -> Path:
+    """Return the path of a segment's last uses. Nothing is lost if that file is missing or damaged."""
+    return path.with_suffix(".uses")
+
+
+def _aligned_part(view: memoryview) -> int:
+    """Return how many leading bytes direct I/O can read or write in place: whole pages, or none."""
+    return 0 if address_of(view) % PAGE_BYTES else len(view) // PAGE_BYTES * PAGE_BYTES
+
+
+def _irregular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, f"{path} is no regular file")
+
+
+def _require(is_complete: bool) -> None:
+    if not is_complete:
+        raise OSError(errno.EIO, "fewer bytes than asked for: the file is damaged or the disk full")

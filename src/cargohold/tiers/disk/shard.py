@@ -1,0 +1,405 @@
+"""One worker's shard of a disk tier's directory: opens and scans it, and makes it larger while budget and disk allow."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from cargohold.errors import ConfigError
+from cargohold.rate_limited_log import SparingLog
+from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.config import DiskTierConfig
+from cargohold.tiers.disk.files import Geometry, Segment, may_hold_chunks, segment_files, uses_file
+from cargohold.tiers.disk.locks import DirectoryLock, brief_lock
+from cargohold.tiers.disk.root import (
+    DESCRIPTION_FILE,
+    bytes_in,
+    is_own,
+    make_private,
+    make_room,
+    make_smaller,
+    read_description,
+    shards_in,
+    warn_of_strangers,
+    write_description,
+)
+from cargohold.tiers.namespace import DESCRIPTION, Namespace
+from cargohold.tiers.queue import padded
+from cargohold.tiers.shared import warn_of_owners, warn_of_writers
+from cargohold.units import format_bytes, format_count, parse_path
+
+logger = logging.getLogger(__name__)
+
+_SEGMENT_BYTES: Final = 256 * 1024**2
+_LEAST_SEGMENTS: Final = 16
+_USUAL_SEGMENTS: Final = 64
+"""Number of segments into which a large budget is cut: half of the maximum, so that the budget can be doubled later."""
+_MOST_SEGMENTS: Final = 128
+"""Maximum number of segments: each has three open files, and a process may usually have 1024, some for other purposes."""
+_OTHER_BYTES: Final = 32 * 1024
+"""Part of a shard's budget that is kept for descriptions, locks and directories."""
+_LOCK_POLL_S: Final = 0.05
+_RANK: Final = re.compile(r"^rank \d+ ")
+"""The worker's rank at the start of a namespace's ``split``. Namespaces that differ only in it are of one engine's workers."""
+_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_TOO_MANY_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The bytes that a shard may take.
+
+    Attributes:
+        root_bytes: maximum size of everything in the directory together.
+        shard_bytes: maximum size of this shard.
+        reserve_bytes: free space of the file system that is never taken.
+    """
+
+    root_bytes: int
+    shard_bytes: int
+    reserve_bytes: int
+
+    @classmethod
+    def of(cls, config: DiskTierConfig, num_shards: int) -> Budget:
+        """Return the budget of one of ``num_shards`` workers."""
+        total = config.num_max_bytes
+        return cls(total, total // num_shards, config.num_reserve_bytes)
+
+
+class Shard:
+    """One worker's files in the directory, locked against other processes.
+
+    Any thread may call any method but ``grow`` and ``close``. Methods raise ``OSError`` where they say so.
+
+    Attributes:
+        path: its subdirectory.
+        geometry: sizes of its files.
+        capacity: maximum number of slots within the budget.
+
+    Args:
+        config: the tier's options.
+        namespace: namespace of the chunks.
+        chunk_bytes: bytes of the largest chunk.
+        budget: the bytes that it may take.
+
+    Raises:
+        ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
+    """
+
+    def __init__(self, config: DiskTierConfig, namespace: Namespace, chunk_bytes: int, budget: Budget) -> None:
+        self._root = _root_of(config)
+        self._budget = budget
+        self._direct_io = config.direct_io
+        self.path = self._root / namespace.id
+        self._segments: list[Segment] = []
+        self._shortage = SparingLog(logger)
+        try:
+            self._lock = self._take_lock(config)
+            try:
+                check_budget(self._root, config, budget)
+                self.geometry = self._find_geometry(config, namespace, padded(chunk_bytes))
+                self.capacity = self._most_segments() * self.geometry.slots_per_segment
+                self._open_segments(namespace)
+                warn_of_strangers(self._root)
+                if not namespace.encryption:
+                    warn_of_owners("disk", (self._root, self.path))
+                    warn_of_writers("disk", (self._root, self.path))
+            except BaseException:
+                self._lock.release()
+                raise
+        except BlockingIOError as error:
+            reason = (
+                "it is used for the same model already; give each engine, and each tier of one, a directory of its own"
+            )
+            raise ConfigError("directory", config.directory, reason) from error
+        except OSError as error:
+            raise _unusable(config, error) from error
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots in the segments that there are."""
+        return len(self._segments) * self.geometry.slots_per_segment
+
+    def segment_of(self, slot: int) -> tuple[Segment, int]:
+        """Return a slot's segment, and the slot's number in it."""
+        at, within = divmod(slot, self.geometry.slots_per_segment)
+        return self._segments[at], within
+
+    def header_tables(self) -> Iterator[bytes]:
+        """Yield, per segment, the headers of its slots.
+
+        Headers that cannot be read count as empty slots: one bad place on the disk must not keep an engine from starting. A
+        later write to such a slot wipes its header first.
+        """
+        for number, segment in enumerate(self._segments):
+            try:
+                table = segment.read_headers()
+            except OSError as error:
+                logger.warning(
+                    "disk tier: cannot read the headers of %s, so its chunks are lost: %s",
+                    self._segment_path(number),
+                    error.strerror,
+                )
+                table = bytes(HEADER_BYTES * self.geometry.slots_per_segment)
+            yield table
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The open segments, in the order of their slots."""
+        return self._segments
+
+    def is_deleted(self) -> bool:
+        """Whether the directory was deleted or moved away, or the last segment's files deleted. Raises ``OSError``."""
+        return self._lock.is_deleted() or any(segment.is_deleted() for segment in self._segments[-1:])
+
+    def grow(self) -> bool:
+        """Add a segment; return whether budget, disk and the process's limits allowed it.
+
+        Call from one thread at a time. Raises ``OSError``.
+        """
+        if self.num_slots >= self.capacity:
+            return False
+        try:
+            with brief_lock(self._root):
+                if not self._make_room():
+                    return False
+                self._add_segment()
+        except OSError as error:
+            if error.errno in _TOO_MANY_FILES:
+                self._shortage.warning(
+                    "disk tier in %s: it cannot become larger, because no more files can be opened: %s (see ulimit -n)",
+                    self.path,
+                    error.strerror,
+                )
+            elif error.errno not in _NO_SPACE:
+                raise
+            return False
+        return True
+
+    def wipe_header(self, slot: int) -> None:
+        """Mark a slot as empty on the disk. Raises ``OSError``."""
+        segment, at = self.segment_of(slot)
+        segment.write_header(at)
+
+    def note_use(self) -> None:
+        """Note on the disk that the shard is used now."""
+        self._lock.note_use()
+
+    def release(self) -> None:
+        """Let other processes use the shard. Threads may still read; files close when no object refers to them any more."""
+        self.note_use()
+        self._lock.release()
+
+    def close(self) -> None:
+        """Let other processes use the shard, and close its files."""
+        self._segments = []
+        self.release()
+
+    def _take_lock(self, config: DiskTierConfig) -> DirectoryLock:
+        """Make and lock the shard's folder. Raises ``ConfigError``, or ``OSError``."""
+        end = time.monotonic() + config.lock_wait_s
+        make_private(self._root)
+        while True:
+            try:
+                with brief_lock(self._root):  # so that nobody deletes the shard while it is being opened
+                    make_private(self.path)
+                    if os.path.lexists(self.path / DESCRIPTION):
+                        reason = (
+                            f"a shared store has its chunks there, in {self.path}; give each a directory of its own"
+                        )
+                        raise ConfigError("directory", config.directory, reason)
+                    return DirectoryLock(self.path)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise
+            time.sleep(_LOCK_POLL_S)
+
+    def _find_geometry(self, config: DiskTierConfig, namespace: Namespace, slot_bytes: int) -> Geometry:
+        """Return the geometry of the existing files; if there are none, or they do not fit, delete them and choose a new one.
+
+        Raises:
+            ConfigError: the budget is below one slot.
+            OSError: the files cannot be used, or it cannot be read what they are; then nothing is deleted.
+        """
+        known = read_description(self.path).geometry
+        room = self._budget.shard_bytes - _OTHER_BYTES
+        single = Geometry(slot_bytes, 1, namespace.details_bytes)
+        if known is not None and replace(known, slots_per_segment=1) == single and self._can_be_kept(known, room):
+            return known
+        _require_room(config, self._budget, single)
+        most = room // single.segment_bytes
+        is_described = known is not None
+        why = "they do not fit the chunks or max_bytes" if is_described else f"{DESCRIPTION_FILE} is missing or damaged"
+        self._delete_segments(0, why)
+        usual = max(_SEGMENT_BYTES, room // _USUAL_SEGMENTS) // slot_bytes
+        geometry = replace(single, slots_per_segment=max(1, min(usual, most // _LEAST_SEGMENTS)))
+        write_description(self.path, namespace.describe(), geometry)
+        return geometry
+
+    def _can_be_kept(self, known: Geometry, room: int) -> bool:
+        """Whether a segment fits into ``room``, the bytes of the budget, and as many as may be open can hold half of it.
+
+        The segments may have been made for a much smaller budget. Then the chunks in them are worth less than the room that
+        could never be used. Logs a warning if not all of ``room`` can be used.
+        """
+        if known.segment_bytes > room:
+            return False
+        most = _MOST_SEGMENTS * known.segment_bytes
+        if room - most < known.segment_bytes:
+            return True
+        is_kept = 2 * most >= room
+        logger.warning(
+            "disk tier in %s: its files were made for a smaller budget and can hold only %s of %s; %s",
+            self.path,
+            format_bytes(most),
+            format_bytes(room),
+            "to use all, delete this directory while no engine uses it" if is_kept else "starting again with nothing",
+        )
+        return is_kept
+
+    def _most_segments(self) -> int:
+        within_budget = max(0, self._budget.shard_bytes - _OTHER_BYTES) // self.geometry.segment_bytes
+        return min(_MOST_SEGMENTS, within_budget)
+
+    def _segment_path(self, number: int) -> Path:
+        return self.path / f"segment-{number:05d}"
+
+    def _open_segments(self, namespace: Namespace) -> None:
+        """Open the segments that are whole and within the limits, and delete the others.
+
+        Then delete unused shards in the directory, if it is above its budget.
+        """
+        while len(self._segments) < self._most_segments():
+            path = self._segment_path(len(self._segments))
+            if not all(file.exists() for file in segment_files(path)):
+                break
+            segment = Segment(path, self.geometry, direct_io=self._direct_io)
+            if not segment.is_whole():
+                break
+            self._segments.append(segment)
+        self._delete_segments(len(self._segments), "they do not fit into max_bytes, or are damaged")
+        with brief_lock(self._root):  # the budget may have been larger before
+            excess = bytes_in(self._root) - self._others_excess(namespace) - self._budget.root_bytes
+            make_smaller(self._root, self.path, excess)
+
+    def _others_excess(self, namespace: Namespace) -> int:
+        """Return the bytes by which shards of this engine's other workers exceed their share of the budget.
+
+        These workers delete the excess when they open their shards. It is not made up for by deleting whole shards, because a
+        chunk is of use only if all workers have their shard of it. A shard whose description cannot be read may be theirs.
+        """
+        own = _without_rank(namespace.describe())
+        others = (path for path in shards_in(self._root) if path != self.path and _may_be_of(path, own))
+        return sum(max(0, bytes_in(path) - self._budget.shard_bytes) for path in others)
+
+    def _delete_segments(self, first: int, why: str) -> None:
+        """Delete all segments from number ``first`` on; if they have chunks, log ``why``. Raises ``OSError``."""
+        files = [file for file in self.path.glob("segment-*") if is_own(file.name) and _number_of(file) >= first]
+        num_lost = sum(file.suffix == ".headers" and may_hold_chunks(file) for file in files)
+        if num_lost:
+            lost = format_count(num_lost, "segment")
+            logger.warning("disk tier in %s: deleting %s with chunks, because %s", self.path, lost, why)
+        for file in files:
+            file.unlink()
+
+    def _make_room(self) -> bool:
+        """Delete unused shards if that makes room for a segment; return whether there is room. Raises ``OSError``."""
+        need, budget = self.geometry.segment_bytes, self._budget
+        least_free = need + budget.reserve_bytes
+        excess = bytes_in(self._root) + need + _OTHER_BYTES - budget.root_bytes
+        missing = least_free - free_bytes(self._root)
+        # What was deleted may take space all the same, if somebody has it open.
+        return make_room(self._root, self.path, max(excess, missing)) and free_bytes(self._root) >= least_free
+
+    def _add_segment(self) -> None:
+        """Add a segment, or leave nothing of it. Raises ``OSError``."""
+        path = self._segment_path(len(self._segments))
+        try:
+            segment = Segment(path, self.geometry, direct_io=self._direct_io)
+            segment.allocate()
+        except OSError:
+            for file in (*segment_files(path), uses_file(path)):
+                file.unlink(missing_ok=True)
+            raise
+        self._segments = [*self._segments, segment]
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free space of a file system in bytes, for users other than the superuser. Raises ``OSError``."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def check_place(config: DiskTierConfig, chunk_bytes: int, num_shards: int) -> None:
+    """Check options, as far as that is possible without a namespace. Creates the directory.
+
+    Raises:
+        ConfigError: the directory cannot be used, or the budget is impossible.
+    """
+    root, budget = _root_of(config), Budget.of(config, num_shards)
+    try:
+        make_private(root)
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        check_budget(root, config, budget)
+    except OSError as error:
+        raise _unusable(config, error) from error
+    _require_room(config, budget, Geometry(padded(chunk_bytes), 1))
+
+
+def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
+    """Refuse a budget that the file system can never hold.
+
+    Raises:
+        ConfigError: it is too large.
+        OSError: the file system cannot be asked.
+    """
+    status = os.statvfs(root)
+    total = status.f_blocks * status.f_frsize
+    if budget.root_bytes + budget.reserve_bytes > total:
+        reserve = f", of which {format_bytes(budget.reserve_bytes)} are a reserve" if budget.reserve_bytes else ""
+        raise ConfigError("max_bytes", config.max_bytes, f"the file system has {format_bytes(total)}{reserve}")
+
+
+def _number_of(file: Path) -> int:
+    """Return the number of a segment from the name of one of its files."""
+    return int(file.stem.removeprefix("segment-"))
+
+
+def _may_be_of(shard: Path, engine: dict[str, str]) -> bool:
+    """Whether a shard belongs, or may belong, to the engine whose workers have these facts in common."""
+    try:
+        return _without_rank(read_description(shard).namespace) == engine
+    except OSError:
+        return True
+
+
+def _without_rank(facts: dict[str, str]) -> dict[str, str]:
+    """Return the facts of a namespace that all workers of an engine have in common; the number of workers is one of them."""
+    common = {name: fact for name, fact in facts.items() if name not in ("label", "digest")}
+    return common | {"split": _RANK.sub("", common.get("split", ""))}
+
+
+def _root_of(config: DiskTierConfig) -> Path:
+    return parse_path("directory", config.directory).absolute()
+
+
+def _unusable(config: DiskTierConfig, error: OSError) -> ConfigError:
+    where = f"{error.filename}: " if error.filename else ""
+    reason = f"it must be a directory where files can be written: {where}{error.strerror}"
+    return ConfigError("directory", config.directory, reason)
+
+
+def _require_room(config: DiskTierConfig, budget: Budget, single: Geometry) -> None:
+    """Raise ``ConfigError`` if the budget has no room for a single slot."""
+    need = single.segment_bytes
+    if budget.shard_bytes - _OTHER_BYTES < need:
+        need_all = format_bytes(need + _OTHER_BYTES)
+        raise ConfigError("max_bytes", config.max_bytes, f"one chunk of one worker needs {need_all}")

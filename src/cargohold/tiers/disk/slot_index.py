@@ -1,0 +1,317 @@
+"""The index of a shard's slots: in memory, with the time of each slot's last use on disk, and restored at a start.
+
+The time at which each slot was last used, kept on the disk so that a restart does not forget what is worth keeping.
+
+A segment's table is written as a whole, now and then and at the end: a process that is killed loses the uses of some seconds.
+Times that are read back are only hints: a time before the chunk was stored, or in the future, is ignored.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cargohold.cache.chunk_table import NO_SLOT, READY, ChunkTable
+from cargohold.cache.manager import OffloadKey
+from cargohold.cache.policies import ReplacementPolicy
+from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, ChunkCodec, Header, unpack_header
+from cargohold.tiers.disk.files import USE_BYTES
+from cargohold.tiers.disk.shard import Shard
+
+
+class SlotIndex:
+    """Slots of one shard. Not thread-safe: its owner holds a lock.
+
+    Args:
+        capacity: maximum number of slots; at first there are none.
+        policy: makes the policy that decides what is evicted, for a table.
+    """
+
+    def __init__(self, capacity: int, policy: Callable[[ChunkTable], ReplacementPolicy]) -> None:
+        self.capacity = capacity
+        self._table = ChunkTable(capacity, num_slots=0)
+        self._policy = policy(self._table)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots that there are."""
+        return self._table.num_slots
+
+    @property
+    def num_ready(self) -> int:
+        """Number of chunks that can be loaded."""
+        return self._table.num_ready
+
+    @property
+    def has_free(self) -> bool:
+        """Whether a chunk can be stored without evicting another."""
+        return self._table.num_free > 0
+
+    def add_slots(self, count: int) -> None:
+        """Add ``count`` free slots. Low ones are used first."""
+        self._table.add_slots(count)
+
+    def contains(self, key: OffloadKey) -> bool:
+        """Whether a chunk can be loaded."""
+        slot = self._table.find(key)
+        return slot != NO_SLOT and self._table.states[slot] == READY
+
+    def is_known(self, key: OffloadKey) -> bool:
+        """Whether a chunk can be loaded, or is being written."""
+        return self._table.find(key) != NO_SLOT
+
+    def reserve(self, key: OffloadKey, parent: OffloadKey | None) -> int | None:
+        """Reserve a slot to write a chunk to, by evicting another chunk if need be.
+
+        Returns ``None`` if all other chunks are busy or worth more.
+        """
+        table, before, keys = self._table, self._table.find(parent), [key]
+        assert not self.is_known(key)
+        if not table.num_free:
+            around = [] if before == NO_SLOT else [before]
+            table.pin(around)
+            self._policy.make_room(keys, before, 1)
+            table.unpin(around)
+            table.evicted.clear()
+        if not table.num_free:
+            return None
+        slots = table.take(1)
+        table.place(keys, slots, before)
+        self._policy.add(keys, before, slots)
+        return slots[0]
+
+    def restore(self, keys: Sequence[OffloadKey], slots: Sequence[int], parent: OffloadKey) -> None:
+        """Add ready chunks, each the parent of the next, that were found in ``slots``; call ``forget_free`` for them first."""
+        before = self._table.find(parent) if parent else NO_SLOT
+        self._table.place(keys, slots, before)
+        self._policy.add(keys, before, slots)
+        self._table.publish(slots)
+
+    def forget_free(self, used: Iterable[int]) -> None:
+        """Take slots off the list of free slots, because chunks were found in them."""
+        self._table.take_these(used)
+
+    def commit(self, slot: int) -> None:
+        """Make a chunk that was written ready: it can be loaded from now on."""
+        self._table.publish([slot])
+
+    def forfeit(self, slot: int) -> None:
+        """Give back the slot of a chunk that was not written."""
+        self._withdraw([slot])
+
+    def pin(self, key: OffloadKey) -> int | None:
+        """Pin a chunk for reading; return its slot, which keeps its contents until ``unpin``, or ``None`` if not ready."""
+        if not self.contains(key):
+            return None
+        slot = self._table.find(key)
+        self._table.pin([slot])
+        return slot
+
+    def unpin(self, slot: int) -> None:
+        """Give back one pin on a slot."""
+        self._table.unpin([slot])
+
+    def discard(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Remove chunks that are ready; return their slots, which are free once nobody reads them any more."""
+        slots = [self._table.find(key) for key in dict.fromkeys(keys) if self.contains(key)]
+        self._withdraw(slots)
+        return slots
+
+    def is_current(self, key: OffloadKey, slot: int) -> bool:
+        """Whether a pinned slot is still the one of its chunk: the chunk was not removed since."""
+        return self._table.find(key) == slot
+
+    def touch(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Tell the policy that a request uses these chunks, in prefix order; return the slots of those that are ready."""
+        slots = [self._table.find(key) for key in keys if self.contains(key)]
+        if slots:
+            self._policy.touch(slots, is_whole=False)
+        return slots
+
+    def check(self) -> None:
+        """Verify that no slot is lost. Raises ``AssertionError``."""
+        self._table.check()
+        self._policy.check()
+
+    def _withdraw(self, slots: Sequence[int]) -> None:
+        self._policy.drop(slots)
+        self._table.remove(slots)
+
+
+# --- the time at which each slot was last used ------------------------------------------------------------------------
+
+Uses: TypeAlias = npt.NDArray[np.int64]
+"""Per slot, the time at which it was last used, in nanoseconds since 1970; 0 if that is not known."""
+
+SAVE_EVERY_NS: Final = 10 * 10**9
+_ON_DISK: Final = np.dtype("<i8")
+
+
+class LastUses:
+    """The last uses of a shard's slots. Thread-safe.
+
+    Args:
+        shard: the shard; its tables are read.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._per_segment = shard.geometry.slots_per_segment
+        self._uses = np.zeros(shard.capacity, dtype=np.int64)
+        self._lock = threading.Lock()
+        self._changed: set[int] = set()
+        self._saved_ns = 0
+        for at, segment in enumerate(shard.segments):
+            try:
+                found = segment.read_uses()
+            except OSError:
+                continue  # a bad place on the disk: the uses of this segment are not known
+            count = len(found) // USE_BYTES
+            self._of(at)[:count] = np.frombuffer(found, _ON_DISK, count)
+
+    def snapshot(self) -> Uses:
+        """Return a copy of the last uses of all slots up to the shard's capacity."""
+        with self._lock:
+            return self._uses.copy()
+
+    def note(self, slots: Sequence[int], now_ns: int) -> bool:
+        """Note that slots are used now; return whether it is time to call ``save``."""
+        with self._lock:
+            self._uses[slots] = now_ns
+            self._changed.update(slot // self._per_segment for slot in slots)
+            is_due = bool(self._changed) and not 0 <= now_ns - self._saved_ns < SAVE_EVERY_NS
+            if is_due:
+                self._saved_ns = now_ns
+            return is_due
+
+    def save(self) -> None:
+        """Write the tables of segments with new uses. Raises ``OSError``; the next call writes them all again."""
+        with self._lock:
+            changed, self._changed = self._changed, set()
+            tables = [(at, self._of(at).astype(_ON_DISK).tobytes()) for at in changed]
+        try:
+            for at, table in tables:
+                self._shard.segments[at].write_uses(table)
+        except OSError:
+            with self._lock:
+                self._changed |= changed
+            raise
+
+    def _of(self, segment: int) -> Uses:
+        first = segment * self._per_segment
+        return self._uses[first : first + self._per_segment]
+
+
+# --- restores the index of chunks that earlier processes stored -------------------------------------------------------
+
+_MOST_USES: Final = 1024
+
+
+def restore_index(index: SlotIndex, tables: Iterable[bytes], uses: Uses, codec: ChunkCodec) -> list[int]:
+    """Fill an index of free slots with the chunks whose headers are good.
+
+    The index's policy learns of stores and last uses in the order in which they happened, as far as that is known. Chunks that
+    were stored one after the other along a prefix are told to it together.
+
+    Args:
+        index: has as many slots as there are headers, all free; mutated.
+        tables: headers of consecutive slots.
+        uses: time at which each slot was last used. Times before the chunk was stored or in the future are ignored.
+        codec: tells which headers are of this namespace, and what time it is.
+
+    Returns:
+        Slots whose header must be wiped: damaged, of another namespace, of a chunk that is stored twice, or with a key of
+        unusual length.
+    """
+    good, bad = _sort_out(tables, codec)
+    index.forget_free(slot for _, slot in good)
+    later = _used_later(good, uses, codec.now_ns())
+    use = next(later, None)
+    for run in _runs(good):
+        while use is not None and use[0] < run[0][0].stored_ns:
+            index.touch(use[1])
+            use = next(later, None)
+        index.restore([header.key for header, _ in run], [slot for _, slot in run], run[0][0].parent)
+    for _, keys in () if use is None else chain([use], later):
+        index.touch(keys)
+    return bad
+
+
+def _used_later(found: Sequence[tuple[Header, int]], uses: Uses, now_ns: int) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield times of use with the chunks that were last used then, after they were stored; the oldest time first.
+
+    Chunks used at the same time are in the order in which they were stored. If there are more than ``_MOST_USES`` times,
+    neighbouring ones are merged, with the chunks used last first: a touch costs the policy about as much for few chunks as
+    for many.
+    """
+    used = [
+        (when, header.key)
+        for (header, _), when in zip(found, uses[[slot for _, slot in found]].tolist(), strict=True)
+        if header.stored_ns < when <= now_ns
+    ]
+    used.sort(key=itemgetter(0))
+    groups = [(when, [key for _, key in together]) for when, together in groupby(used, key=itemgetter(0))]
+    size = -(-len(groups) // _MOST_USES) or 1
+    for first in range(0, len(groups), size):
+        part = groups[first : first + size]
+        yield part[-1][0], [key for _, keys in reversed(part) for key in keys]
+
+
+def _sort_out(tables: Iterable[bytes], codec: ChunkCodec) -> tuple[list[tuple[Header, int]], list[int]]:
+    """Return the good headers with their slots, the oldest first, and the slots with bad headers."""
+    newest: dict[bytes, tuple[Header, int]] = {}
+    bad = []
+    for slot, data in _used_slots(tables):
+        header = unpack_header(data)
+        if header is None or not codec.is_ours(header):
+            bad.append(slot)
+            continue
+        other = newest.get(header.key)
+        if other is not None and other[0].stored_ns > header.stored_ns:
+            bad.append(slot)
+            continue
+        if other is not None:
+            bad.append(other[1])
+        newest[header.key] = (header, slot)
+    bad += [newest.pop(key)[1] for key in _strange(newest)]
+    return sorted(newest.values(), key=lambda found: (found[0].stored_ns, found[1])), bad
+
+
+def _strange(keys: Collection[bytes]) -> list[bytes]:
+    """Return the keys whose length differs from that of most keys.
+
+    All keys of an engine have one length, on which policies rely; others have other writers.
+    """
+    lengths = Counter(map(len, keys))
+    if len(lengths) <= 1:
+        return []
+    ((usual, _),) = lengths.most_common(1)
+    return [key for key in keys if len(key) != usual]
+
+
+def _used_slots(tables: Iterable[bytes]) -> Iterator[tuple[int, memoryview]]:
+    """Yield the slots whose header is not empty, with their headers."""
+    empty = bytes(len(MAGIC))
+    headers = chain.from_iterable(
+        (memoryview(table)[at : at + HEADER_BYTES] for at in range(0, len(table), HEADER_BYTES)) for table in tables
+    )
+    return ((slot, data) for slot, data in enumerate(headers) if data[: len(MAGIC)] != empty)
+
+
+def _runs(found: Iterable[tuple[Header, int]]) -> Iterator[list[tuple[Header, int]]]:
+    """Cut headers into runs in which each chunk is the parent of the next."""
+    run: list[tuple[Header, int]] = []
+    for header, slot in found:
+        if run and header.parent != run[-1][0].key:
+            yield run
+            run = []
+        run.append((header, slot))
+    if run:
+        yield run

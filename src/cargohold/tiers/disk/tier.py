@@ -1,0 +1,303 @@
+"""The disk tier: slots in preallocated files; an index of chunks in memory and an eviction policy, under one lock."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cargohold.cache.manager import OffloadKey
+from cargohold.cache.policies import find_policy
+from cargohold.errors import ConfigError, TierError
+from cargohold.rate_limited_log import SparingLog
+from cargohold.tiers.chunk_format import ChunkCodec
+from cargohold.tiers.config import DiskTierConfig
+from cargohold.tiers.disk.shard import Budget, Shard
+from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, restore_index
+from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
+from cargohold.units import format_count
+
+logger = logging.getLogger(__name__)
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_GROWTH_WAIT_S: Final = 1.0
+"""Seconds that a store waits for another one that makes the files larger or opens them again. That one may itself wait for a
+process that deletes chunks of other models. If all threads waited for it, nothing could be loaded meanwhile."""
+_GROWTH_PAUSE: Final = 64
+"""After a failed attempt to make the files larger, so many stores make none: an attempt looks at all files of the directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The state that is replaced as a whole after the directory was deleted. Threads that still use the old one do no harm."""
+
+    shard: Shard
+    index: SlotIndex
+    uses: LastUses
+
+
+class DiskTier(Tier):
+    """A tier that keeps one worker's chunks in files of a directory, where the next process finds them again.
+
+    Nothing is ever synchronised to the disk on purpose: a chunk lost in a power failure is a miss, and a damaged one is found
+    by its checksum.
+
+    Args:
+        config: the tier's options.
+        codec: makes and checks headers.
+        chunk_bytes: bytes of the largest chunk.
+        num_shards: number of workers that share the budget.
+
+    Raises:
+        ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
+    """
+
+    has_index = True
+
+    def __init__(self, config: DiskTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
+        self.name = "disk"
+        self.chunk_bytes = chunk_bytes
+        self._config = config
+        self._codec = codec
+        self._budget = Budget.of(config, num_shards)
+        self._lock = threading.Lock()
+        self._growing = threading.Lock()
+        self._growth_pause = 0
+        self._damage, self._unsaved, self._vanished = SparingLog(logger), SparingLog(logger), SparingLog(logger)
+        self._state = self._open()
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return whether each chunk is in the index and written."""
+        with self._lock:
+            index = self._state.index
+            return [index.contains(key) for key in keys]
+
+    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+        """Write a chunk to a free slot, or to the slot of a chunk that the policy evicts for it."""
+        with self._errors():
+            state = self._living_state()
+            if state is None:
+                return StoreOutcome.REFUSED
+            slot = self._reserve(state, key, parent)
+            if isinstance(slot, StoreOutcome):
+                return slot
+            try:
+                self._write(state, slot, key, payload, parent)
+            except BaseException as error:
+                with self._lock:
+                    state.index.forfeit(slot)
+                if isinstance(error, OSError) and error.errno in _FULL:
+                    return StoreOutcome.REFUSED
+                raise
+            with self._lock:
+                state.index.commit(slot)
+        return StoreOutcome.STORED
+
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
+        """Read a chunk and verify its header and payload."""
+        state = self._state
+        with self._lock:
+            slot = state.index.pin(key)
+        if slot is None:
+            return LoadOutcome.ABSENT
+        try:
+            with self._errors():
+                is_good = self._read(state, slot, key, into)
+                if not is_good:
+                    self._quarantine(state, slot, key)
+        finally:
+            with self._lock:
+                state.index.unpin(slot)
+        return LoadOutcome.LOADED if is_good else LoadOutcome.CORRUPT
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Tell the policy of the use of chunks, and remember it for the next start."""
+        with self._lock:
+            state = self._state
+            slots = state.index.touch(keys)
+        if state.uses.note(slots, self._codec.now_ns()):
+            self._save(state)
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove chunks from the index, and wipe their headers on the disk."""
+        with self._errors():
+            self._discard(self._state, keys)
+
+    def usage(self) -> TierUsage:
+        """Return the number of chunks, the bytes of their slots with headers, and the bytes of all slots in the budget."""
+        with self._lock:
+            shard, index = self._state.shard, self._state.index
+            slot_bytes = shard.geometry.segment_bytes // shard.geometry.slots_per_segment
+            return TierUsage(index.num_ready, index.num_ready * slot_bytes, shard.capacity * slot_bytes)
+
+    def close(self) -> None:
+        """Save the last uses, let other processes use the directory, and close the files."""
+        self._save(self._state)
+        self._state.shard.close()
+
+    def check(self) -> None:
+        """Verify that no slot is lost. For tests and idle moments. Raises ``AssertionError``."""
+        with self._lock:
+            self._state.index.check()
+
+    # --- opening ------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> _State:
+        shard = Shard(self._config, self._codec.namespace, self.chunk_bytes, self._budget)
+        index = SlotIndex(shard.capacity, find_policy(self._config.policy))
+        index.add_slots(shard.num_slots)
+        uses = LastUses(shard)
+        for slot in restore_index(index, shard.header_tables(), uses.snapshot(), self._codec):
+            with suppress(OSError):  # the slot counts as free anyway, and the next write to it wipes the header first
+                shard.wipe_header(slot)
+        logger.info("disk tier in %s: %d chunks are there", shard.path, index.num_ready)
+        return _State(shard, index, uses)
+
+    def _save(self, state: _State) -> None:
+        """Write the last uses of slots to the disk. A failure does no harm and is only logged."""
+        try:
+            state.uses.save()
+            state.shard.note_use()
+        except OSError as error:
+            self._unsaved.warning(
+                "disk tier in %s: cannot save which chunks were used last: %s", state.shard.path, error.strerror
+            )
+
+    def _living_state(self) -> _State | None:
+        """Return the state, or an empty new one if the directory was deleted or moved away.
+
+        Returns ``None`` while another thread makes the new state.
+        """
+        state = self._state
+        if state.shard.is_deleted():
+            with self._alone() as is_alone:
+                if not is_alone:
+                    return None
+                if state is self._state:
+                    state.shard.release()  # its lock may still be there, if only other files were deleted
+                    self._state = self._reopen(state.shard.path)
+        return self._state
+
+    def _reopen(self, path: Path) -> _State:
+        try:
+            state = self._open()
+        except ConfigError as error:  # options that were possible at the start are not any more
+            self._vanished.warning("disk tier: %s is gone and cannot be made anew: %s", path, error.expected)
+            raise TierError(self.name, error.expected) from error
+        if state.index.num_ready:  # a file system was unmounted for a while, for instance
+            found = format_count(state.index.num_ready, "chunk")
+            logger.warning("disk tier: %s was gone; it is there again with %s", path, found)
+        else:
+            logger.warning("disk tier: %s is gone; starting again with nothing", path)
+        return state
+
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, state: _State, key: OffloadKey, parent: OffloadKey | None) -> int | StoreOutcome:
+        """Reserve a slot for a chunk; return the slot, or the outcome of the store if there is none."""
+        with self._lock:
+            if state.index.contains(key):
+                return StoreOutcome.PRESENT
+            may_grow = not state.index.has_free
+        if may_grow and not self._grow(state):
+            return StoreOutcome.REFUSED
+        with self._lock:
+            if state.index.contains(key):
+                return StoreOutcome.PRESENT
+            if state.index.is_known(key) or not state.index.num_slots:
+                return StoreOutcome.REFUSED
+            slot = state.index.reserve(key, parent)
+        return StoreOutcome.REFUSED if slot is None else slot
+
+    def _grow(self, state: _State) -> bool:
+        """Add a segment if budget and disk allow it. Returns ``False`` if another thread is doing that, else ``True``."""
+        with self._alone() as is_alone:
+            if not is_alone:
+                return False
+            if state.index.has_free or state.shard.num_slots >= state.shard.capacity:
+                return True
+            if state is not self._state:
+                return True  # the state's directory is gone; new files would belong to the new state's shard
+            if self._growth_pause:
+                self._growth_pause -= 1
+                return True
+            if not state.shard.grow():
+                self._growth_pause = _GROWTH_PAUSE
+                return True
+            with self._lock:
+                state.index.add_slots(state.shard.geometry.slots_per_segment)
+        return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Hold the lock for making files larger or opening them again; yield whether it was obtained in time."""
+        is_alone = self._growing.acquire(timeout=_GROWTH_WAIT_S)
+        try:
+            yield is_alone
+        finally:
+            if is_alone:
+                self._growing.release()
+
+    def _write(self, state: _State, slot: int, key: OffloadKey, payload: memoryview, parent: OffloadKey | None) -> None:
+        segment, at = state.shard.segment_of(slot)
+        segment.write_header(at)  # from now on the slot is empty
+        header, body = self._codec.encode(key, payload, parent)
+        segment.write_payload(at, body)
+        segment.write_header(at, header)
+
+    def _read(self, state: _State, slot: int, key: OffloadKey, into: memoryview) -> bool:
+        segment, at = state.shard.segment_of(slot)
+        try:
+            header = self._codec.header_of(segment.read_header(at), key, len(into))
+            if header is None:
+                return False
+            body = self._codec.body_for(into)
+            segment.read_payload(at, body.view)
+        except OSError:
+            # One bad place on the disk must not fail every request that wants this chunk. The next write to the slot may well
+            # succeed, because disks replace bad places when they are written to.
+            self._forget(state, slot, key)
+            raise
+        return self._codec.decode(header, key, body, into)
+
+    def _quarantine(self, state: _State, slot: int, key: OffloadKey) -> None:
+        """Remove a pinned chunk that is damaged, so that nobody finds it again, here or after a restart."""
+        self._damage.warning("disk tier: chunk %s in slot %d is damaged; it is forgotten", key.hex(), slot)
+        if self._forget(state, slot, key):
+            state.shard.wipe_header(slot)
+
+    def _forget(self, state: _State, slot: int, key: OffloadKey) -> bool:
+        """Take a chunk out of the index if it is in a slot that is pinned; return whether it was there.
+
+        Another reader may have found the damage first, and a good copy may be in another slot by now.
+        """
+        with self._lock:
+            is_current = state.index.is_current(key, slot)
+            if is_current:
+                state.index.discard([key])
+        return is_current
+
+    def _discard(self, state: _State, keys: Sequence[OffloadKey]) -> None:
+        with self._lock:
+            pinned = [slot for key in keys if (slot := state.index.pin(key)) is not None]
+            state.index.discard(keys)
+        try:
+            # While slots are pinned, nobody writes to them.
+            for slot in pinned:
+                state.shard.wipe_header(slot)
+        finally:
+            with self._lock:
+                for slot in pinned:
+                    state.index.unpin(slot)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TierError(self.name, error.strerror or str(error)) from error

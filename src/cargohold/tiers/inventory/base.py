@@ -1,0 +1,219 @@
+"""The inventory port: all that Cargohold has stored in one place, of any engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import chain
+from pathlib import Path
+
+import xxhash
+
+from cargohold.errors import TierError
+from cargohold.tiers.chunk_format import HEADER_BYTES, MAX_DETAILS_BYTES, Header, details_are_sound, unpack_header
+from cargohold.tiers.namespace import FORMAT_VERSION
+
+PIECE_BYTES = 8 * 1024**2
+"""Objects and files of any size are read in pieces of this many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The chunks of one namespace.
+
+    Attributes:
+        id: id of the namespace; in a directory of several engine replicas, behind the path of the replica's subdirectory.
+        facts: description of the namespace, as ``Namespace.describe`` gives it; empty if it is not known.
+        num_chunks: number of chunks that seem to be there; they were not verified. ``None`` if they cannot be counted.
+        num_bytes: bytes that the namespace takes on the medium, headers, padding and descriptions included, as far as they can
+            be counted.
+        last_used_s: time of its last use, in seconds since 1970; ``None`` if the medium does not tell.
+        is_in_use: whether a process on this machine has it open, or may have it open, for instance another user's process;
+            ``False`` if the medium never tells.
+        remark: what could not be found out, with the files and the reasons; empty if there is nothing to say.
+    """
+
+    id: str
+    facts: Mapping[str, str]
+    num_chunks: int | None
+    num_bytes: int
+    last_used_s: float | None
+    is_in_use: bool
+    remark: str = ""
+
+    @property
+    def short_id(self) -> str:
+        """The id with only the first 8 digits of the namespace's, for people."""
+        path, separator, name = self.id.rpartition("/")
+        return f"{path}{separator}{name[:8]}"
+
+
+class Finding(Enum):
+    """The result of verifying a chunk."""
+
+    GOOD = "good"
+    DAMAGED = "damaged"
+    """The header or payload fails its check, or belongs to another chunk or namespace."""
+
+
+class Inventory(ABC):
+    """The namespaces in one place. Methods raise ``TierError`` when the place fails or cannot be reached."""
+
+    @abstractmethod
+    def holdings(self) -> list[Holding]:
+        """Return all namespaces, the one used longest ago first if the medium tells."""
+
+    @abstractmethod
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+        """Read and check every chunk of a namespace; yield one finding per chunk. Encrypted chunks need no key for that.
+
+        Args:
+            namespace_id: id of the namespace.
+            delete: whether to delete damaged chunks.
+
+        Raises:
+            TierError: also if the namespace is in use; and, after all findings, if something could not be checked or deleted.
+        """
+
+    @abstractmethod
+    def remove(self, namespace_id: str) -> None:
+        """Delete a namespace with all its chunks. Raises ``TierError``, also if it is in use."""
+
+    def trim(self, namespace_id: str, num_bytes: int) -> int:
+        """Delete the chunks stored longest ago, of at least ``num_bytes`` bytes; return how many bytes were deleted.
+
+        For a medium that evicts by itself, or frees space only as a whole, all of the namespace is deleted.
+        """
+        del num_bytes
+        holding = next((found for found in self.holdings() if found.id == namespace_id), None)
+        if holding is None:
+            return 0  # another process has deleted it already
+        self.remove(namespace_id)
+        return holding.num_bytes
+
+    def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
+        """Return how many bytes ``trim`` would delete of a namespace, without deleting any. Raises ``TierError``."""
+        del num_bytes
+        return holding.num_bytes
+
+
+@contextmanager
+def noted(reasons: list[str], path: Path | str) -> Iterator[None]:
+    """End the ``with`` if a file fails, and note the reason: what does not need the file is done all the same.
+
+    Args:
+        reasons: why files failed; mutated.
+        path: the file, for errors that do not name it, as those of open files.
+    """
+    try:
+        yield
+    except OSError as error:
+        reasons.append(reason_of(error, path))
+
+
+def reason_of(error: OSError, path: Path | str = "") -> str:
+    """Return which file failed and why; it is ``path`` if the error does not say."""
+    reason, where = error.strerror or str(error), str(error.filename or path)
+    return reason if where in reason else f"{where}: {reason}"
+
+
+def remarks_on(facts: Mapping[str, str]) -> list[str]:
+    """Return what is to be said of a namespace for its description: that no engine of this version will ever read it."""
+    found = facts.get("format", str(FORMAT_VERSION))
+    return (
+        [] if found == str(FORMAT_VERSION) else [f"format {found}, and engines of this version read {FORMAT_VERSION}"]
+    )
+
+
+def in_short(reasons: Sequence[str]) -> str:
+    """Return the first of ``reasons``, and how many more there are; empty if there are none."""
+    more = f" (and {len(reasons) - 1:,} more)" if len(reasons) > 1 else ""
+    return "".join(reasons[:1]) + more
+
+
+def raise_noted(tier: str, reasons: Sequence[str]) -> None:
+    """Raise ``TierError`` with ``reasons`` in short, unless there are none."""
+    if reasons:
+        raise TierError(tier, in_short(reasons))
+
+
+def is_good(header: Header, payload: Iterable[memoryview]) -> bool:
+    """Whether a payload is what its header says. It comes in pieces, so that a large one is never in memory as a whole."""
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    for piece in payload:
+        digest.update(piece)
+        num_bytes += len(piece)
+    return (num_bytes, digest.digest()) == (header.num_bytes, header.checksum)
+
+
+def check_value(value: Iterable[memoryview], namespace_id: str, key: bytes) -> Finding:
+    """Check a header with the payload and the details behind it, which are stored under ``key``.
+
+    Args:
+        value: the stored bytes in pieces, the first of which is no shorter than a header.
+        namespace_id: id of the namespace that it must belong to.
+        key: the chunk's key.
+    """
+    pieces = iter(value)
+    first = next(pieces, memoryview(b""))
+    header = unpack_header(first[:HEADER_BYTES])
+    if header is None or header.key != key or not header.namespace.hex().startswith(namespace_id):
+        return Finding.DAMAGED
+    details = bytearray()
+    payload = _up_to(header.num_bytes, chain([first[HEADER_BYTES:]], pieces), details)
+    is_sound = is_good(header, payload) and details_are_sound(header, details)
+    return Finding.GOOD if is_sound else Finding.DAMAGED
+
+
+def _up_to(num_bytes: int, pieces: Iterable[memoryview], rest: bytearray) -> Iterator[memoryview]:
+    """Yield the first ``num_bytes`` bytes of a value; add what follows to ``rest``, but not more than details can be."""
+    for piece in pieces:
+        yield piece[:num_bytes]
+        rest += piece[num_bytes:][: MAX_DETAILS_BYTES + 1 - len(rest)]
+        num_bytes = max(0, num_bytes - len(piece))
+
+
+# --- an inventory of which nothing is deleted -------------------------------------------------------------------------
+
+
+class DryRun(Inventory):
+    """Another inventory as it is at first, and as it would be after each deletion. Nothing is deleted.
+
+    Args:
+        inner: the other inventory; read only.
+    """
+
+    def __init__(self, inner: Inventory) -> None:
+        self._inner = inner
+        self._left: dict[str, Holding] | None = None
+
+    def holdings(self) -> list[Holding]:
+        """Return the namespaces that there would be. Those that there are are listed once."""
+        return list(self._known().values())
+
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+        """Check every chunk; damaged ones stay."""
+        del delete
+        return self._inner.verify(namespace_id, delete=False)
+
+    def remove(self, namespace_id: str) -> None:
+        """Take a namespace for deleted. Only a disk says what is in use."""
+        holding = self._known().get(namespace_id)
+        if holding is not None and holding.is_in_use:
+            raise TierError("disk", f"{namespace_id} is in use")
+        self._known().pop(namespace_id, None)
+
+    def trim(self, namespace_id: str, num_bytes: int) -> int:
+        """Take chunks of a namespace for deleted."""
+        holding = self._known()[namespace_id]
+        gone = self._inner.bytes_to_trim(holding, num_bytes)
+        self._known()[namespace_id] = replace(holding, num_bytes=holding.num_bytes - gone)
+        return gone
+
+    def _known(self) -> dict[str, Holding]:
+        if self._left is None:
+            self._left = {holding.id: holding for holding in self._inner.holdings()}
+        return self._left

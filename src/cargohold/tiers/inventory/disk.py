@@ -1,0 +1,285 @@
+"""The inventory of a disk tier's directory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from cargohold.errors import ConfigError, TierError
+from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, unpack_header
+from cargohold.tiers.disk.files import Geometry, Segment, may_hold_chunks, read_pieces, segment_files
+from cargohold.tiers.disk.locks import DirectoryLock, brief_lock, is_in_use
+from cargohold.tiers.disk.root import (
+    DESCRIPTION_FILE,
+    Owner,
+    ShardDescription,
+    bytes_in,
+    delete_shard,
+    last_used,
+    owner_of,
+    read_description,
+    replicas_in,
+    shards_in,
+    strange_folders,
+)
+from cargohold.tiers.inventory.base import (
+    PIECE_BYTES,
+    Finding,
+    Holding,
+    Inventory,
+    in_short,
+    is_good,
+    noted,
+    raise_noted,
+    reason_of,
+    remarks_on,
+)
+from cargohold.tiers.shared import url_of
+
+logger = logging.getLogger(__name__)
+
+_NAME = "disk"
+_EMPTY = bytes(HEADER_BYTES)
+_NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+class DiskInventory(Inventory):
+    """The shards in a disk tier's directory, and in its subdirectories for further engine replicas.
+
+    A namespace's id is its path from the directory, because replicas have the same namespaces.
+
+    Args:
+        directory: as in ``DiskTierConfig``.
+
+    Raises:
+        ConfigError: it is not a directory, or it is a shared store's and no disk tier's.
+        TierError: it cannot be listed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            expected = "it is not a directory" if directory.exists() else "there is no such directory"
+            raise ConfigError("PLACE", str(directory), expected)
+        self._root = directory
+        with _errors():
+            _require_not_shared(directory)
+
+    def holdings(self) -> list[Holding]:
+        """Return one holding per shard, from its description and the number of its headers that are not empty."""
+        with _errors():
+            # A directory without shards may be somebody else's: no lock file is left in it.
+            found = [self._describe(shard) for shard in (*shards_in(self._root), *self._shards_of_replicas())]
+        return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
+
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+        """Check every slot. The shard is locked meanwhile."""
+        shard = self._root / namespace_id
+        troubles: list[str] = []
+        with _errors():
+            lock = self._lock(shard)
+            try:
+                for path, geometry in _segments(shard):
+                    yield from _verify(path, geometry, troubles, delete=delete)
+            finally:
+                lock.release()
+        raise_noted(_NAME, troubles)
+
+    def remove(self, namespace_id: str) -> None:
+        """Delete the shard's files, or as many as can be deleted."""
+        shard = self._root / namespace_id
+        with _errors(), brief_lock(shard.parent):
+            _require_ours(shard)
+            if is_in_use(shard):
+                raise TierError(_NAME, f"{namespace_id} is in use")
+            with suppress(FileNotFoundError):  # another process has deleted it already
+                delete_shard(shard)
+
+    def _shards_of_replicas(self) -> Iterator[Path]:
+        for replica in replicas_in(self._root):
+            try:
+                yield from shards_in(replica)
+            except OSError as error:
+                logger.warning("what is stored in %s is not known: %s", replica, reason_of(error, replica))
+
+    def _describe(self, shard: Path) -> Holding:
+        """Find out about a shard what can be found out: one that is bad, or another user's, must not hide the others."""
+        remarks: list[str] = []
+        num_bytes, description = 0, ShardDescription({}, None)
+        num_chunks = _count_chunks(shard, remarks)
+        with noted(remarks, shard):
+            description = read_description(shard)
+            remarks += remarks_on(description.namespace)
+            if description.geometry is None and num_chunks != 0:
+                remarks.append(_not_described(shard))
+        with noted(remarks, shard):
+            num_bytes = bytes_in(shard)
+        is_in_use = _is_in_use(shard, remarks)
+        return Holding(
+            id=shard.relative_to(self._root).as_posix(),
+            facts=description.namespace,
+            num_chunks=num_chunks,
+            num_bytes=num_bytes,
+            last_used_s=last_used(shard) or None,
+            is_in_use=is_in_use,
+            remark=in_short(remarks),
+        )
+
+    def _lock(self, shard: Path) -> DirectoryLock:
+        with brief_lock(shard.parent):
+            _require_ours(shard)
+            when = last_used(shard)
+            try:
+                lock = DirectoryLock(shard)
+            except BlockingIOError as error:
+                raise TierError(_NAME, f"{shard.name} is in use") from error
+            lock.set_last_used(when)  # verifying a shard does not count as a use
+            return lock
+
+
+def _require_not_shared(root: Path) -> None:
+    """Refuse the directory of a shared store, and log what else is no disk tier's. Raises ``ConfigError``, ``OSError``."""
+    replicas = replicas_in(root)
+    if Owner.SHARED in strange_folders(root).values() and not replicas and not any(shards_in(root)):
+        raise ConfigError("PLACE", str(root), f"a shared store lies there; give it as {url_of(root)}")
+    for place in (root, *replicas):
+        with suppress(PermissionError):  # to list what is there fails as well, and is told then
+            for folder in list(strange_folders(place))[:1]:
+                logger.warning(
+                    "in %s are folders that are no disk tier's, such as %s; they are left alone. A shared store there is named "
+                    "%s",
+                    place,
+                    folder.name,
+                    url_of(place),
+                )
+
+
+def _require_ours(shard: Path) -> None:
+    """Raise ``TierError`` if a folder has something else than the files of a shard."""
+    if owner_of(shard) in (Owner.SHARED, Owner.OTHERS):
+        raise TierError(_NAME, f"{shard} has files that are not a disk tier's, so it is left alone")
+
+
+def _count_chunks(shard: Path, remarks: list[str]) -> int | None:
+    """Return how many headers are not empty; ``None``, with a remark, if they cannot all be read."""
+    count = 0
+    # A shard may be deleted meanwhile. Unlike ``glob``, a listing says if we may not list.
+    with noted(remarks, shard), suppress(FileNotFoundError):
+        for file in shard.iterdir():
+            if file.match("segment-*.headers"):
+                with noted(remarks, file):
+                    count += _count_headers(file)
+    return None if remarks else count
+
+
+def _count_headers(path: Path) -> int:
+    count = 0
+    with suppress(FileNotFoundError):  # deleted meanwhile: an engine that starts deletes segments above its budget
+        for piece in read_pieces(path):
+            # Only headers begin like this. Details lie behind them, in steps of a header's size.
+            count += sum(piece.startswith(MAGIC, at) for at in range(0, len(piece), HEADER_BYTES))
+    return count
+
+
+def _segments(shard: Path) -> Iterator[tuple[Path, Geometry]]:
+    """Yield the segments of which both files are there, as paths without suffix.
+
+    Raises:
+        OSError: the shard's description cannot be read.
+        TierError: it is missing or malformed, though there are chunks.
+    """
+    geometry = read_description(shard).geometry
+    if geometry is None:
+        if any(map(may_hold_chunks, shard.glob("segment-*.headers"))):
+            raise TierError(_NAME, _not_described(shard))
+        return
+    payloads, headers = (
+        {file.with_suffix("") for file in shard.glob(f"segment-*.{part}")} for part in ("data", "headers")
+    )
+    for path in sorted(payloads & headers):
+        yield path, geometry
+
+
+def _not_described(shard: Path) -> str:
+    return f"{shard / DESCRIPTION_FILE} is missing or damaged, so no chunk can be verified"
+
+
+def _verify(path: Path, geometry: Geometry, troubles: list[str], *, delete: bool) -> Iterator[Finding]:
+    """Yield a finding per chunk of a segment.
+
+    Args:
+        path: path of the segment's files without their suffix.
+        geometry: their sizes.
+        troubles: gets the reasons why chunks cannot be checked or deleted.
+        delete: whether to delete damaged chunks.
+    """
+    _, headers = segment_files(path)
+    with noted(troubles, path):
+        segment = Segment(path, geometry, direct_io=True)
+        is_whole = segment.is_whole()
+        if not is_whole and may_hold_chunks(headers):
+            troubles.append(f"{path} is not whole, so no chunk in it can be verified")
+        for slot in range(geometry.slots_per_segment if is_whole else 0):
+            finding = _check(segment, slot, path.parent.name)
+            if finding is Finding.DAMAGED and delete:
+                with noted(troubles, headers):
+                    segment.write_header(slot)
+            if finding is not None:
+                yield finding
+
+
+def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
+    """Verify the chunk in a slot; return ``None`` if the slot is empty."""
+    try:
+        data = segment.read_header(slot)
+        if data == _EMPTY:
+            return None
+        header = unpack_header(data)
+        is_ours = header is not None and header.namespace.hex().startswith(namespace_id)
+        if header is None or not is_ours or header.num_bytes > segment.slot_bytes:
+            return Finding.DAMAGED
+        is_sound = is_good(header, _payload(segment, slot, header.num_bytes))
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return Finding.DAMAGED  # a bad place on the disk; the slots behind it may well be good
+    return Finding.GOOD if is_sound else Finding.DAMAGED
+
+
+def _payload(segment: Segment, slot: int, num_bytes: int) -> Iterator[memoryview]:
+    """Yield ``num_bytes`` bytes of a slot's payload, in pieces; each is valid until the next one."""
+    piece = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
+    for at in range(0, num_bytes, PIECE_BYTES):
+        part = piece[: num_bytes - at]
+        segment.read_payload(slot, part, at)
+        yield part
+
+
+def _is_in_use(shard: Path, remarks: list[str]) -> bool:
+    """Whether a process uses a shard, or may use it: its lock cannot be opened, and a remark says why.
+
+    Asks under the directory's brief lock, or without it if we may not write there.
+
+    The lock is held only for this question, because engines wait for it, and counting a large shard's chunks takes long. So a
+    listing may show a shard partly as it was before a change.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(brief_lock(shard.parent))
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise
+        may_be = True
+        with noted(remarks, shard / DirectoryLock.FILE):
+            may_be = is_in_use(shard)
+    return may_be
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TierError(_NAME, reason_of(error)) from error

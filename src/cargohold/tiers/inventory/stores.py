@@ -1,0 +1,277 @@
+"""The inventory of an object store, or of a shared directory."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+
+import redis
+from obstore import exceptions as store_errors
+from obstore.store import ObjectStore
+
+from cargohold.errors import TierError, one_line
+from cargohold.tiers.inventory.base import (
+    PIECE_BYTES,
+    Finding,
+    Holding,
+    Inventory,
+    check_value,
+    in_short,
+    noted,
+    raise_noted,
+    remarks_on,
+)
+from cargohold.tiers.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, as_facts, parse_description
+from cargohold.tiers.objects import first_line, lacks_credentials
+from cargohold.tiers.redis import PREFIX, is_wrong_type
+from cargohold.tiers.shared_directory import (
+    StoredObject,
+    delete_if_there,
+    delete_unfinished,
+    list_ours,
+    read_object,
+    read_pieces,
+)
+
+_NAME = "shared"
+
+
+@dataclass(slots=True)
+class _Namespace:
+    chunks: list[StoredObject] = field(default_factory=list)
+    others: list[StoredObject] = field(default_factory=list)
+
+    @property
+    def objects(self) -> Iterator[StoredObject]:
+        return chain(self.chunks, self.others)
+
+
+class ObjectInventory(Inventory):
+    """The namespaces in an object store.
+
+    Args:
+        store: the bucket and prefix.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def holdings(self) -> list[Holding]:
+        """Return the namespaces that a listing of the whole store shows."""
+        with _object_errors():
+            found = [self._describe(name, namespace) for name, namespace in self._namespaces("").items()]
+        return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
+
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+        """Fetch and check every object."""
+        troubles: list[str] = []
+        with _object_errors():
+            for chunk in self._namespace(namespace_id).chunks:
+                with noted(troubles, chunk.path):
+                    finding = self._check(chunk)
+                    if finding is Finding.DAMAGED and delete:
+                        with noted(troubles, chunk.path):
+                            delete_if_there(self._store, chunk.path)
+                    if finding is not None:
+                        yield finding
+        raise_noted(_NAME, troubles)
+
+    def remove(self, namespace_id: str) -> None:
+        """Delete every object of a namespace."""
+        with _object_errors():
+            for known in self._namespace(namespace_id).objects:
+                delete_if_there(self._store, known.path)
+            delete_unfinished(self._store, f"{namespace_id}/", older_than_s=0.0)
+
+    def trim(self, namespace_id: str, num_bytes: int) -> int:
+        """Delete the oldest chunks; engines that want them compute instead."""
+        gone = 0
+        with _object_errors():
+            delete_unfinished(self._store, f"{namespace_id}/")
+            for chunk in self._oldest(namespace_id, num_bytes):
+                delete_if_there(self._store, chunk.path)
+                gone += chunk.num_bytes
+        return gone
+
+    def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
+        """See ``Inventory``. Unfinished files that ``trim`` would delete are not counted, as it does not count them either."""
+        with _object_errors():
+            return sum(chunk.num_bytes for chunk in self._oldest(holding.id, num_bytes))
+
+    def _oldest(self, namespace_id: str, num_bytes: int) -> Iterator[StoredObject]:
+        """Yield the chunks of a namespace stored longest ago, until they have ``num_bytes``."""
+        for chunk in sorted(self._namespace(namespace_id).chunks, key=lambda found: found.written_s):
+            if num_bytes <= 0:
+                return
+            yield chunk
+            num_bytes -= chunk.num_bytes
+
+    def _check(self, chunk: StoredObject) -> Finding | None:
+        """Verify a chunk; return ``None`` if it was deleted meanwhile. Raises the store's errors."""
+        try:
+            return check_value(read_pieces(self._store, chunk.path, PIECE_BYTES), chunk.namespace_id, chunk.key)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return Finding.DAMAGED  # a bad place on the medium; the other chunks may well be good
+
+    def _namespace(self, namespace_id: str) -> _Namespace:
+        return self._namespaces(f"{namespace_id}/").get(namespace_id, _Namespace())
+
+    def _namespaces(self, prefix: str) -> dict[str, _Namespace]:
+        found: dict[str, _Namespace] = {}
+        for known in list_ours(self._store, prefix):
+            namespace = found.setdefault(known.namespace_id, _Namespace())
+            (namespace.chunks if known.key else namespace.others).append(known)
+        return found
+
+    def _describe(self, name: str, namespace: _Namespace) -> Holding:
+        facts: dict[str, str] = {}
+        remarks: list[str] = []
+        with noted(remarks, f"{name}/{DESCRIPTION}"):
+            facts = self._facts(name)
+            remarks += remarks_on(facts)
+        return Holding(
+            id=name,
+            facts=facts,
+            num_chunks=len(namespace.chunks),
+            num_bytes=sum(known.num_bytes for known in namespace.objects),
+            last_used_s=max((known.written_s for known in namespace.objects), default=None),
+            is_in_use=False,
+            remark=in_short(remarks),
+        )
+
+    def _facts(self, name: str) -> dict[str, str]:
+        try:
+            found = read_object(self._store, f"{name}/{DESCRIPTION}", MAX_DESCRIPTION_BYTES)
+        except FileNotFoundError:
+            return {}
+        return as_facts(parse_description(bytes(found)))
+
+
+@contextmanager
+def _object_errors() -> Iterator[None]:
+    try:
+        yield
+    except (store_errors.BaseError, OSError, ValueError) as error:
+        reason = "no credentials were found in the environment" if lacks_credentials(error) else first_line(error)
+        raise TierError(_NAME, reason) from error
+
+
+# --- the inventory of a Redis or Valkey server ------------------------------------------------------------------------
+
+_ID_CHARS = 32
+_OURS = re.compile(re.escape(PREFIX.encode()) + rb"[0-9a-f]{%d}(:.+)?" % _ID_CHARS, re.DOTALL)
+
+
+@dataclass(slots=True)
+class _Count:
+    num_chunks: int = 0
+    num_bytes: int = 0
+
+
+class RedisInventory(Inventory):
+    """The namespaces on a server, which does not tell when they were used last.
+
+    Args:
+        client: connected to the database.
+    """
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def holdings(self) -> list[Holding]:
+        """Return the namespaces that a scan of all keys shows; bytes are those of the values."""
+        counts: dict[str, _Count] = {}
+        with _redis_errors():
+            for name in self._names(""):
+                count = counts.setdefault(_namespace_of(name), _Count())
+                if _key_of(name):
+                    count.num_chunks += 1
+                with _other_types_left_out():
+                    count.num_bytes += int(self._client.strlen(name))
+            return [self._describe(namespace_id, count) for namespace_id, count in sorted(counts.items())]
+
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+        """Fetch and check every value."""
+        with _redis_errors():
+            for name in self._names(f"{namespace_id}:"):
+                finding = check_value(self._pieces(name), namespace_id, _key_of(name))
+                if finding is Finding.DAMAGED:
+                    if not self._client.exists(name):
+                        continue  # deleted meanwhile, perhaps between two pieces
+                    if delete:
+                        self._client.unlink(name)
+                yield finding
+
+    def remove(self, namespace_id: str) -> None:
+        """Delete every value of a namespace."""
+        with _redis_errors():
+            for name in self._names(namespace_id):
+                self._client.unlink(name)
+
+    def _names(self, start: str) -> Iterator[bytes]:
+        """Yield our names that begin with ``PREFIX`` and ``start``, each once. Others may use the same prefix."""
+        found = map(bytes, self._client.scan_iter(match=f"{PREFIX}{start}*", count=1000))
+        seen: set[bytes] = set()  # while a server moves its keys, a scan returns some names twice
+        for name in found:
+            if _OURS.fullmatch(name) and name not in seen:
+                seen.add(name)
+                yield name
+
+    def _describe(self, namespace_id: str, count: _Count) -> Holding:
+        facts = self._facts(namespace_id)
+        remark = in_short(remarks_on(facts))
+        return Holding(namespace_id, facts, count.num_chunks, count.num_bytes, None, is_in_use=False, remark=remark)
+
+    def _facts(self, namespace_id: str) -> dict[str, str]:
+        return as_facts(parse_description(self._read(f"{PREFIX}{namespace_id}".encode(), 0, MAX_DESCRIPTION_BYTES + 1)))
+
+    def _pieces(self, name: bytes) -> Iterator[memoryview]:
+        """Yield a value's bytes in pieces, of which only the last one may be shorter or empty."""
+        for start in itertools.count(step=PIECE_BYTES):
+            piece = self._read(name, start, PIECE_BYTES)
+            yield memoryview(piece)
+            if len(piece) < PIECE_BYTES:
+                return
+
+    def _read(self, name: bytes, start: int, num_bytes: int) -> bytes:
+        """Return ``num_bytes`` bytes of a value from ``start``, or as many as there are; none if it is no string."""
+        found: object = b""
+        with _other_types_left_out():
+            found = self._client.getrange(name, start, start + num_bytes - 1)
+        return found if isinstance(found, bytes) else b""
+
+
+def _namespace_of(name: bytes) -> str:
+    return name[len(PREFIX) :][:_ID_CHARS].decode("ascii", "replace")
+
+
+def _key_of(name: bytes) -> bytes:
+    """Return the chunk's key from its name; empty for the namespace's description."""
+    return name[len(PREFIX) + _ID_CHARS + 1 :]
+
+
+@contextmanager
+def _other_types_left_out() -> Iterator[None]:
+    """End the ``with`` if it asks about a value that is a list, a hash or the like, which somebody put in a chunk's place."""
+    try:
+        yield
+    except redis.exceptions.ResponseError as error:
+        if not is_wrong_type(error):
+            raise
+
+
+@contextmanager
+def _redis_errors() -> Iterator[None]:
+    try:
+        yield
+    except redis.exceptions.RedisError as error:
+        raise TierError(_NAME, one_line(error)) from error

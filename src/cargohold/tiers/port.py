@@ -1,0 +1,348 @@
+"""The tier port: one worker's shard of a medium below host memory.
+
+A tier stores bytes by key. Its calls block, may come from several threads at once, and may fail: ``TierQueue`` stands between
+the tier and every caller that must not wait. A tier knows nothing of blocks, rows, requests or ranks. It hands out only chunks
+that were written under its own namespace (``cargohold.tiers.namespace``), and verifies them first.
+
+A key names contents, so what is stored under it never changes: storing a chunk twice is storing it once, and a lost chunk is a
+miss.
+
+The jobs of a tier's queue: one record each, from submission to the result, and the bookkeeping of those that are live.
+
+::
+
+    queued --take--> chunks under way --answer of the last chunk--> DONE
+       |                   |
+       +-------------------+-- failure, deadline, cancellation --> FAILED, EXPIRED, CANCELLED
+
+A job ends once. Answers that come later are dropped. While a thread copies from or to the job's buffers, the job is not
+returned, because the caller that polls it owns the buffers again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeAlias
+
+from cargohold.cache.manager import OffloadKey
+from cargohold.protocol import Clock
+
+
+class StoreOutcome(Enum):
+    """How storing a chunk ended."""
+
+    STORED = "stored"
+    """The chunk is there now."""
+    PRESENT = "present"
+    """The chunk was there already."""
+    REFUSED = "refused"
+    """The chunk is not there: there is no room for it, or another thread is writing it. No fault of the medium."""
+    FAILED = "failed"
+    """The chunk is not there: the medium failed, but not for all chunks of the job. Only the queue says so; a tier raises."""
+
+
+class LoadOutcome(Enum):
+    """How loading a chunk ended."""
+
+    LOADED = "loaded"
+    """The destination holds the chunk, verified."""
+    ABSENT = "absent"
+    """The chunk is not there. The destination holds garbage."""
+    CORRUPT = "corrupt"
+    """The chunk failed its check, and was deleted if that is allowed. The destination holds garbage."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """How full a tier is.
+
+    Attributes:
+        num_chunks: number of chunks that are there; in a shared store, only those that this worker stored.
+        num_bytes: bytes that they take, headers and padding included.
+        capacity_bytes: bytes that they may take; ``None`` if the medium sets the limit.
+    """
+
+    num_chunks: int
+    num_bytes: int
+    capacity_bytes: int | None
+
+
+class Tier(ABC):
+    """One worker's shard of a tier. Thread-safe; every call blocks until it is done.
+
+    Every method but ``close`` raises ``TierError`` when the medium fails or cannot be reached, and nothing else. After an
+    error the tier can still be used: the medium may come back.
+
+    Attributes:
+        name: the tier's name for users: ``disk``, ``shared``.
+        chunk_bytes: bytes of the largest chunk.
+        has_index: whether the tier keeps an index of its chunks, and answers probes without asking its medium.
+    """
+
+    name: str
+    chunk_bytes: int
+    has_index: bool = False
+
+    @abstractmethod
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return whether each chunk is there."""
+
+    @abstractmethod
+    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+        """Write a chunk, and let it be found once all of it is written.
+
+        Args:
+            key: the chunk's key.
+            payload: the chunk's bytes: contiguous, ``chunk_bytes`` at most. They must not change during the call.
+            parent: key of the chunk before it in its prefix, if there is one, so that eviction leaves no hole.
+        """
+
+    @abstractmethod
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
+        """Read a chunk and verify it.
+
+        Args:
+            key: the chunk's key.
+            into: destination, exactly as long as what was stored: contiguous, writable. Holds garbage unless ``LOADED`` is
+                returned.
+        """
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Mark chunks as used by a request; ``keys`` are in prefix order. Absent chunks are ignored."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove chunks at once. Absent chunks are ignored."""
+
+    @abstractmethod
+    def usage(self) -> TierUsage:
+        """Return how full the tier is, from what is known here, without asking the medium."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release files, locks and connections; the chunks stay. The last call, in a thread of its own; never raises."""
+
+
+# --- the jobs of a tier's queue ---------------------------------------------------------------------------------------
+
+
+class JobKind(Enum):
+    """What a job does with its chunks."""
+
+    PROBE = "probe"
+    LOAD = "load"
+    STORE = "store"
+    REMOVE = "remove"
+    TOUCH = "touch"
+    """Mark chunks as used by a request that got them from elsewhere. Also answers which of them are there."""
+
+
+class Access(Enum):
+    """A way of using a medium. One may work while another does not; the values name them in messages."""
+
+    LOOK_UP = "look-ups"
+    LOAD = "loads"
+    WRITE = "writes"
+
+
+ACCESS_OF: Final[Mapping[JobKind, Access]] = {
+    JobKind.PROBE: Access.LOOK_UP,
+    JobKind.TOUCH: Access.LOOK_UP,
+    JobKind.LOAD: Access.LOAD,
+    JobKind.STORE: Access.WRITE,
+    JobKind.REMOVE: Access.WRITE,
+}
+URGENT: Final = frozenset(kind for kind in JobKind if ACCESS_OF[kind] is not Access.WRITE)
+"""Kinds of jobs that go before others, because somebody waits for them or they take hardly any time."""
+ONE_BY_ONE: Final = frozenset({JobKind.LOAD, JobKind.STORE})
+"""Kinds of jobs whose chunks are worked on one by one, so that several threads share a job."""
+
+
+class JobStatus(Enum):
+    """How a job ended."""
+
+    DONE = "done"
+    """Every chunk has its answer."""
+    FAILED = "failed"
+    """The tier failed, or the thread that worked on the job died; chunks without an answer were not dealt with."""
+    EXPIRED = "expired"
+    """The job's deadline passed."""
+    CANCELLED = "cancelled"
+    """The job was cancelled, or the queue was shut down."""
+
+
+Answer: TypeAlias = bool | LoadOutcome | StoreOutcome
+"""The answer for one chunk: for a probe or touch, whether it is there; for a removal, ``True``; else the outcome."""
+
+FROM_INDEX: Final[frozenset[Answer]] = frozenset({LoadOutcome.ABSENT, StoreOutcome.PRESENT, StoreOutcome.REFUSED})
+"""Answers that a tier with an index gives without asking its medium: they do not show that the medium works."""
+_GOOD: Final[frozenset[Answer | None]] = frozenset(
+    {True, LoadOutcome.LOADED, StoreOutcome.STORED, StoreOutcome.PRESENT}
+)
+
+
+@dataclass(slots=True, eq=False)
+class TierJob:
+    """Chunks to probe, load, store, remove or touch. The queue fills in how that goes.
+
+    Attributes:
+        job_id: unique among the jobs of a queue, never used again.
+        kind: what to do.
+        keys: the chunks, in any order.
+        deadline: time at which it must have ended, by the queue's clock.
+        buffers: for loads and stores, the destination or source of each chunk, parallel to ``keys``. Nobody else may write to
+            them until the job was polled; after that, the queue does not read or write them any more.
+        parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty if none has one.
+        queued_at: time at which it was queued.
+        answers: one per chunk; ``None`` where there is none.
+        num_taken: number of chunks that threads were given.
+        num_copying: number of threads that copy from or to the buffers right now.
+        status: how it ended; ``None`` before.
+        reason: why it failed or expired, or a chunk of it could not be stored, in one line; else empty.
+    """
+
+    job_id: int
+    kind: JobKind
+    keys: Sequence[OffloadKey]
+    deadline: float
+    buffers: Sequence[memoryview] = field(default=(), repr=False)
+    parents: Sequence[OffloadKey | None] = ()
+    queued_at: float = field(default=0.0, init=False)
+    answers: list[Answer | None] = field(init=False)
+    num_taken: int = field(default=0, init=False)
+    num_copying: int = field(default=0, init=False)
+    status: JobStatus | None = field(default=None, init=False)
+    reason: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.answers = [None] * len(self.keys)
+
+    @property
+    def num_answered(self) -> int:
+        """Number of chunks that have an answer."""
+        return len(self.answers) - self.answers.count(None)
+
+    @property
+    def succeeded(self) -> list[bool]:
+        """Whether each chunk succeeded: a probe or touch found it, a load filled its buffer, a store or removal was done.
+
+        A store counts as done also if the chunk was there already.
+        """
+        return [answer in _GOOD for answer in self.answers]
+
+
+class JobLedger:
+    """The live jobs of one queue. Not thread-safe: its owner holds a lock.
+
+    Attributes:
+        ended: jobs that ended and were not polled yet.
+        num_chunks: number of chunks in live jobs: in ``URGENT`` ones under ``True``, in the others under ``False``.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.ended: list[TierJob] = []
+        self.num_chunks = {True: 0, False: 0}
+        self._clock = clock
+        self._live: dict[int, TierJob] = {}
+        self._waiting: dict[Access, deque[TierJob]] = {access: deque() for access in Access}
+        self._taken_last = Access.WRITE
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, job: TierJob) -> None:
+        """Queue a job; one without chunks ends at once."""
+        assert job.job_id not in self._live, f"job {job.job_id} was submitted twice"
+        job.queued_at = self._clock()
+        self._live[job.job_id] = job
+        self.num_chunks[job.kind in URGENT] += len(job.keys)
+        if not job.keys:
+            self.end(job, JobStatus.DONE)
+        else:
+            queue = self._waiting[ACCESS_OF[job.kind]]
+            while queue and queue[0].status:
+                queue.popleft()  # while every thread hangs in the medium, nobody else removes jobs that have ended
+            queue.append(job)
+
+    def take(self) -> tuple[TierJob, int] | None:
+        """Return the next job to work on, and the index of its chunk if it is ``ONE_BY_ONE``; ``None`` if there is nothing.
+
+        Look-ups and loads take turns: whoever asks what is there does not wait for all of what others load, nor are loads kept
+        back by look-ups without end. Writes come after both.
+        """
+        turns = (Access.LOOK_UP, Access.LOAD, Access.WRITE)
+        if self._taken_last is Access.LOOK_UP:
+            turns = (Access.LOAD, Access.LOOK_UP, Access.WRITE)
+        for access in turns:
+            taken = self._take_from(self._waiting[access])
+            if taken is not None:
+                self._taken_last = access
+                return taken
+        return None
+
+    def begin_copy(self, job: TierJob) -> bool:
+        """Whether a job's buffers may be used; if so, ``end_copy`` must follow soon."""
+        if job.status:
+            return False
+        job.num_copying += 1
+        return True
+
+    def end_copy(self, job: TierJob) -> bool:
+        """Note that a job's buffers are not used any more; return whether the job was waiting for that to be returned."""
+        job.num_copying -= 1
+        return self._settle(job)
+
+    def answer(self, job: TierJob, at: int, answers: Sequence[Answer]) -> bool:
+        """Note the answers for a job's chunks from index ``at`` on; return whether that ended it."""
+        if job.status:
+            return False
+        job.answers[at : at + len(answers)] = answers
+        return None not in job.answers and self.end(job, JobStatus.DONE)
+
+    def end(self, job: TierJob, status: JobStatus, reason: str = "") -> bool:
+        """End a job; return whether it had not ended before."""
+        if job.status:
+            return False
+        job.status, job.reason = status, reason or job.reason
+        self._settle(job)
+        return True
+
+    def find(self, job_id: int) -> TierJob | None:
+        """Return a live job; ``None`` if there is none with that id."""
+        return self._live.get(job_id)
+
+    def late(self) -> list[TierJob]:
+        """Return the live jobs whose deadline has passed."""
+        now = self._clock()
+        return [job for job in self._live.values() if now > job.deadline]
+
+    def all(self) -> Iterator[TierJob]:
+        """Iterate over a copy of the list of live jobs."""
+        return iter(list(self._live.values()))
+
+    def _take_from(self, queue: deque[TierJob]) -> tuple[TierJob, int] | None:
+        while queue:
+            job = queue[0]
+            at = job.num_taken
+            job.num_taken += 1 if job.kind in ONE_BY_ONE else len(job.keys)
+            if job.status or job.num_taken >= len(job.keys):
+                queue.popleft()
+            if not job.status:
+                return job, at
+        return None
+
+    def _settle(self, job: TierJob) -> bool:
+        """Hand over a job that has ended, unless its buffers are in use; return whether that was done now."""
+        if job.status and not job.num_copying and self._live.pop(job.job_id, None):
+            self.num_chunks[job.kind in URGENT] -= len(job.keys)
+            self.ended.append(job)
+            return True
+        return False

@@ -1,0 +1,250 @@
+"""Chunks of lower tiers on their way into host memory: slots reserved, jobs begun, and what has arrived pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager, StoreHandle
+from cargohold.protocol import Clock
+from cargohold.tiers.port import JobKind
+from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
+from cargohold.tiers.scheduler_side.tier_state import TierState
+
+BATCH_CHUNKS = 128
+"""Maximum number of chunks in one job: a job that fails costs no more than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Consecutive chunks of one prefix, absent in host memory and all in the same tier.
+
+    Attributes:
+        tier: index of the tier, from 0.
+        keys: the chunks, in prefix order.
+        parent: the chunk before the first; ``None`` at the start of a prompt.
+    """
+
+    tier: int
+    keys: Sequence[OffloadKey]
+    parent: OffloadKey | None
+
+
+@dataclass(slots=True)
+class _Part:
+    """What is fetched from one tier.
+
+    Attributes:
+        num_running: number of jobs that have not ended.
+        num_arrived: number of chunks that have arrived.
+        has_failed: whether a job was not carried out as a whole.
+    """
+
+    num_running: int = 0
+    num_arrived: int = 0
+    has_failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Brings chunks into host memory for a request, and pins them there until it is released.
+
+    Attributes:
+        started_at: time at which it began.
+        expires_at: time at which it is released at the latest.
+        on_release: called when it is released.
+        sources: index of the tier that each arrived chunk came from.
+        pins: pins on its chunks in host memory.
+        is_released: whether it was released.
+        is_given_up: whether it was released because its jobs took too long.
+    """
+
+    started_at: float
+    expires_at: float
+    on_release: Callable[[Fetch], None]
+    sources: dict[OffloadKey, int] = field(default_factory=dict)
+    pins: list[LoadHandle] = field(default_factory=list)
+    is_released: bool = False
+    is_given_up: bool = False
+    _parts: dict[int, _Part] = field(default_factory=dict)
+
+    @property
+    def num_running(self) -> int:
+        """Number of its jobs that have not ended."""
+        return sum(part.num_running for part in self._parts.values())
+
+    def num_measured(self, tier: int) -> int | None:
+        """Return how many chunks came from a tier since the beginning, if that says how fast it is; else ``None``.
+
+        It does so once all jobs of the tier have ended: whether they found all chunks or not, for a tier may be slow to say
+        that it lacks a chunk; and even if the request has given up waiting meanwhile, or a tier whose loads always take too
+        long would never be known to be slow. The jobs of a request that needs its chunks no more are cut short.
+        """
+        part = self._parts[tier]
+        is_cut_short = self.is_released and not self.is_given_up
+        if part.num_running or is_cut_short or (part.has_failed and not (self.is_given_up and part.num_arrived)):
+            return None
+        return part.num_arrived
+
+    def begin_job(self, tier: int) -> None:
+        """Note that a job begins that brings up chunks from a tier."""
+        self._parts.setdefault(tier, _Part()).num_running += 1
+
+    def end_job(self, tier: int, arrived: Sequence[OffloadKey], *, is_done: bool) -> None:
+        """Note that a job has ended, which chunks arrived, and whether it was carried out as a whole."""
+        part = self._parts[tier]
+        part.num_running -= 1
+        part.num_arrived += len(arrived)
+        part.has_failed |= not is_done
+        self.sources.update(dict.fromkeys(arrived, tier))
+
+    def release(self) -> None:
+        """Give back the pins and cancel the jobs: the request has its chunks, or needs none. May be called repeatedly."""
+        if not self.is_released:
+            self.is_released = True
+            self.drop_pins()
+            self.on_release(self)
+
+    def drop_pins(self) -> None:
+        """Give back the pins."""
+        pins, self.pins = self.pins, []
+        for handle in pins:
+            handle.release()
+
+    def give_up(self) -> None:
+        """Give back the pins: the request has waited long enough. The jobs end by themselves, or at their deadlines.
+
+        A tier is judged by how its jobs end. If they were cancelled, one that hangs would never be blamed.
+        """
+        self.is_given_up = True
+        self.release()
+
+
+class Fetches:
+    """Reserves slots of host memory for chunks of lower tiers, and pins the chunks that have arrived.
+
+    Args:
+        host: the manager of host memory.
+        tiers: the tiers; they learn how long their loads take.
+        tasks: the table that load jobs are added to.
+        clock: time in which the engine steps.
+        timeout_s: maximum time that a request waits; afterwards it has the same time to be admitted.
+
+    Attributes:
+        arriving: chunks that are being brought up.
+        num_never_there: number of chunks that host memory counts as removed although they had never arrived.
+    """
+
+    def __init__(
+        self, host: OffloadManager, tiers: Sequence[TierState], tasks: TaskTable, clock: Clock, timeout_s: float
+    ) -> None:
+        self._host = host
+        self._tiers = tiers
+        self._tasks = tasks
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._live: set[Fetch] = set()
+        self.arriving: set[OffloadKey] = set()
+        self.num_never_there = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def num_held(self) -> int:
+        """Number of chunks pinned for fetches, counted once per fetch."""
+        return sum(len(pins.keys) for fetch in self._live for pins in fetch.pins)
+
+    def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Fetch | None:
+        """See ``LowerTiers.fetch``."""
+        now = self._clock()
+        fetch = Fetch(now, now + 2 * self._timeout_s, self._forget)
+        self._live.add(fetch)
+        is_shared = self._host.num_pins + self._host.num_writing > 0
+        fetch.pins.append(self._host.prepare_load(kept))
+        is_busy = False
+        for chain in chains:
+            is_busy |= not self._reserve(chain, fetch)
+        # If nobody else uses slots, none becomes free while the request waits: its own chunks fill host memory.
+        if is_busy and is_shared and not fetch.num_running:
+            self._live.discard(fetch)
+            fetch.drop_pins()  # nobody was kept waiting by them
+            return None
+        return fetch
+
+    def _end_load(
+        self, handle: StoreHandle, fetch: Fetch, task: TierTask, succeeded: Sequence[bool], is_done: bool
+    ) -> None:
+        """End a load job: chunks that arrived on all workers become ready and are pinned, the others are removed.
+
+        ``is_done`` says whether the job was carried out as a whole, whatever it found.
+        """
+        self.arriving.difference_update(task.keys)
+        good = [key for key, is_good in zip(task.keys, succeeded, strict=True) if is_good]
+        fetch.end_job(task.tier, good, is_done=is_done)
+        self._note_pace(task, fetch)
+        if not good:
+            handle.forfeit()
+            return
+        # A handle commits all its chunks or none, so chunks that did not arrive are ready until the next line. Nobody looks
+        # them up in between.
+        handle.commit()
+        self._host.remove([key for key, is_good in zip(task.keys, succeeded, strict=True) if not is_good])
+        self.num_never_there += len(task.keys) - len(good)
+        if not fetch.is_released:
+            fetch.pins.append(self._host.prepare_load(good))
+
+    def release_expired(self) -> None:
+        """Release fetches that have expired, so that no request pins chunks for ever."""
+        now = self._clock()
+        for fetch in [fetch for fetch in self._live if fetch.expires_at <= now]:
+            fetch.release()
+
+    def check(self) -> None:
+        """Verify every invariant. Raises ``AssertionError``."""
+        loads = [task for task in self._tasks if task.kind is JobKind.LOAD]
+        assert self.arriving == {key for task in loads for key in task.keys}, "brought up by nobody"
+        assert len(self.arriving) <= self._host.num_writing, "a slot is filled that is not reserved"
+        for fetch in self._live:
+            assert not fetch.is_released, "held for nobody"
+            num_running = sum(task.owner is fetch for task in loads)
+            assert fetch.num_running == num_running, "waits for a job that does not exist"
+
+    def _reserve(self, chain: Chain, fetch: Fetch) -> bool:
+        """Reserve slots for a chain's leading chunks, and add the jobs that fill them. Mutates host memory and ``fetch``.
+
+        Returns:
+            ``False`` if there was no slot for a batch of chunks and it is worth trying again later; else ``True``.
+        """
+        parent = chain.parent
+        for start in range(0, len(chain.keys), BATCH_CHUNKS):
+            keys = chain.keys[start : start + BATCH_CHUNKS]
+            handle = self._host.prepare_store(keys, parent)
+            if not handle.keys:
+                handle.commit()
+                return not handle.deferred
+            self.arriving.update(handle.keys)
+            fetch.begin_job(chain.tier)
+            before = dict(zip(keys, (parent, *keys), strict=False))
+            parents = [before[key] for key in handle.keys]
+            on_end = partial(self._end_load, handle, fetch)
+            self._tasks.want(TierTask(JobKind.LOAD, chain.tier, handle.keys, parents, handle.slots, fetch, on_end))
+            if len(handle.keys) < len(keys):
+                break
+            parent = keys[-1]
+        return True
+
+    def _note_pace(self, task: TierTask, fetch: Fetch) -> None:
+        """Let a tier learn how long it took to bring up its chunks, if the job that has ended was the last and tells that."""
+        num_chunks = fetch.num_measured(task.tier)
+        if num_chunks is not None:
+            self._tiers[task.tier].pace.note(num_chunks, self._clock() - fetch.started_at)
+
+    def _forget(self, fetch: Fetch) -> None:
+        self._live.discard(fetch)
+        if fetch.num_running:  # seldom: its request mostly waits until all jobs have ended
+            self._tasks.cancel(
+                lambda task: task.owner is fetch,
+                in_flight=not fetch.is_given_up,
+            )

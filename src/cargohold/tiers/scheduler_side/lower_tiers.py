@@ -1,0 +1,375 @@
+"""The tiers below host memory: which chunks to ask them for, to fetch and to write down.
+
+A pure state machine: it does no I/O and moves no bytes. It hands out commands for the workers, which answer with one byte per
+chunk. A chunk counts as there only if every worker has its shard::
+
+    unknown --probe--> known to be there --fetch----> host: writing --all workers done--> host: ready
+               |                 |                       |
+               +-> absent        +- no slot free         +- failed, late, cancelled --> forfeited: a miss
+
+    host: ready --backlog--> pinned and written --> known to be there, too
+
+The device is loaded from host memory only. No request waits for a tier beyond a deadline, whatever happens to the tier.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial, reduce
+from types import MappingProxyType
+
+from cargohold.blocks import ABSENT, NOT_YET, READY
+from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.protocol import Clock, TransferOutcome
+from cargohold.tiers.health import TierHealth
+from cargohold.tiers.port import JobKind
+from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
+from cargohold.tiers.scheduler_side.known import SteppedClock
+from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTask
+from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
+from cargohold.tiers.scheduler_side.writing import Dispatch, Upkeep, random_epoch
+
+SETTLE_S = 5.0
+"""Seconds that an idle engine steps on so that the chunks stored last are written down. The others wait for later steps."""
+PROGRESS_S = 3.0
+"""Seconds without the end of a job after which an idle engine does not step on, until a job has ended again."""
+
+_ABSENT = bytes([ABSENT])
+_NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
+
+
+class LowerTiers:
+    """The state of the tiers below host memory, and of the chunks on their way from and to them.
+
+    Args:
+        host: the manager of host memory.
+        tiers: how each tier is to be used, the fastest first.
+        clock: monotonic time in seconds.
+        config: number of workers, deadlines, and whether events are recorded.
+        new_epoch: makes a new name at each reset; it becomes part of the chunks' names in the tiers.
+
+    Attributes:
+        host: as given.
+        tiers: the state of each tier.
+        config: as given.
+        max_look_up: maximum number of chunks in one look-up. All of its answers must be remembered until the last has come. If
+            they were not, the first chunks would be asked for again, and push out the answers for the last, without end.
+        clock: time in which the engine steps; the owner calls its ``begin_step`` and ``end_step``. Deadlines are in this time.
+    """
+
+    def __init__(
+        self,
+        host: OffloadManager,
+        tiers: Sequence[TierOptions],
+        clock: Clock,
+        config: TieringConfig,
+        *,
+        new_epoch: Callable[[], bytes] = random_epoch,
+    ) -> None:
+        self.config = config
+        self.clock = SteppedClock(clock)
+        self.host = host
+        self._tasks = TaskTable(self.clock)
+        self.tiers = [
+            TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
+            for at, options in enumerate(tiers)
+        ]
+        self.max_look_up = min((tier.presence.limit for tier in self.tiers), default=0) // 2
+        self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
+        self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s)
+        self._upkeep = Upkeep(self.tiers, self._tasks)
+        # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
+        self._settles_at = self._progressed_at = self.clock()
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_never_there(self) -> int:
+        """Number of chunks that host memory counts as removed although they had never arrived from a tier."""
+        return self._fetches.num_never_there
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether requests may look for chunks in any of the tiers."""
+        return any(tier.is_readable for tier in self.tiers)
+
+    @property
+    def may_hold_more(self) -> bool:
+        """Whether more chunks may be fetched: those held for requests so far leave half of host memory to others."""
+        return self._fetches.num_held + len(self._fetches.arriving) <= self.host.capacity // 2
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no chunk is on its way or held for a request. Probes and touches, which move none, may be in flight."""
+        return not self._fetches and all(task.kind in (JobKind.PROBE, JobKind.TOUCH) for task in self._tasks)
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether chunks are being fetched, or held for a request."""
+        return bool(self._fetches) or self._is_loading
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the engine should keep stepping even if there is nothing to compute.
+
+        Chunks that were stored lately are still to be written down, or loads are in flight, without whose end a reset is
+        not possible.
+        """
+        now = self.clock()
+        if self._tasks and now >= self._progressed_at + PROGRESS_S:
+            return False
+        if self._is_loading:
+            return True
+        if now >= self._settles_at:
+            return False
+        return bool(self._tasks) or any(tier.num_writable and tier.is_writable for tier in self.tiers)
+
+    @property
+    def _is_loading(self) -> bool:
+        return any(task.kind is JobKind.LOAD for task in self._tasks)
+
+    def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, skipped: Container[int] = ()) -> bytes:
+        """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
+
+        Host memory is not looked at, except that chunks on their way into it are ``NOT_YET``.
+
+        Args:
+            keys: the chunks.
+            up_to_absent: whether to end before the first absent chunk.
+            skipped: indices of tiers that are not to be asked: what they have not said yet, they do not have.
+        """
+        answers = [
+            tier.lookup(keys, is_skipped=at in skipped) for at, tier in enumerate(self.tiers) if tier.is_readable
+        ]
+        states = reduce(_over, answers) if answers else _ABSENT * len(keys)
+        states = mark(states, keys, self._fetches.arriving, NOT_YET)
+        return states.partition(_ABSENT)[0] if up_to_absent else states
+
+    def tiers_of(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return, per chunk, the index of the fastest usable tier known to have it, or -1.
+
+        -1 is possible even for a chunk that was just looked up as ready, because answers grow old.
+        """
+        tiers = [-1] * len(keys)
+        for at, tier in enumerate(self.tiers):
+            if tier.is_readable:
+                answers = tier.presence.get(keys)
+                tiers = [
+                    at if known < 0 and is_there else known for known, is_there in zip(tiers, answers, strict=True)
+                ]
+        return tiers
+
+    def estimate_s(self, num_chunks: Mapping[int, int]) -> float:
+        """Return the estimated seconds to fetch the given number of chunks per tier, as far as that is known.
+
+        Tiers work side by side. One of which nothing is known counts as fast, so that it is tried, and measured.
+        """
+        times = [self.tiers[at].pace.predict(count) for at, count in num_chunks.items()]
+        return max((time for time in times if time is not None), default=0.0)
+
+    # --- for requests -------------------------------------------------------------------------------------------------
+
+    def probe(
+        self,
+        keys: Sequence[OffloadKey],
+        *,
+        skipped: Container[int] = (),
+        num_found: Mapping[int, int] = _NOTHING_FOUND,
+        within_s: float = float("inf"),
+    ) -> list[TierTask]:
+        """Ask for chunks whose state is ``UNKNOWN``: each in the first usable tier that has not said that it is absent.
+
+        Some may have to be asked for again, with what is still unknown once the probes are answered.
+
+        Args:
+            keys: the chunks, in prefix order.
+            skipped: see ``lookup``.
+            num_found: by tier, the number of chunks that the same look-up has found there before.
+            within_s: seconds in which answers are wanted. Tiers are asked for no more than they are expected to answer for.
+
+        Returns:
+            The probes; ``has_ended`` becomes true on each when it is answered.
+        """
+        states = self.lookup(keys, skipped=skipped)
+        rest = [key for key, state in zip(keys, states, strict=True) if state == UNKNOWN]
+        probes: list[TierTask] = []
+        for at, tier in enumerate(self.tiers):
+            if tier.is_readable and at not in skipped:
+                answers = tier.presence.get(rest)
+                asked = [key for key, is_there in zip(rest, answers, strict=True) if is_there is None]
+                rest = [key for key, is_there in zip(rest, answers, strict=True) if is_there is not None]
+                before = num_found.get(at, 0)
+                count = tier.num_to_ask(len(asked), before, within_s)
+                tier.probing.update(asked[:count])
+                probes += [
+                    TierTask(JobKind.PROBE, at, part, num_before=before, num_after=len(asked) - count)
+                    for part in tier.parts(asked[:count])
+                ]
+        for probe in probes:
+            self._tasks.want(probe)
+        return probes
+
+    def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Fetch | None:
+        """Fetch chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
+
+        Returns:
+            The fetch to wait for, and to release in the end; nothing is on its way for it if ``kept`` fill host memory.
+            ``None`` if there is no slot as long as others use them, and then nothing is pinned.
+        """
+        return self._fetches.begin(chains, kept)
+
+    def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        """Learn that host memory has new chunks: they are to be written down."""
+        self._note_new(self.tiers, keys, parents)
+
+    def note_used(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that a request uses these chunks, in prefix order."""
+        states = self.host.lookup(keys)
+        for tier in self.tiers:
+            tier.note_used(keys, states)
+        if any(tier.backlog for tier in self.tiers):
+            self._expect_writes()
+        self._upkeep.note_used([key for key, state in zip(keys, states, strict=True) if state == READY], keys)
+
+    def reset(self) -> None:
+        """Forget all chunks, and give chunks other names in the tiers from now on. Only while nothing is being fetched.
+
+        Writes in flight are cancelled. Chunks that they have written already keep their old names, and nobody finds them.
+        """
+        assert not self.is_fetching, "chunks on their way would be remembered under the wrong name"
+        self._tasks.cancel(lambda _: True)
+        for tier in self.tiers:
+            tier.clear()
+        self._dispatch.rename()
+
+    # --- for workers --------------------------------------------------------------------------------------------------
+
+    def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
+        """Return the commands for the workers in this step. Call it once in every step."""
+        self._fetches.release_expired()
+        if not self._tasks:
+            self._progressed_at = self.clock()
+        return (*self._dispatch.requested(new_id, self._turn_away), *self._dispatch.writes(new_id))
+
+    def take_cancelled(self) -> tuple[int, ...]:
+        """Return the ids of jobs cancelled since the last call; they are reported like all others, only sooner."""
+        return self._tasks.take_cancelled()
+
+    def note_answers(self, job_id: int, succeeded: bytes, num_workers: int) -> None:
+        """Take in what ``num_workers`` workers say of a job's chunks: 1 if all of them were successful, else 0."""
+        task = self._tasks.get(job_id)
+        if task is not None:
+            task.note_answers(succeeded, num_workers)
+
+    def note_health(self, worker: int, at: int, health: TierHealth) -> None:
+        """Learn what a worker says of the health of tier ``at``: a chunk counts only if all workers have it."""
+        self.tiers[at].note_health(worker, health)
+
+    def end(self, job_id: int, outcome: TransferOutcome) -> bool:
+        """End a job that all workers have reported. Returns ``False`` if it is not a job of lower tiers."""
+        task = self._tasks.end(job_id)
+        if task is None:
+            return False
+        self._progressed_at = self.clock()
+        self._conclude(task, outcome)
+        return True
+
+    def take_stats(self) -> Counter[str]:
+        """Return counters since the last call."""
+        total: Counter[str] = Counter()
+        for tier in self.tiers:
+            stats, tier.stats = tier.stats, Counter()
+            total.update({f"{tier.name}_{name}": amount for name, amount in stats.items()})
+        return total
+
+    def check(self) -> None:
+        """Verify every invariant. Raises ``AssertionError``."""
+        tasks = list(self._tasks)
+        for at, tier in enumerate(self.tiers):
+            own = [task for task in tasks if task.tier == at]
+            assert tier.probing == {k for t in own if t.kind is JobKind.PROBE for k in t.keys}, "asked by nobody"
+            assert tier.touching == {k for t in own if t.kind is JobKind.TOUCH for k in t.keys}, "touched by nobody"
+            assert tier.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
+            assert len(tier.backlog) <= self.host.capacity, "the backlog is longer than it may be"
+        self._fetches.check()
+        num_read = sum(len(task.keys) for task in tasks if task.kind is JobKind.STORE)
+        assert num_read + self._fetches.num_held <= self.host.num_pins, "a chunk is held without a pin"
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _note_new(
+        self,
+        tiers: Sequence[TierState],
+        keys: Sequence[OffloadKey],
+        parents: Mapping[OffloadKey, OffloadKey | None],
+    ) -> None:
+        for tier in tiers:
+            tier.note_new_in_host(keys, parents)
+        self._expect_writes()
+
+    def _expect_writes(self) -> None:
+        self._settles_at = self.clock() + SETTLE_S
+
+    def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
+        """Draw the consequences of a job's end."""
+        task.has_ended = True
+        tier, succeeded = self.tiers[task.tier], task.succeeded(self.config.num_workers)
+        is_done = outcome is TransferOutcome.DONE
+        is_told = is_done and not task.is_cancelled  # after a reset, names are others
+        task.on_end(task, succeeded, is_done)
+        match task.kind:
+            case JobKind.PROBE:
+                tier.probing.difference_update(task.keys)
+                if task.owner is self._upkeep:
+                    self._end_upkeep(task, succeeded, is_told=is_told)
+                elif not task.is_cancelled:
+                    self._end_look_up(task, succeeded, is_done=is_done)
+            case JobKind.TOUCH:
+                tier.touching.difference_update(task.keys)
+                if is_told:
+                    tier.note_touched(task.keys, succeeded)
+            case JobKind.LOAD:
+                self._end_load(task, succeeded, is_done=is_done)
+            case JobKind.STORE:
+                tier.end_writing(task, succeeded)
+                if is_told:
+                    tier.note_presence(task.keys, succeeded)
+
+    def _end_look_up(self, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
+        tier = self.tiers[task.tier]
+        task.num_found = sum(succeeded)
+        tier.note_presence(task.keys, succeeded)  # a tier that does not answer counts as not having them
+        if is_done:
+            tier.note_look_up(task, self.clock() - task.begun_at)
+
+    def _end_upkeep(self, task: TierTask, succeeded: Sequence[bool], *, is_told: bool) -> None:
+        """Note which chunks in use a tier has; write those again that are gone."""
+        self._upkeep.note_ended(task.tier, is_done=is_told)
+        if is_told:
+            tier = self.tiers[task.tier]
+            tier.note_presence(task.keys, succeeded)
+            tier.look_up_pace.note(len(task.keys), self.clock() - task.begun_at)
+            gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
+            self._note_new([tier], gone, dict(zip(task.keys, task.parents, strict=True)))
+
+    def _end_load(self, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
+        tier = self.tiers[task.tier]
+        if is_done:
+            tier.note_presence(task.keys, succeeded)
+        elif not task.is_cancelled:
+            tier.presence.forget(task.keys)
+        tier.stats["loaded_chunks"] += sum(succeeded)
+        tier.stats["not_loaded_chunks"] += len(succeeded) - sum(succeeded)
+        arrived = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
+        # Chunks that came from a slower tier are worth writing to the faster ones.
+        self._note_new(self.tiers[: task.tier], arrived, dict(zip(task.keys, task.parents, strict=True)))
+
+    def _turn_away(self, task: TierTask) -> None:
+        task.is_cancelled = True
+        self._conclude(task, TransferOutcome.ABANDONED)
+
+
+def _over(upper: bytes, lower: bytes) -> bytes:
+    """Merge the states of two tiers: per chunk that of ``upper``, or that of ``lower`` where the former is ``ABSENT``."""
+    return bytes(below if state == ABSENT else state for state, below in zip(upper, lower, strict=True))

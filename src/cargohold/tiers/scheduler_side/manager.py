@@ -1,0 +1,108 @@
+"""The manager of host memory with tiers below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cargohold.cache.manager import ForwardingManager, OffloadKey, OffloadManager, StoreHandle, StoreOffer
+from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
+
+
+class WatchedStore:
+    """Wraps a store handle of host memory. Satisfies ``StoreHandle``.
+
+    Args:
+        handle: the handle from host memory's manager.
+        on_commit: called with the chunks' keys once they are ready.
+    """
+
+    def __init__(self, handle: StoreHandle, on_commit: Callable[[Sequence[OffloadKey]], None]) -> None:
+        self._handle = handle
+        self._on_commit = on_commit
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """The chunks to store."""
+        return self._handle.keys
+
+    @property
+    def deferred(self) -> Sequence[OffloadKey]:
+        """The chunks to offer again."""
+        return self._handle.deferred
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slot of each chunk."""
+        return self._handle.slots
+
+    def commit(self) -> None:
+        """Commit the handle, then call ``on_commit``."""
+        self._handle.commit()
+        self._on_commit(self._handle.keys)
+
+    def forfeit(self) -> None:
+        """Forfeit the handle."""
+        self._handle.forfeit()
+
+
+# --- the manager of host memory with tiers below it -------------------------------------------------------------------
+
+
+class TieringManager(ForwardingManager):
+    """Manages host memory's chunks, and tells lower tiers which chunks are stored and used. ``READY`` means in host memory.
+
+    Args:
+        host: host memory's own manager. Its ``admit_all`` is called, because chunks that it refused would be missing in the
+            lower tiers, too.
+        lower: the tiers below it, made for the same ``host``.
+    """
+
+    def __init__(self, host: OffloadManager, lower: LowerTiers) -> None:
+        super().__init__(host)
+        host.admit_all()
+        self.lower = lower
+
+    @property
+    def host(self) -> OffloadManager:
+        """Host memory's own manager."""
+        return self.inner
+
+    @property
+    def num_removed(self) -> int:
+        """Number of chunks that were in host memory and have gone."""
+        return self.host.num_removed - self.lower.num_never_there
+
+    def touch(self, keys: Sequence[OffloadKey]) -> int:
+        """Mark chunks as used, in host memory and in the lower tiers. Return how many leading ones host memory has."""
+        num_ready = self.host.touch(keys)
+        self.lower.note_used(keys)
+        return num_ready
+
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """Reserve slots in host memory; chunks that are committed there will be written down."""
+        return self._watched(self.host.prepare_stores(offers), offers)
+
+    def reset(self) -> bool:
+        """Forget all chunks, in lower tiers too. ``False`` while a slot is being filled, or chunks are held for a request.
+
+        Writes to lower tiers do not prevent a reset: on a slow medium they may take long.
+        """
+        if self.lower.is_fetching or not self.host.reset():
+            return False
+        self.lower.reset()
+        return True
+
+    def _watched(self, handle: StoreHandle, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """Wrap a handle so that lower tiers are told when it is committed."""
+        if not handle.keys:
+            return handle
+        parents: dict[OffloadKey, OffloadKey | None] = {}
+        for keys, parent in offers:
+            parents.update(zip(keys, (parent, *keys), strict=False))
+        return WatchedStore(handle, partial(self.lower.note_new_in_host, parents=parents))
+
+    def check(self) -> None:
+        """Verify every invariant of host memory and of the tiers below."""
+        self.host.check()
+        self.lower.check()

@@ -1,0 +1,171 @@
+"""Jobs of lower tiers on the scheduler side, from the moment they are wanted until all workers have reported them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cargohold.cache.manager import OffloadKey
+from cargohold.protocol import Clock
+from cargohold.tiers.port import ACCESS_OF, Access, JobKind
+
+
+@dataclass(frozen=True, slots=True)
+class TierCommand:
+    """A job as every worker gets it, for its queue of one tier.
+
+    Attributes:
+        job_id: id of the job.
+        tier: index of the tier; 0 is the fastest.
+        kind: what to do.
+        keys: the chunks' names in the tier, in any order.
+        slots: for loads and stores, their slots in host memory, parallel to ``keys``.
+        parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
+        timeout_s: the job is given up after this time.
+    """
+
+    job_id: int
+    tier: int
+    kind: JobKind
+    keys: tuple[OffloadKey, ...]
+    slots: tuple[int, ...]
+    parents: tuple[OffloadKey | None, ...]
+    timeout_s: float
+
+
+@dataclass(slots=True, eq=False)
+class TierTask:
+    """A job of a lower tier: wanted, then in flight, then ended.
+
+    Attributes:
+        kind: what to do.
+        tier: index of the tier.
+        keys: the chunks, in any order.
+        parents: the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty where that does not matter.
+        slots: for loads and stores, their slots in host memory, parallel to ``keys``.
+        owner: whom it is for; the owner may cancel it.
+        on_end: called when it has ended, with whether each chunk succeeded on all workers, and whether the job was carried out
+            as a whole.
+        num_before: for a probe, number of chunks that the same look-up has found in the tier before.
+        num_after: for a probe, number of chunks that the look-up will ask the tier for if all of these are there.
+        num_found: for a probe, number of chunks that are there, once it is answered.
+        begun_at: time at which it was handed out.
+        answers: one byte per chunk: 1 if all workers that have answered were successful, else 0.
+        num_answers: number of workers that have answered.
+        has_ended: whether it has ended and its consequences were drawn.
+        is_cancelled: whether nobody needs it any more.
+    """
+
+    kind: JobKind
+    tier: int
+    keys: Sequence[OffloadKey]
+    parents: Sequence[OffloadKey | None] = ()
+    slots: Sequence[int] = ()
+    owner: object = None
+    on_end: Callable[[TierTask, Sequence[bool], bool], None] = lambda *_: None
+    num_before: int = 0
+    num_after: int = 0
+    num_found: int = field(default=0, init=False)
+    begun_at: float = field(default=0.0, init=False)
+    answers: bytes = field(default=b"", init=False)
+    num_answers: int = field(default=0, init=False)
+    has_ended: bool = field(default=False, init=False)
+    is_cancelled: bool = field(default=False, init=False)
+
+    def note_answers(self, answers: bytes, num_workers: int) -> None:
+        """Merge in the answers of ``num_workers`` further workers."""
+        self.answers = both(self.answers, answers) if self.num_answers else answers
+        self.num_answers += num_workers
+
+    def succeeded(self, num_workers: int) -> list[bool]:
+        """Return, per chunk, whether all ``num_workers`` workers were successful; ``False`` while some have not answered."""
+        if self.num_answers != num_workers:
+            return [False] * len(self.keys)
+        return list(map(bool, self.answers))
+
+
+class TaskTable:
+    """The tasks that wait to be handed out to workers, and those in flight.
+
+    A task in flight ends when all workers have reported it, and not before: its slots are theirs until then.
+
+    Args:
+        clock: time in which the engine steps.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._wanted: deque[TierTask] = deque()
+        self._in_flight: dict[int, TierTask] = {}
+        self._cancelled: list[int] = []
+        # Per tier and access, the number of jobs in flight, touches aside, and the number of their chunks, touches included.
+        self._num_jobs: Counter[tuple[int, Access]] = Counter()
+        self._num_chunks: Counter[tuple[int, Access]] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._wanted or self._in_flight)
+
+    def __iter__(self) -> Iterator[TierTask]:
+        yield from self._wanted
+        yield from self._in_flight.values()
+
+    def want(self, task: TierTask) -> None:
+        """Add a task that waits to be handed out."""
+        self._wanted.append(task)
+
+    def take_wanted(self) -> Sequence[TierTask]:
+        """Remove and return the tasks that wait to be handed out, the oldest first."""
+        wanted, self._wanted = self._wanted, deque()
+        return wanted
+
+    def begin(self, job_id: int, task: TierTask) -> None:
+        """Note that a task is handed out now under ``job_id``."""
+        task.begun_at = self._clock()
+        self._in_flight[job_id] = task
+        self._count(task, 1)
+
+    def get(self, job_id: int) -> TierTask | None:
+        """Return a job in flight; ``None`` if there is none with that id."""
+        return self._in_flight.get(job_id)
+
+    def end(self, job_id: int) -> TierTask | None:
+        """Remove and return a job that all workers have reported; ``None`` if it is not in flight."""
+        task = self._in_flight.pop(job_id, None)
+        if task is not None:
+            self._count(task, -1)
+        return task
+
+    def is_in_flight(self, tier: int, access: Access) -> bool:
+        """Whether a job of a tier is in flight that shows whether this access works."""
+        return self._num_jobs[tier, access] > 0
+
+    def num_asked(self, tier: int) -> int:
+        """Return the number of chunks in a tier's probes, touches and loads in flight."""
+        return self._num_chunks[tier, Access.LOOK_UP] + self._num_chunks[tier, Access.LOAD]
+
+    def cancel(self, is_meant: Callable[[TierTask], bool], *, in_flight: bool = True) -> None:
+        """Cancel the tasks that ``is_meant`` selects, those ``in_flight`` too. They end like all others, only sooner."""
+        for task in self._wanted:
+            task.is_cancelled |= is_meant(task)
+        if not in_flight:
+            return
+        for job_id, task in self._in_flight.items():
+            if not task.is_cancelled and is_meant(task):
+                task.is_cancelled = True
+                self._cancelled.append(job_id)
+
+    def take_cancelled(self) -> tuple[int, ...]:
+        """Return the ids of jobs that were cancelled since the last call and are still in flight."""
+        cancelled, self._cancelled = self._cancelled, []
+        return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
+
+    def _count(self, task: TierTask, change: int) -> None:
+        place = task.tier, ACCESS_OF[task.kind]
+        self._num_chunks[place] += change * len(task.keys)
+        self._num_jobs[place] += change * (task.kind is not JobKind.TOUCH)
+
+
+def both(left: bytes, right: bytes) -> bytes:
+    """Merge two answers: per chunk, 1 if both say success, else 0."""
+    return bytes(a & b for a, b in zip(left, right, strict=True))

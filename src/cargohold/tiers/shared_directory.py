@@ -1,0 +1,367 @@
+"""A directory as an object store: the work that the package ``obstore`` leaves to us.
+
+The package writes each object to a file ``<name>#<number>``, and renames the file when it is whole. It neither lists nor
+deletes such files, so those that a killed process left are found and deleted here. And it lists a directory as a whole, which
+fails at the first name that is no text, or at a directory that we may not read. In a directory that others use too, we look
+only where our files can be, and pass over what we may not read.
+
+The directory is often a mount. When it vanishes, an ordinary directory appears in its place, on a disk that is not meant for
+chunks. So ``DirectoryPlace`` remembers the file system.
+
+Lists, reads and deletes the objects of a store that are ours.
+
+In a directory, whoever may write there can put something else in the place of one of our files, such as a link, or a pipe. To
+open a pipe is to wait until somebody writes to it. So only regular files are opened, and everything else counts as absent; the
+next store of the chunk takes its place. The package ``obstore`` opens whatever is there, even to say its size. So it is not
+used to look for files of a directory or to read them.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import obstore
+from obstore import exceptions as store_errors
+from obstore.store import LocalStore, ObjectStore
+
+from cargohold.tiers.disk.files import Descriptor
+from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN
+
+logger = logging.getLogger(__name__)
+
+LEFT_AFTER_S: Final = 3600.0
+"""Seconds since its last write after which an unfinished file counts as left behind: no write takes so long.
+
+If one does, its rename fails, and only that one store with it.
+"""
+
+_NAMESPACE: Final = re.compile(ID_PATTERN)
+_FOLDER: Final = re.compile(r"[0-9a-f]{2}")
+_UNFINISHED: Final = re.compile(rf"{ID_PATTERN}/([0-9a-f]{{2}}/([0-9a-f]{{2}})+|[a-z.]+)#[0-9]+")
+_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_PRIVATE: Final = 0o700
+_told: Final[set[str]] = set()
+"""Paths of namespaces of which was logged that we may not look into them: whenever room is needed, they are looked at again."""
+
+
+class DirectoryPlace:
+    """A store's directory, on the file system where it was at the start. Thread-safe.
+
+    Args:
+        directory: the directory, which exists.
+        mark: path in it of a file that we wrote at the start. A file system that was mounted anew may have another number, and
+            is known by this file.
+
+    Raises:
+        OSError: the directory cannot be looked at.
+    """
+
+    def __init__(self, directory: Path, mark: str) -> None:
+        self._directory = directory
+        self._mark = mark
+        self._lock = threading.Lock()
+        self._known = _identity(directory)
+
+    def require(self) -> None:
+        """Create the directory if it was deleted; then the store is empty, which is logged.
+
+        Raises ``OSError`` if that fails, or if the directory is, or would be, on another file system.
+        """
+        if self._find() == self._known:
+            return
+        with self._lock:
+            found = self._find()
+            if found == self._known:
+                return  # another thread has created it
+            if found is not None and self._is_mounted_anew(found):
+                self._known = found
+                return
+            if _device_above(self._directory) != self._known[0]:
+                raise OSError(f"{self._directory} is on another file system than at the start: has a mount gone?")
+            make_directory(self._directory)
+            self._known = _identity(self._directory)
+            logger.warning("shared tier: %s is gone, and another directory is in its place", self._directory)
+
+    def _find(self) -> tuple[int, int] | None:
+        try:
+            return _identity(self._directory)
+        except FileNotFoundError:
+            return None
+
+    def _is_mounted_anew(self, found: tuple[int, int]) -> bool:
+        return found[1] == self._known[1] and (self._directory / self._mark).is_file()
+
+
+def directory_of(store: ObjectStore) -> Path | None:
+    """Return a store's directory; ``None`` if the store is not a directory."""
+    return store.prefix if isinstance(store, LocalStore) else None
+
+
+def make_directory(directory: Path) -> None:
+    """Create a directory for its owner only, unless it exists. Raises ``OSError``."""
+    directory.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error means that a file could not be written because there is no room."""
+    return not _FULL.isdisjoint(_numbers_of(error))
+
+
+def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """Yield path and status of all files where ours can be, whoever wrote them.
+
+    Does not follow links: what they lead to is not ours to delete. What we may not read in the directory is passed over, and
+    logged once per namespace. Raises ``OSError`` for other failures, or if we may not read the directory itself.
+
+    Args:
+        directory: the store's directory.
+        prefix: start of the paths: empty, or a namespace's id and a slash.
+    """
+    for namespace in _entries(directory):
+        is_ours = _NAMESPACE.fullmatch(namespace.name) and f"{namespace.name}/".startswith(prefix)
+        if is_ours and not namespace.is_symlink():
+            for entry in _readable(namespace, namespace):
+                if _FOLDER.fullmatch(entry.name) and not entry.is_symlink():
+                    yield from _files(namespace, [entry.name], _readable(namespace, entry))
+                else:
+                    yield from _files(namespace, [], [entry])
+
+
+def delete_unfinished(store: ObjectStore, prefix: str = "", older_than_s: float = LEFT_AFTER_S) -> None:
+    """Delete our unfinished files that nobody will finish. Does nothing for stores that are not directories.
+
+    Raises ``OSError``.
+
+    Args:
+        store: the store.
+        prefix: start of the paths: empty, or a namespace's id and a slash.
+        older_than_s: seconds since the last write to a file after which it is deleted.
+    """
+    directory = directory_of(store)
+    if directory is None:
+        return
+    for path, status in files_in(directory, prefix):
+        if _UNFINISHED.fullmatch(path) and time.time() - status.st_mtime >= older_than_s:
+            try:
+                (directory / path).unlink()
+            except (FileNotFoundError, PermissionError):
+                continue  # finished or deleted meanwhile, or another user's, whose engines will delete it
+
+
+def _numbers_of(error: Exception) -> set[int]:
+    """Return the system's error numbers that the package names in an error's text; it gives them nowhere else."""
+    return set(map(int, _OS_ERROR.findall(str(error))))
+
+
+def _entries(directory: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a directory; nothing if it is not a directory, or is deleted meanwhile."""
+    try:
+        with os.scandir(directory) as entries:
+            yield from entries
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _readable(namespace: os.DirEntry[str], folder: os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder of a namespace, or of its own; nothing if we may not read it."""
+    try:
+        yield from _entries(folder)
+    except PermissionError as error:
+        _tell(namespace, error)
+
+
+def _files(
+    namespace: os.DirEntry[str], above: list[str], entries: Iterable[os.DirEntry[str]]
+) -> Iterator[tuple[str, os.stat_result]]:
+    for entry in entries:
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue  # deleted meanwhile
+        except PermissionError as error:
+            _tell(namespace, error)
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield "/".join([namespace.name, *above, entry.name]), status
+
+
+def _tell(namespace: os.DirEntry[str], error: OSError) -> None:
+    """Log, once per namespace, that something in it cannot be looked at."""
+    if namespace.path not in _told:
+        _told.add(namespace.path)
+        logger.warning(
+            "shared tier: not all of %s may be read, so what is there is passed over: %s",
+            namespace.path,
+            error.strerror,
+        )
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    """Return the numbers of a directory's file system and of the directory in it. Raises ``OSError``."""
+    status = directory.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+    return status.st_dev, status.st_ino
+
+
+def _device_above(path: Path) -> int:
+    """Return the number of the file system of a path, or of the nearest directory above it that exists. Raises ``OSError``."""
+    try:
+        return _identity(path)[0]
+    except FileNotFoundError:
+        return _device_above(path.parent)
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+_OURS: Final = re.compile(
+    rf"(?P<namespace>{ID_PATTERN})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})(?P<unfinished>#[0-9]+)?"
+)
+_NO_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL})
+"""Errors that say that there is no regular file: those of the system, and ``EINVAL``, which ``Descriptor`` raises."""
+_ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
+_ACCESS_ANSWER: Final = re.compile(r"AccessDenied|status code: 40[13]\b")
+"""What a server says that refuses access. The package does not tell such errors of listing and deleting from others by type."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One of our objects in a store.
+
+    Attributes:
+        path: its path in the store.
+        namespace_id: id of its namespace.
+        key: the chunk's key; empty if the object is no whole chunk, but the namespace's description, or a file that is still
+            being written, or that a killed process left.
+        num_bytes: its size.
+        written_s: time of writing, in seconds since 1970.
+    """
+
+    path: str
+    namespace_id: str
+    key: bytes
+    num_bytes: int
+    written_s: float
+
+
+def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
+    """Yield our objects; other objects in the same store are left out. Raises the store's errors.
+
+    Args:
+        store: the store.
+        prefix: start of the paths: empty, or a namespace's id and a slash.
+    """
+    directory = directory_of(store)
+    if directory is None:
+        pages = obstore.list(store, prefix or None)
+        entries = (
+            (str(one["path"]), int(one["size"]), one["last_modified"].timestamp()) for page in pages for one in page
+        )
+    else:
+        entries = ((path, status.st_size, status.st_mtime) for path, status in files_in(directory, prefix))
+    for path, num_bytes, written_s in entries:
+        match = _OURS.fullmatch(path)
+        if match is not None:
+            key = b"" if match["unfinished"] else bytes.fromhex(match["key"] or "")
+            yield StoredObject(path, match["namespace"], key, num_bytes, written_s)
+
+
+def try_listing(store: ObjectStore, prefix: str) -> None:
+    """Find out whether a store can be listed, from its first page. Raises the store's errors.
+
+    Args:
+        store: the store.
+        prefix: a namespace's id; in a directory, its folder must be there, and is tried as well.
+    """
+    directory = directory_of(store)
+    if directory is None:
+        next(iter(obstore.list(store)), None)
+        return
+    for place in (directory, directory / prefix):
+        with os.scandir(place):
+            pass
+
+
+def refuses_access(error: Exception) -> bool:
+    """Whether an error of a store says that we lack a right."""
+    return isinstance(error, _ACCESS_ERRORS) or _ACCESS_ANSWER.search(str(error)) is not None
+
+
+def is_there(store: ObjectStore, path: str) -> bool:
+    """Whether there is an object. Raises the store's errors."""
+    directory = directory_of(store)
+    try:
+        if directory is None:
+            obstore.head(store, path)
+            return True
+        return stat.S_ISREG(os.lstat(directory / path).st_mode)
+    except OSError as error:
+        _require_absent(error)
+        return False
+
+
+def read_object(store: ObjectStore, path: str, max_bytes: int) -> memoryview:
+    """Return an object's bytes; none of them if it has more than ``max_bytes``.
+
+    Raises ``FileNotFoundError`` if it is not there, and the store's other errors.
+    """
+    directory = directory_of(store)
+    if directory is None:
+        found = obstore.get(store, path)
+        return memoryview(found.bytes() if found.meta["size"] <= max_bytes else b"")
+    with _open(directory / path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        return memoryview(file.read(num_bytes) if num_bytes <= max_bytes else b"")
+
+
+def read_pieces(store: ObjectStore, path: str, piece_bytes: int) -> Iterator[memoryview]:
+    """Yield an object's bytes in pieces of ``piece_bytes``. Raises as ``read_object``, when the first one is asked for."""
+    directory = directory_of(store)
+    if directory is None:
+        yield from (memoryview(piece) for piece in obstore.get(store, path).stream(piece_bytes))
+        return
+    with _open(directory / path) as file:
+        while piece := file.read(piece_bytes):
+            yield memoryview(piece)
+
+
+def delete_if_there(store: ObjectStore, path: str) -> None:
+    """Delete an object, unless another process has deleted it already. Raises the store's other errors."""
+    directory = directory_of(store)
+    try:
+        if directory is None:
+            obstore.delete(store, path)
+        else:
+            (directory / path).unlink()
+    except OSError as error:
+        _require_absent(error)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read. Raises ``FileNotFoundError`` if there is none, whatever else is there."""
+    try:
+        descriptor = Descriptor(path, os.O_RDONLY)
+    except OSError as error:
+        _require_absent(error)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+    with closing(descriptor), open(descriptor.number, "rb", closefd=False) as file:
+        yield file
+
+
+def _require_absent(error: OSError) -> None:
+    """Raise an error again unless it says that there is no object."""
+    if not isinstance(error, FileNotFoundError) and error.errno not in _NO_FILE:
+        raise error

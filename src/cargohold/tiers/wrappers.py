@@ -1,0 +1,243 @@
+"""Tiers for tests and measurements: wrappers that count, slow down or fail, plain memory, and nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import TypeVar
+
+from cargohold.cache.manager import OffloadKey
+from cargohold.errors import TierError
+from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
+from cargohold.tiers.queue import copy_bytes
+
+T = TypeVar("T")
+
+
+class WrappedTier(Tier):
+    """A tier that passes every call on to another; all but ``usage`` and ``close`` through ``call``, for subclasses.
+
+    Args:
+        inner: the tier inside.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.chunk_bytes = inner.chunk_bytes
+        self.has_index = inner.has_index
+
+    def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
+        """Make a call on the tier inside, and return its answer.
+
+        Args:
+            operation: name of the method.
+            num_bytes: bytes of the payload; 0 if there is none.
+            run: makes the call.
+        """
+        del operation, num_bytes
+        return run()
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:  # noqa: D102  # the port says what these do
+        return self.call("probe", 0, lambda: self.inner.probe(keys))
+
+    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:  # noqa: D102
+        return self.call("store", len(payload), lambda: self.inner.store(key, payload, parent))
+
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:  # noqa: D102
+        return self.call("load", len(into), lambda: self.inner.load(key, into))
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+        self.call("touch", 0, lambda: self.inner.touch(keys))
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+        self.call("remove", 0, lambda: self.inner.remove(keys))
+
+    def usage(self) -> TierUsage:  # noqa: D102
+        return self.inner.usage()
+
+    def close(self) -> None:  # noqa: D102
+        self.inner.close()
+
+
+class CountingTier(WrappedTier):
+    """Counts calls, bytes and outcomes.
+
+    Attributes:
+        calls: number of calls, by name of the method.
+        num_bytes: bytes of payloads, by name of the method, whatever the outcome.
+        outcomes: number of stores and loads, by outcome.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self.calls: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+        self.outcomes: Counter[Enum] = Counter()
+
+    def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
+        """Make a call and count it, even if it fails."""
+        with self._lock:
+            self.calls[operation] += 1
+            self.num_bytes[operation] += num_bytes
+        result = run()
+        if isinstance(result, Enum):
+            with self._lock:
+                self.outcomes[result] += 1
+        return result
+
+
+class SlowTier(WrappedTier):
+    """Takes as long as a slower medium would.
+
+    Args:
+        inner: the tier inside.
+        latency_s: seconds that every call takes at least.
+        bytes_per_s: bandwidth for payloads.
+        sleep: waits for a number of seconds.
+    """
+
+    def __init__(self, inner: Tier, latency_s: float, bytes_per_s: float, sleep: Callable[[float], None]) -> None:
+        super().__init__(inner)
+        self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
+        self._sleep = sleep
+
+    def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
+        """Wait, then make the call."""
+        self._sleep(self._latency_s + num_bytes / self._bytes_per_s)
+        return super().call(operation, num_bytes, run)
+
+
+class FaultyTier(WrappedTier):
+    """Asks a function before every call whether the call should fail.
+
+    Args:
+        inner: the tier inside.
+        fault: called with the name of the method, also for ``close``, which can be made to block but not to fail. May block,
+            raise, return the reason of a ``TierError``, or return ``None`` for a call that is to work.
+    """
+
+    def __init__(self, inner: Tier, fault: Callable[[str], str | None]) -> None:
+        super().__init__(inner)
+        self._fault = fault
+
+    def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
+        """Make the call, unless it is to fail."""
+        reason = self._fault(operation)
+        if reason is not None:
+            raise TierError(self.name, reason)
+        return super().call(operation, num_bytes, run)
+
+    def close(self) -> None:
+        """Ask the function, which may block, and close the tier inside whatever the answer is: closing never fails."""
+        with suppress(Exception):
+            self._fault("close")
+        super().close()
+
+
+# --- a tier in plain memory -------------------------------------------------------------------------------------------
+
+
+class MemoryTier(Tier):
+    """A tier that keeps chunks in a dictionary, and refuses more than ``max_chunks``.
+
+    Args:
+        chunk_bytes: bytes of the largest chunk.
+        max_chunks: maximum number of chunks.
+        name: the tier's name for users.
+    """
+
+    def __init__(self, chunk_bytes: int, max_chunks: int = 2**30, name: str = "memory") -> None:
+        self.name = name
+        self.chunk_bytes = chunk_bytes
+        self._max_chunks = max_chunks
+        self._lock = threading.Lock()
+        self._chunks: dict[OffloadKey, bytes] = {}
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return whether each chunk is there."""
+        with self._lock:
+            return [key in self._chunks for key in keys]
+
+    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+        """Keep a copy of the chunk."""
+        del parent
+        with self._lock:
+            if key in self._chunks:
+                return StoreOutcome.PRESENT
+            if len(self._chunks) >= self._max_chunks:
+                return StoreOutcome.REFUSED
+            self._chunks[key] = payload.tobytes()
+        return StoreOutcome.STORED
+
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
+        """Copy a chunk to ``into``; a chunk of another length counts as absent."""
+        with self._lock:
+            chunk = self._chunks.get(key)
+        if chunk is None or len(chunk) != len(into):
+            return LoadOutcome.ABSENT
+        copy_bytes(into, memoryview(chunk))
+        return LoadOutcome.LOADED
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Do nothing: this tier never evicts."""
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove chunks."""
+        with self._lock:
+            for key in keys:
+                self._chunks.pop(key, None)
+
+    def usage(self) -> TierUsage:
+        """Return how full the tier is."""
+        with self._lock:
+            num_bytes = sum(map(len, self._chunks.values()))
+            return TierUsage(len(self._chunks), num_bytes, self._max_chunks * self.chunk_bytes)
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+class NullTier(Tier):
+    """A tier that finds nothing and refuses every chunk.
+
+    Args:
+        chunk_bytes: bytes of the largest chunk.
+        name: the tier's name for users.
+    """
+
+    def __init__(self, chunk_bytes: int, name: str = "null") -> None:
+        self.name = name
+        self.chunk_bytes = chunk_bytes
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return ``False`` for every chunk."""
+        return [False] * len(keys)
+
+    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+        """Refuse the chunk."""
+        del key, payload, parent
+        return StoreOutcome.REFUSED
+
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
+        """Find the chunk absent."""
+        del key, into
+        return LoadOutcome.ABSENT
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Do nothing: no chunk is there."""
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Do nothing: no chunk is there."""
+
+    def usage(self) -> TierUsage:
+        """Return that the tier is empty."""
+        return TierUsage(0, 0, 0)
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""

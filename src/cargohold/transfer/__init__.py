@@ -1,0 +1,8 @@
+"""Workers' copies between paged KV and a tier.
+
+``factory`` picks the implementation for a device. It is not imported here, because it imports torch.
+"""
+
+from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
+
+__all__ = ["CopyJob", "CopyResult", "Direction", "TransferWorker"]

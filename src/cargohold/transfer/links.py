@@ -1,0 +1,502 @@
+"""How bytes cross between a device and rows of host memory: three ways, of which the fastest is measured at the start.
+
+================  =======================================================  ==================================================
+way               how                                                      good for
+================  =======================================================  ==================================================
+``runs``          one asynchronous copy for each run of neighbours         few long runs; the only way to pages not locked
+``batch``         one call of the driver for all copies of a job           many scattered rows: a call costs microseconds,
+                  (``cuMemcpyBatchAsync``, drivers for CUDA 12.8 and up)   and a copy of 256 KiB takes five
+``kernel``        a kernel of the device reads and writes the host's       rows so short that a copy engine spends its time
+                  locked pages itself                                      on starting copies
+================  =======================================================  ==================================================
+
+Which one is fastest depends on the device, its driver, its link and the length of a row, so ``fastest_link`` tries them. Copy
+engines leave the processors to the model, which kernels do not; so the kernel must be faster by ``KERNEL_GAIN``.
+
+Locks pages of host memory as they come into use, so that a device's copy engines reach them without an extra buffer.
+
+Locking commits memory and takes about a second for a few gigabytes, during which the driver may make other calls wait. So it is
+done in a thread, piece by piece, a little ahead of use: a tier of hundreds of gigabytes costs nothing at the start, and its
+owner waits only for a piece that it needs before the thread has got there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from math import gcd
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cargohold.tiers.config import ByteRows
+from cargohold.transfer.base import Direction, consecutive_runs
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 64 * 1024**2
+"""Approximate number of bytes to lock at a time."""
+
+_NUM_AHEAD: Final = 4
+_MAX_WAIT_S: Final = 30.0
+
+_UNKNOWN, _LOCKED, _REFUSED = range(3)
+
+
+class PageLocks:
+    """Locks the pages that rows of host memory lie in, one piece of whole pages and whole rows at a time.
+
+    A piece is locked before the first copy from or to it, or never: its state does not change after that. When one piece cannot
+    be locked, no other is tried.
+
+    Args:
+        rows: the memory; starts at a page.
+        lock: called with an address and a number of bytes; locks these pages, and returns why that failed, or ``None``. Called
+            only in a thread that this class starts.
+        unlock: called with the address that was given to ``lock``; unlocks the pages.
+        piece_bytes: approximate number of bytes to lock at a time.
+    """
+
+    def __init__(
+        self,
+        rows: ByteRows,
+        lock: Callable[[int, int], str | None],
+        unlock: Callable[[int], object],
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        num_rows, row_bytes = rows.shape
+        # The smallest number of rows that ends where a page ends.
+        unit = mmap.PAGESIZE // gcd(mmap.PAGESIZE, row_bytes)
+        self._piece_rows: int = unit * max(1, piece_bytes // (unit * row_bytes))
+        self._row_bytes, self._end = row_bytes, rows.nbytes
+        self._address = rows.ctypes.data
+        self._lock, self._unlock = lock, unlock
+        self._changed = threading.Condition()
+        self._states = [_UNKNOWN] * -(-num_rows // self._piece_rows)
+        self._wanted: deque[int] = deque()
+        self._next_ahead = self._end_ahead = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="cargohold-page-locks", daemon=True)
+        self._thread.start()
+
+    def parts(self, row: int, length: int) -> Iterator[tuple[int, int, bool]]:
+        """Cut a run of rows into parts where pieces end. Waits for each part until it is locked, or known not to be.
+
+        Yields:
+            First row, number of rows, and whether their pages are locked.
+
+        Raises:
+            RuntimeError: it took too long, or the thread that locks pages has stopped.
+        """
+        end = row + length
+        while row < end:
+            piece = row // self._piece_rows
+            stop = min(end, (piece + 1) * self._piece_rows)
+            yield row, stop - row, self._is_locked(piece)
+            row = stop
+
+    @property
+    def piece_rows(self) -> int:
+        """Number of rows that are locked together; the last piece may have fewer."""
+        return self._piece_rows
+
+    def all_locked(self, rows: Iterable[int]) -> bool:
+        """Return whether the pages of all of these rows are locked. Waits as ``parts`` does, and raises what it raises."""
+        return all(self._is_locked(piece) for piece in {row // self._piece_rows for row in rows})
+
+    def lock_first(self) -> bool:
+        """Lock the first piece and nothing ahead of it, wait for that, and return whether it is locked.
+
+        For the time when nothing is copied yet: an engine may be capturing graphs soon, and no page may be locked meanwhile.
+        """
+        return (self._states[0] or self._wait_for(0, num_ahead=0)) == _LOCKED
+
+    def close(self) -> None:
+        """Stop the thread, and unlock all pages. No copy may be under way."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        for piece, state in enumerate(self._states):
+            if state == _LOCKED:
+                self._unlock(self._address + self._span(piece)[0])
+                self._states[piece] = _REFUSED
+
+    def _is_locked(self, piece: int) -> bool:
+        state = self._states[piece]  # changes only once, so no lock is needed to read it
+        if state == _UNKNOWN:
+            state = self._wait_for(piece)
+        return state == _LOCKED
+
+    def _wait_for(self, piece: int, num_ahead: int = _NUM_AHEAD) -> int:
+        with self._changed:
+            self._wanted.append(piece)
+            self._end_ahead = max(self._end_ahead, piece + 1 + num_ahead)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._states[piece] != _UNKNOWN or self._is_closed, _MAX_WAIT_S)
+            if self._states[piece] == _UNKNOWN:
+                raise RuntimeError(f"the pages of rows from {piece * self._piece_rows} on were not locked in time")
+            return self._states[piece]
+
+    # --- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        fault: str | None = None
+        try:
+            while (piece := self._next()) is not None:
+                if fault is None:
+                    fault = self._lock_piece(piece)
+                with self._changed:
+                    self._states[piece] = _LOCKED if fault is None else _REFUSED
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        """Wait for the piece to lock next, and return it; ``None`` when the thread is to stop."""
+        with self._changed:
+            while not self._is_closed:
+                while self._next_ahead < len(self._states) and self._states[self._next_ahead] != _UNKNOWN:
+                    self._next_ahead += 1
+                if self._wanted:
+                    piece = self._wanted.popleft()
+                    if self._states[piece] == _UNKNOWN:
+                        return piece
+                elif self._next_ahead < min(self._end_ahead, len(self._states)):
+                    return self._next_ahead
+                else:
+                    self._changed.wait()
+        return None
+
+    def _lock_piece(self, piece: int) -> str | None:
+        """Lock a piece; return why that failed, or ``None``."""
+        start, num_bytes = self._span(piece)
+        try:
+            fault = self._lock(self._address + start, num_bytes)
+        except Exception as error:  # noqa: BLE001  # whatever a driver does, copies go on without
+            fault = str(error) or type(error).__name__
+        if fault is not None:
+            logger.warning(
+                "host memory cannot be page-locked (%s): copies are slower, and the model waits for them", fault
+            )
+        return fault
+
+    def _span(self, piece: int) -> tuple[int, int]:
+        """Return the offset of a piece's first byte, and its number of bytes."""
+        start = piece * self._piece_rows * self._row_bytes
+        return start, min(self._piece_rows * self._row_bytes, self._end - start)
+
+
+# --- how bytes cross between a device and rows of host memory ---------------------------------------------------------
+
+KERNEL_GAIN: Final = 1.5
+"""How many times faster than the copy engines a kernel must be to be chosen: it takes processors away from the model."""
+
+TRIAL_BYTES: Final = 32 * 1024**2
+"""Most bytes of one trial copy."""
+_TRIAL_ROWS: Final = 64
+_ROUNDS: Final = 3
+
+_ELEMENTS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+Addresses = npt.NDArray[np.uint64]
+BatchCopy = Callable[[Addresses, Addresses, Addresses, int], None]
+"""Enqueues copies: targets, sources and byte counts, and the handle of a stream. Raises ``RuntimeError``."""
+
+
+class Link(ABC):
+    """Enqueues copies between rows on a device and rows of host memory, on the current stream.
+
+    Args:
+        rows: this worker's shard of host memory: ``uint8``, shape ``(num_rows, row_bytes)``.
+        locks: the locks on its pages.
+    """
+
+    name: str
+
+    def __init__(self, rows: torch.Tensor, locks: PageLocks) -> None:
+        self._rows = rows
+        self._locks = locks
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return int(self._rows.shape[1])
+
+    @abstractmethod
+    def copy(self, direction: Direction, device: torch.Tensor, device_rows: Sequence[int], rows: Sequence[int]) -> None:
+        """Enqueue the copies between ``device[device_rows]`` and the host's ``rows``, which are parallel.
+
+        Args:
+            direction: which way.
+            device: ``uint8``, shape ``(number of rows there, row_bytes)``; its rows may have gaps between them.
+            device_rows: numbers of rows on the device.
+            rows: numbers of rows of host memory.
+
+        Raises:
+            RuntimeError: some may be under way then.
+        """
+
+
+class RunLink(Link):
+    """One asynchronous copy for each run of neighbours. Copies from or to pages that are not locked hold their caller up."""
+
+    name = "runs"
+
+    def copy(self, direction: Direction, device: torch.Tensor, device_rows: Sequence[int], rows: Sequence[int]) -> None:
+        """See ``Link.copy``."""
+        for device_row, row, length in consecutive_runs(device_rows, rows, len(rows)):
+            at = device_row
+            for first, part, is_locked in self._locks.parts(row, length):
+                ours, theirs = self._rows[first : first + part], device[at : at + part]
+                if direction is Direction.LOAD:
+                    theirs.copy_(ours, non_blocking=is_locked)
+                else:
+                    ours.copy_(theirs, non_blocking=is_locked)
+                at += part
+
+
+class BatchLink(Link):
+    """All copies of a job in one call.
+
+    Args:
+        rows: this worker's shard of host memory.
+        locks: the locks on its pages.
+        batch_copy: enqueues many copies at once.
+        otherwise: copies rows whose pages are not locked.
+    """
+
+    name = "batch"
+
+    def __init__(self, rows: torch.Tensor, locks: PageLocks, batch_copy: BatchCopy, otherwise: Link) -> None:
+        super().__init__(rows, locks)
+        self._batch_copy = batch_copy
+        self._otherwise = otherwise
+
+    def copy(self, direction: Direction, device: torch.Tensor, device_rows: Sequence[int], rows: Sequence[int]) -> None:
+        """See ``Link.copy``."""
+        if not self._locks.all_locked(rows):
+            self._otherwise.copy(direction, device, device_rows, rows)
+            return
+        theirs, ours = np.asarray(device_rows, np.int64), np.asarray(rows, np.int64)
+        firsts, lengths = self._runs(theirs, ours, is_dense=device.stride(0) == device.shape[1])
+        there = (device.data_ptr() + theirs[firsts] * device.stride(0)).astype(np.uint64)
+        here = (self._rows.data_ptr() + ours[firsts] * self._rows.stride(0)).astype(np.uint64)
+        sizes = (lengths * device.shape[1]).astype(np.uint64)
+        targets, sources = (there, here) if direction is Direction.LOAD else (here, there)
+        self._batch_copy(targets, sources, sizes, torch.cuda.current_stream(device.device).cuda_stream)
+
+    def _runs(
+        self, theirs: npt.NDArray[np.int64], ours: npt.NDArray[np.int64], *, is_dense: bool
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Where runs of neighbours begin, and their lengths. A run ends where a piece of locked pages ends."""
+        if not is_dense:
+            return np.arange(len(ours)), np.ones(len(ours), np.int64)
+        goes_on = (np.diff(theirs) == 1) & (np.diff(ours) == 1) & (np.diff(ours // self._locks.piece_rows) == 0)
+        firsts = np.concatenate(([0], np.flatnonzero(~goes_on) + 1))
+        return firsts, np.diff(np.concatenate((firsts, [len(ours)])))
+
+
+class KernelLink(Link):
+    """The device's own kernels read and write the host's pages, all rows of a job at once.
+
+    Args:
+        rows: this worker's shard of host memory.
+        locks: the locks on its pages.
+        mapped: the same memory as a tensor of the device.
+        otherwise: copies rows whose pages are not locked.
+    """
+
+    name = "kernel"
+
+    def __init__(self, rows: torch.Tensor, locks: PageLocks, mapped: torch.Tensor, otherwise: Link) -> None:
+        super().__init__(rows, locks)
+        self._mapped = mapped
+        self._otherwise = otherwise
+
+    def copy(self, direction: Direction, device: torch.Tensor, device_rows: Sequence[int], rows: Sequence[int]) -> None:
+        """See ``Link.copy``."""
+        if not self._locks.all_locked(rows):
+            self._otherwise.copy(direction, device, device_rows, rows)
+            return
+        element = widest_element(self._mapped, device)
+        ours, theirs = self._mapped.view(element), device.view(element)
+        places, blocks = on_device(rows, device.device), on_device(device_rows, device.device)
+        source, target = (ours, theirs) if direction is Direction.LOAD else (theirs, ours)
+        taken, given = (places, blocks) if direction is Direction.LOAD else (blocks, places)
+        gathered = torch.empty((len(rows), source.shape[1]), dtype=element, device=device.device)
+        torch.index_select(source, 0, taken, out=gathered)
+        target.index_copy_(0, given, gathered)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return numbers as a tensor on a device, without waiting for its stream, and so for the model."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+
+
+def widest_element(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the widest integer type that all of these ``uint8`` tensors of two dimensions can be viewed as.
+
+    Kernels move one element per thread, so the widest one is the fastest.
+    """
+    numbers = [
+        number
+        for tensor in tensors
+        for number in (tensor.shape[1], tensor.stride(0), int(tensor.storage_offset()), tensor.data_ptr())
+    ]
+    return _ELEMENTS[int(np.gcd.reduce([max(_ELEMENTS), *numbers]))]
+
+
+# --- on a CUDA device -------------------------------------------------------------------------------------------------
+
+
+class _BatchAttributes(ctypes.Structure):
+    """``CUmemcpyAttributes`` of the CUDA driver API: order of access, two hints where the memory is, and flags."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_IN_STREAM_ORDER: Final = 1
+_OVERLAP_WITH_COMPUTE: Final = 1
+
+
+def driver_batch_copy() -> BatchCopy | None:
+    """Return the driver's batched copy, or ``None`` if it is older than CUDA 12.8.
+
+    Source: CUDA driver API, ``cuMemcpyBatchAsync``. From CUDA 13 on, it no longer says which copy was wrong (``_v2``).
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    call = getattr(driver, "cuMemcpyBatchAsync_v2", None)
+    which_failed: tuple[Any, ...] = ()
+    if call is None:
+        call = getattr(driver, "cuMemcpyBatchAsync", None)
+        which_failed = (ctypes.byref(ctypes.c_size_t()),)
+    if call is None:
+        return None
+    attributes = _BatchAttributes(source_access_order=_IN_STREAM_ORDER, flags=_OVERLAP_WITH_COMPUTE)
+    first = ctypes.c_size_t(0)  # the attributes hold from the first copy on
+
+    def batch_copy(targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+        pointers = (ctypes.c_void_p(numbers.ctypes.data) for numbers in (targets, sources, sizes))
+        error = call(
+            *pointers,
+            ctypes.c_size_t(len(sizes)),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            ctypes.c_size_t(1),
+            *which_failed,
+            ctypes.c_void_p(stream),
+        )
+        if error:
+            raise RuntimeError(f"cuMemcpyBatchAsync failed: CUDA error {error}")
+
+    return batch_copy
+
+
+class _MappedMemory:
+    """Locked pages of host memory, described as memory of a device, whose addresses are the host's.
+
+    Source: "CUDA Array Interface", version 3; CUDA driver API, unified addressing.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(rows.shape),
+            "typestr": "|u1",
+            "data": (rows.data_ptr(), False),
+            "version": 3,
+        }
+        self._rows = rows  # keeps the memory
+
+
+def map_rows(rows: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """Return host memory as a tensor of a device, or ``None`` if the device cannot address it.
+
+    Args:
+        rows: host memory; the page where it begins must be locked.
+        device: a CUDA device.
+    """
+    try:
+        with torch.cuda.device(device):
+            mapped = torch.as_tensor(_MappedMemory(rows), device=device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        logger.info("host memory cannot be mapped to %s: %s", device, error)
+        return None
+    # A copy was made if the device does not use the host's addresses.
+    return mapped if mapped.data_ptr() == rows.data_ptr() else None
+
+
+def cuda_links(rows: torch.Tensor, locks: PageLocks, device: torch.device) -> list[Link]:
+    """Return all ways between a CUDA device and host memory that work there; the first one always does."""
+    plain = RunLink(rows, locks)
+    links: list[Link] = [plain]
+    if not locks.lock_first():
+        return links
+    if (batch_copy := driver_batch_copy()) is not None:
+        links.append(BatchLink(rows, locks, batch_copy, plain))
+    if (mapped := map_rows(rows, device)) is not None:
+        links.append(KernelLink(rows, locks, mapped, plain))
+    return links
+
+
+Measure = Callable[[Link, Direction, Sequence[int]], float]
+"""Seconds that a link takes for these rows of host memory."""
+
+
+def fastest_link(links: Sequence[Link], num_rows: int, row_bytes: int, measure: Measure) -> dict[Direction, Link]:
+    """Return the fastest way for each direction, by trial copies of rows that are no neighbours.
+
+    Args:
+        links: the ways, of which the first always works; one that fails in a trial is left out.
+        num_rows: rows that trials may use, from the first one on. Trial loads read them, trial stores overwrite them.
+        row_bytes: bytes of a row.
+        measure: carries out a trial. May raise ``RuntimeError``.
+    """
+    if len(links) == 1 or num_rows < 2:
+        return dict.fromkeys(Direction, links[0])
+    count = min(num_rows, _TRIAL_ROWS, max(2, TRIAL_BYTES // row_bytes))
+    rows = range(count - 1, -1, -1)  # counts down, so that no two are neighbours on both sides
+    chosen: dict[Direction, Link] = {}
+    for direction in Direction:
+        times = {link: _trial(link, direction, rows, measure) for link in links}
+        chosen[direction] = min(times, key=partial(_weighted_s, times))
+        logger.info(
+            "%s between device and host memory in rows of %d bytes: %s (%s)",
+            direction.value,
+            row_bytes,
+            chosen[direction].name,
+            ", ".join(f"{link.name} {count * row_bytes / time_s / 1e9:.3g} GB/s" for link, time_s in times.items()),
+        )
+    return chosen
+
+
+def _weighted_s(times: Mapping[Link, float], link: Link) -> float:
+    return times[link] * (KERNEL_GAIN if isinstance(link, KernelLink) else 1.0)
+
+
+def _trial(link: Link, direction: Direction, rows: Sequence[int], measure: Measure) -> float:
+    """Return the shortest time of a few, without the first one; infinite if the way does not work."""
+    try:
+        measure(link, direction, rows)
+        return min(measure(link, direction, rows) for _ in range(_ROUNDS))
+    except RuntimeError as error:
+        logger.warning("copies between device and host memory by %s do not work here: %s", link.name, error)
+        return float("inf")
