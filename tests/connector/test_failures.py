@@ -299,9 +299,13 @@ def test_a_stuck_copy_takes_its_blocks_and_slots_out_of_service_and_nothing_else
     assert set(connector.held_references()) == set(job.block_ids)
     assert not engine.scheduler.reset_cache()
     slow.pending = [job]
+    num_ready = offloading.manager.num_ready
     slow.complete(job, outcome, job.block_ids if outcome is TransferOutcome.FAILED else ())
     engine.step()
     finish(engine, offloading)
+    if direction is Direction.LOAD:
+        num_bad = len(job.block_ids) if outcome is TransferOutcome.FAILED else 0
+        assert offloading.manager.num_ready == num_ready - num_bad, "what could not be read is not found again"
     assert not connector.held_references() and not side.jobs
     assert engine.scheduler.reset_cache()
     assert sum(engine.connector.get_stats().get("num_stuck_copies", 0) for _ in range(2)) == 0

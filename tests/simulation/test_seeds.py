@@ -50,6 +50,11 @@ def test_loads_that_are_always_preempted_before_their_request_runs_are_no_progre
     assert result.tallies["turned off"] == 1
 
 
+def test_the_oracle_of_bad_chunks_knows_jobs_of_composed_connectors_by_their_own_ids() -> None:
+    """Before, it took another child's failed job of the same number for the load that had only been late."""
+    assert Run(draw_scenario(15538228, "any", "any")).play().error is None
+
+
 def test_requests_that_are_asked_again_after_a_restart_are_counted_once() -> None:
     num_restarts = 0
     for seed in range(30):

@@ -217,21 +217,19 @@ class Loads:
             for load in self._shared.jobs.loads():
                 self._invalid_block_ids |= block_ids.intersection(load.block_ids)
 
-    def end_stuck(self, load: Load) -> None:
-        """Release the pins and blocks of a load that its request has not waited for."""
-        self._invalid_block_ids.difference_update(load.block_ids)
-        load.handle.release()
+    def end_stuck(self, load: Load, outcome: TransferOutcome) -> None:
+        """Release the pins and blocks of a load that its request has not waited for. Chunks that may be bad are removed."""
+        is_told_which = not self._invalid_block_ids.isdisjoint(load.block_ids)
+        bad_blocks = self._take_bad_blocks(load, are_all=outcome is TransferOutcome.FAILED and not is_told_which)
+        load.handle.release(_keys_of(load, bad_blocks))
         self._shared.holder.release(load.block_ids)
 
     def end(self, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
         """Release the load's pins and blocks. Chunks that could not be read are removed: they are misses from now on."""
-        bad_blocks = self._invalid_block_ids.intersection(load.block_ids)
-        self._invalid_block_ids -= bad_blocks
-        if outcome is TransferOutcome.FAILED and load.request_id in output.finished.failed_recving:
-            bad_blocks = set(load.block_ids)
-        bad_keys = {
-            key for block_id, key in zip(load.block_ids, load.block_keys, strict=True) if block_id in bad_blocks
-        }
+        bad_blocks = self._take_bad_blocks(
+            load, are_all=outcome is TransferOutcome.FAILED and load.request_id in output.finished.failed_recving
+        )
+        bad_keys = _keys_of(load, bad_blocks)
         load.handle.release(bad_keys)
         self._shared.holder.release(load.block_ids)
         num_restored = len(load.origins.tiers)
@@ -239,6 +237,12 @@ class Loads:
             num_restored = self._num_usable_tokens(load, bad_blocks, output)
             self._note_failure(load, outcome, bad_keys, num_restored)
         self._note_restored(load, num_restored)
+
+    def _take_bad_blocks(self, load: Load, *, are_all: bool) -> set[int]:
+        """Return the blocks of a load that were reported as invalid, or all of them; forget the reports."""
+        bad_blocks = self._invalid_block_ids.intersection(load.block_ids)
+        self._invalid_block_ids -= bad_blocks
+        return set(load.block_ids) if are_all else bad_blocks
 
     def _num_usable_tokens(self, load: Load, bad_blocks: AbstractSet[int], output: KVConnectorOutput) -> int:
         """Return how many leading tokens of a load that failed the engine uses nevertheless."""
@@ -268,3 +272,8 @@ class Loads:
             num_lost = len(load.origins.tiers) - num_kept
             state.notes.append(f"the load from {tier} {reason}; {num_lost} tokens are computed instead")
             state.offer_again_from(load.num_computed_tokens)
+
+
+def _keys_of(load: Load, blocks: AbstractSet[int]) -> set[OffloadKey]:
+    """Return the chunks of a load that fill some of these blocks."""
+    return {key for block_id, key in zip(load.block_ids, load.block_keys, strict=True) if block_id in blocks}

@@ -225,7 +225,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             is_stuck = self._shared.jobs.is_stuck(job_id)
             job = self._shared.jobs.end(job_id)
             if isinstance(job, Load) and is_stuck:
-                self._loads.end_stuck(job)
+                self._loads.end_stuck(job, outcome)
             elif isinstance(job, Load):
                 self._loads.end(job, outcome, output)
             elif isinstance(job, Store):

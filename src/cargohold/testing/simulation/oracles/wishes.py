@@ -15,7 +15,7 @@ from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.engine.core.request import Request
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.protocol import ConnectorGuard, TransferOutcome
+from cargohold.protocol import ConnectorGuard, KVConnectorOutput, TransferOutcome
 from cargohold.testing.simulation.connectors import TierPlan
 from cargohold.testing.simulation.faulty_manager import FaultyManager
 from cargohold.testing.simulation.oracles.base import Oracle
@@ -30,6 +30,7 @@ class _WatchedSide:
         side, guards, plan: its scheduler side, the guards around it, and its options.
         manager: its manager, without the faults around it.
         loads: its loads in flight, and those that ended in the step that is going on, by job id.
+        failed: the ids of those that failed as a whole. Composed connectors give ids of their own to the engine.
         stored: for each of these loads, the chunks of which a store has begun since: another load has found them bad, too.
         allowed: by request id, the chunks that may be stored for the requests of that id which have ended.
     """
@@ -40,6 +41,7 @@ class _WatchedSide:
     manager: OffloadManager
     loads: dict[int, Load] = field(default_factory=dict)
     stored: dict[int, set[OffloadKey]] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
     allowed: defaultdict[str, set[OffloadKey]] = field(default_factory=lambda: defaultdict(set))
 
 
@@ -87,7 +89,8 @@ class WishOracle(Oracle):
             for job_id in [job_id for job_id in watched.loads if job_id not in in_flight]:
                 load, stored = watched.loads.pop(job_id), watched.stored.pop(job_id)
                 if all(guard.broken is None for guard in watched.guards):
-                    self._check_bad(watched.manager, load, stored, output)
+                    self._check_bad(watched.manager, load, stored, has_failed=job_id in watched.failed)
+                watched.failed.discard(job_id)
                 self._invalid_block_ids.difference_update(load.block_ids)
 
     def _watch(self, watched: _WatchedSide) -> None:
@@ -105,7 +108,19 @@ class WishOracle(Oracle):
                 stored.update(job.handle.keys)
             add_store(job)
 
+        update = watched.side.update_connector_output
+
+        def note_failed(output: KVConnectorOutput) -> None:
+            finished = output.finished
+            watched.failed |= {
+                job_id
+                for job_id, job in watched.loads.items()
+                if finished.jobs.get(job_id) is TransferOutcome.FAILED and job.request_id in finished.failed_recving
+            }
+            update(output)
+
         vars(jobs).update(add_load=load, add_store=store)
+        vars(watched.side).update(update_connector_output=note_failed)
 
     def _check_load(self, load: Load) -> None:
         num_tokens = len(load.origins.tiers)
@@ -130,16 +145,12 @@ class WishOracle(Oracle):
             )
 
     def _check_bad(
-        self, manager: OffloadManager, load: Load, stored: AbstractSet[OffloadKey], output: StepOutput
+        self, manager: OffloadManager, load: Load, stored: AbstractSet[OffloadKey], *, has_failed: bool
     ) -> None:
-        finished = output.connector.finished
-        is_all_bad = (
-            finished.jobs.get(load.job_id) is TransferOutcome.FAILED and load.request_id in finished.failed_recving
-        )
         found = [
             key.hex()[:8]
             for block_id, key in zip(load.block_ids, load.block_keys, strict=True)
-            if (is_all_bad or block_id in self._invalid_block_ids)
+            if (has_failed or block_id in self._invalid_block_ids)
             and key not in stored
             and manager.lookup([key])[0] == READY
         ]
