@@ -18,7 +18,7 @@ from cargohold.testing.simulation.transfers import HeldTransfers
 from cargohold.tiers import JobKind, TierJob
 from cargohold.tiers.scheduler_side import Chain, Fetch, tier_state
 from tests.connector.common import alone, evict_everything, prompt
-from tests.connector.tiering import finish, make_engine, measured_engine, restored, serve
+from tests.connector.tiering import fetching_engine, finish, make_engine, measured_engine, restored, serve
 
 
 def test_a_request_reports_the_time_that_it_waited_for_a_lower_tier() -> None:
@@ -239,15 +239,7 @@ def test_a_postponed_deadline_still_ends_the_wait() -> None:
 
 def test_an_aborted_request_releases_its_pins() -> None:
     tiering = SimulatedTiering(60)
-    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
-    engine = make_engine(tiering)
-    (queue,) = tiering.all_queues()
-    queue.auto = False
-    engine.add("second", prompt(0, 45), 3)
-    engine.step()
-    queue.complete(queue.pending[0])
-    for _ in range(2):
-        engine.step()
+    engine, queue = fetching_engine(tiering)
     assert [job.kind for job in queue.pending] == [JobKind.LOAD]
     assert tiering.manager.num_writing == 11
     engine.abort("second")

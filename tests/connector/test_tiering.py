@@ -18,7 +18,7 @@ from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt
-from tests.connector.tiering import DISK, SHARED, finish, make_engine, restored, serve
+from tests.connector.tiering import DISK, SHARED, fetching_engine, finish, make_engine, restored, serve
 from tests.effort import examples
 
 
@@ -189,15 +189,7 @@ def test_chunks_in_transfer_are_not_evicted_and_a_full_queue_drops_stores_not_lo
 @pytest.mark.parametrize("status", [JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED])
 def test_a_load_that_failed_in_part_restores_only_what_arrived(status: JobStatus) -> None:
     tiering = SimulatedTiering(60)
-    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
-    engine = make_engine(tiering)
-    (queue,) = tiering.all_queues()
-    queue.auto = False
-    engine.add("second", prompt(0, 45), 3)
-    engine.step()
-    queue.complete(queue.pending[0])
-    for _ in range(2):
-        engine.step()
+    engine, queue = fetching_engine(tiering)
     queue.complete(queue.pending[0], status)
     queue.auto = True
     finish(engine, tiering)

@@ -44,3 +44,17 @@ def measured_engine(tiering: SimulatedTiering, **options: Any) -> tuple[Simulate
     serve(engine, tiering, "measured", prompt(1000, 8), 1)
     (queue,) = tiering.all_queues()
     return engine, queue
+
+
+def fetching_engine(tiering: SimulatedTiering) -> tuple[SimulatedEngine, HeldQueue]:
+    """An engine after a restart whose request ``second`` waits for its chunks: the only job, still pending, loads them."""
+    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
+    engine = make_engine(tiering)
+    (queue,) = tiering.all_queues()
+    queue.auto = False
+    engine.add("second", prompt(0, 45), 3)
+    engine.step()
+    queue.complete(queue.pending[0])
+    for _ in range(2):
+        engine.step()
+    return engine, queue
