@@ -195,9 +195,8 @@ class Prefetcher:
             is_time = waiting.is_answered if waiting.probes else self._now >= waiting.look_at
         if not is_time:
             return
-        if (
-            waiting.wish is None or waiting.wish.version != self._host.generation
-        ):  # others may have changed what is there
+        # Requests before it may have changed what host memory has.
+        if waiting.wish is None or waiting.wish.version != self._host.generation:
             self._wish(state, waiting)
         wish, waiting.wish = waiting.wish, None
         if wish is None:
