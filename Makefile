@@ -19,7 +19,7 @@ VLLM_SUFFIX := $(addprefix -,$(VLLM))
 # A machine with a GPU may reach no package index: its own Python is used, with the packages that travel beside the tree.
 GPU_PYTHON ?= python3
 GPU_PACKAGES := .gpu-packages
-GPU_TESTS := tests/connector/test_with_models.py tests/offload/transfer
+GPU_TESTS := tests/connector/test_with_models.py tests/transfer
 ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%

@@ -27,7 +27,7 @@ from cargohold.tiers.inventory.disk import DiskInventory
 from cargohold.tiers.objects import ObjectTier
 from cargohold.tiers.redis import RedisTier
 from tests.conformance.folder import FolderConfig
-from tests.offload.tier.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads
+from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads
 from tests.servers import key_value_server
 
 assert cache_command.cache is not None  # it has added itself to the app

@@ -14,7 +14,7 @@ from cargohold.testing.conformance import TierConformance
 from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.queue import padded
-from tests.offload.tier.common import codec, disk_tier
+from tests.tiers.common import codec, disk_tier
 
 
 class TestMemory(TierConformance):

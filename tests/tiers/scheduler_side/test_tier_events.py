@@ -1,0 +1,136 @@
+"""Events: what is known of lower tiers."""
+
+from __future__ import annotations
+
+import pytest
+
+from cargohold.cache import ChunksStored
+from cargohold.protocol import TransferOutcome
+from cargohold.testing.simulation import VirtualClock
+from cargohold.tiers import JobKind
+from cargohold.tiers.scheduler_side import Chain, Fetch, TieringConfig, TierOptions
+from cargohold.tiers.scheduler_side.tier_state import TierState
+from tests.tiers.scheduler_side.world import KEYS, World, fail_loads, follow, written
+
+
+def test_events_say_what_is_known_of_a_tier() -> None:
+    world = World()
+    world.learn(KEYS[:3])
+    world.keep(KEYS[3:5])
+    (store,) = world.step()
+    world.end(store, [True, False])
+    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    (load,) = world.step()
+    world.end(load, [True, False])
+    assert isinstance(fetch, Fetch)
+    fetch.release()
+    assert follow(world, set()) == {KEYS[0], KEYS[2], KEYS[3]}
+
+
+def test_no_event_is_kept_where_events_are_off() -> None:
+    tier = TierState(TierOptions(name="tier"), 8, VirtualClock(), TieringConfig())
+    tier.note_presence(KEYS[:4], [True] * 4)
+    tier.note_presence(KEYS[:4], [False] * 4)
+    assert tier.take_events() == []
+
+
+def test_events_follow_what_is_known_of_a_tier_and_end_with_a_reset() -> None:
+    world = World()
+    world.keep(KEYS[:2])
+    (store,) = world.step()
+    world.end(store, [True, False])
+    stats = world.lower.take_stats()
+    assert (stats["tier0_stored_chunks"], stats["tier0_not_stored_chunks"]) == (1, 1)
+    known = follow(world, set())
+    assert known == {KEYS[0]}
+    for is_there in (False, True):
+        world.lower.tiers[0].note_presence(KEYS[:1], [is_there])
+        known = follow(world, known)
+        assert known == ({KEYS[0]} if is_there else set())
+    assert world.manager.reset()
+    assert follow(world, known) == set()
+
+
+def test_chunks_of_a_suspended_tier_are_announced_as_gone_and_again_when_found() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:4])
+    known = follow(world, set())
+    assert known == set(KEYS[:4])
+    for at in range(3):
+        assert known == set(KEYS[:4]), "a failure is not the end"
+        world.lower.probe([KEYS[5 + at]])
+        (probe,) = world.step()
+        world.end(probe, [False], TransferOutcome.FAILED)
+        known = follow(world, known)
+    assert known == set(), "nobody can load anything from it"
+    for cooldown in (11, 120):  # it stays away
+        world.wait(cooldown)
+        world.lower.probe(KEYS[:2])
+        (probe,) = world.step()
+        world.end(probe, [False] * 2, TransferOutcome.ABANDONED)
+        known = follow(world, known)
+        assert known == set()
+    world.wait(120)
+    world.lower.probe(KEYS[:2])
+    (probe,) = world.step()
+    world.end(probe, [True, False])
+    known = follow(world, known)
+    assert known == {KEYS[0]}
+    written(world, KEYS[8:9])
+    known.add(KEYS[8])
+    world.manager.touch(KEYS[:4])
+    (touch,) = (command for command in world.step() if command.kind is JobKind.TOUCH)
+    world.end(touch, [key in {KEYS[0], KEYS[3]} for key in touch.keys])
+    assert follow(world, known) == {KEYS[0], KEYS[3], KEYS[8]}, "of what is asked for, what is there"
+
+
+def test_chunks_written_while_loads_are_suspended_are_announced_when_they_can_be_loaded() -> None:
+    world = World(capacity=16)
+    fail_loads(world)
+    known = follow(world, set())
+    written(world, KEYS[4:6])
+    known = follow(world, known)
+    assert known == set(), "nobody can load it"
+    world.wait(1.0)
+    fetch = world.lower.fetch([Chain(0, KEYS[:1], None)], ())
+    (trial,) = world.step()
+    world.end(trial, [True])
+    assert fetch is not None
+    fetch.release()
+    assert follow(world, known) == {KEYS[0]}
+    world.clock.advance(11.0)
+    world.manager.touch(KEYS[4:6])
+    (touch,) = world.step()
+    world.end(touch, [True, True])
+    assert follow(world, {KEYS[0]}) == {KEYS[0], KEYS[4], KEYS[5]}, "they were found"
+
+
+@pytest.mark.parametrize("max_chunks", [None, 5])
+def test_no_more_chunks_are_announced_than_can_be_remembered(
+    monkeypatch: pytest.MonkeyPatch, max_chunks: int | None
+) -> None:
+    """Found by reading: a disk evicts by itself, and all that was ever written to it was remembered for ever.
+
+    And in a long run: of a disk for a dozen chunks, thousands were announced at the same time.
+    """
+    if max_chunks is None:
+        monkeypatch.setattr("cargohold.tiers.scheduler_side.tier_state.MAX_ANNOUNCED", 5)
+    world = World(max_chunks=max_chunks)
+    (tier,) = world.lower.tiers
+    index: set[bytes] = set()
+
+    def follow() -> None:
+        for event in tier.take_events():
+            (index.update if isinstance(event, ChunksStored) else index.difference_update)(event.keys)
+
+    for first in range(0, 12, 3):
+        tier.note_presence(KEYS[first : first + 3], [True] * 3)
+        follow()
+        assert len(index) <= 5 and index >= set(KEYS[first : first + 3])
+    tier.note_presence(KEYS[7:8], [True])  # heard of again, so it is not the next to be given up
+    tier.note_presence(KEYS[:3], [True] * 3)
+    follow()
+    assert index == {KEYS[0], KEYS[1], KEYS[2], KEYS[7], KEYS[11]}
+    tier.note_presence(KEYS, [True] * len(KEYS))
+    follow()
+    assert index == set(KEYS[-5:]), "also if a single answer is longer"

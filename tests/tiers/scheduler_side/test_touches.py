@@ -1,0 +1,193 @@
+"""Use of chunks, of which lower tiers are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from cargohold.blocks import READY
+from cargohold.protocol import TransferOutcome
+from cargohold.tiers import JobKind
+from cargohold.tiers.scheduler_side import UNKNOWN, WriteMode
+from tests.tiers.scheduler_side.world import KEYS, World, written
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_reset", "state"),
+    [
+        (TransferOutcome.DONE, False, READY),
+        (TransferOutcome.FAILED, False, UNKNOWN),
+        (TransferOutcome.DONE, True, UNKNOWN),
+    ],
+)
+def test_answers_to_touches_count_unless_they_failed_or_came_after_a_reset(
+    outcome: TransferOutcome, *, is_reset: bool, state: int
+) -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:2])
+    world.clock.advance(11)
+    world.manager.touch(KEYS[:2])
+    (touch,) = world.step()
+    assert touch.kind is JobKind.TOUCH
+    assert not is_reset or world.manager.reset()
+    world.end(touch, [True, True], outcome)
+    assert list(world.lower.lookup(KEYS[:2])) == [state] * 2
+
+
+def test_chunks_in_use_are_touched_in_the_tier() -> None:
+    """A tier sees nothing of chunks that host memory gives back, so it evicts them; a restart would not find them."""
+    world = World(capacity=16)
+    world.keep(KEYS[:4])
+    world.manager.touch(KEYS[:4])
+    (store,) = world.step()
+    world.manager.touch(KEYS[:4])
+    assert world.step() == [], "it is on its way there"
+    world.end(store, [True] * 4)
+    world.manager.touch(KEYS[:4])
+    assert world.step() == [], "it was there a moment ago"
+    world.clock.advance(601)
+    world.manager.touch(KEYS[:6])
+    (probe,) = world.step()
+    assert (probe.kind, probe.keys) == (JobKind.PROBE, tuple(KEYS[:4])), "what host memory has, and no more"
+    world.manager.touch(KEYS[:6])
+    assert world.step() == [], "it is being asked"
+    world.end(probe, [True, True, False, False])
+    (store,) = world.step()
+    assert (store.kind, store.keys, store.parents) == (JobKind.STORE, tuple(KEYS[2:4]), tuple(KEYS[1:3]))
+    world.end(store, [True, True])
+    world.manager.touch(KEYS[:4])
+    assert world.step() == []
+
+
+def test_a_tier_that_does_not_answer_touches_is_not_written_to() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:2])
+    world.clock.advance(601)
+    world.manager.touch(KEYS[:2])
+    (probe,) = world.step()
+    world.end(probe, [False, False], TransferOutcome.FAILED)
+    assert world.step() == []
+
+
+def test_a_hit_in_host_memory_is_a_touch_of_the_tier() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:4])
+    world.manager.touch(KEYS[:3])
+    assert world.step() == [], "it had them a moment ago"
+    world.clock.advance(11)
+    world.manager.touch(KEYS[:5])
+    (touch,) = world.step()
+    assert (touch.kind, touch.keys) == (JobKind.TOUCH, tuple(KEYS[:4])), "what both have, in prefix order"
+    world.manager.touch(KEYS[:4])
+    assert world.step() == [], "it is being told"
+    assert world.lower.is_idle, "nobody waits for that"
+    world.end(touch, [True] * 4)
+    world.manager.touch(KEYS[:4])
+    assert world.step() == [], "it was told"
+    world.clock.advance(11)
+    world.manager.touch(KEYS[:2])
+    (touch,) = world.step()
+    assert touch.keys == tuple(KEYS[:2])
+
+
+@pytest.mark.parametrize(("after_s", "kind"), [(11, JobKind.TOUCH), (601, JobKind.PROBE)])
+def test_a_prefix_too_long_for_one_touch_is_touched_from_its_end(after_s: float, kind: JobKind) -> None:
+    """Found by reading: workers refused it all, which was held against their medium."""
+    world = World(capacity=32, max_asked_chunks=3)
+    written(world, KEYS[:8])
+    world.clock.advance(after_s)
+    world.manager.touch(KEYS[:8])
+    told = []
+    while commands := world.step():
+        for command in commands:
+            told.append((command.kind, command.keys))
+            world.end(command, [True] * len(command.keys))
+    assert told == [(kind, tuple(KEYS[6:8])), (kind, tuple(KEYS[3:6])), (kind, tuple(KEYS[:3]))]
+
+
+def test_a_tier_without_batches_is_touched_a_few_chunks_at_a_time() -> None:
+    """Found by a review: a probe of all chunks of a long prompt came too late, and a healthy store was left alone for that."""
+    world = World(capacity=32, has_index=False, num_asked_at_once=3)
+    written(world, KEYS[:8])
+    world.clock.advance(601)
+    for _ in range(2):
+        world.manager.touch(KEYS[:8])
+    asked = []
+    while commands := world.step():
+        (probe,) = commands
+        asked.append(probe.keys)
+        if len(asked) == 1:
+            # A request wants to know of some of them meanwhile.
+            world.lower.probe(KEYS[5:7])
+            (own,) = world.step()
+            world.end(own, [True] * 2)
+        world.manager.touch(KEYS[:8])
+        world.end(probe, [True] * len(probe.keys))
+    assert asked == [tuple(KEYS[:3]), tuple(KEYS[3:5]), (KEYS[7],)]
+
+
+@pytest.mark.parametrize("outcome", [TransferOutcome.FAILED, TransferOutcome.ABANDONED])
+def test_a_touch_without_answer_does_not_count_chunks_as_gone(outcome: TransferOutcome) -> None:
+    world = World(capacity=32, has_index=False, num_asked_at_once=3)
+    written(world, KEYS[:8])
+    world.lower.tiers[0].take_events()
+    world.clock.advance(601)
+    world.manager.touch(KEYS[:8])
+    (probe,) = world.step()
+    world.end(probe, [False] * 3, outcome)
+    assert world.step() == [], "the others are not asked for either"
+    assert world.lower.tiers[0].take_events() == []
+    world.manager.touch(KEYS[:8])
+    (probe,) = world.step()
+    assert probe.keys == tuple(KEYS[:3]), "but at the next use"
+
+
+def in_use_after(world: World, after_s: float) -> list[JobKind]:
+    """What a tier is asked to do when chunks that it has are used so much later."""
+    world.keep(KEYS[:8])
+    while stores := world.step():
+        for store in stores:
+            world.end(store, [True] * len(store.keys))
+    world.clock.advance(after_s)
+    world.manager.touch(KEYS[:8])
+    return [command.kind for command in world.step()]
+
+
+def test_a_tier_without_index_gets_no_touches_and_no_probes_for_write_back() -> None:
+    assert in_use_after(World(), 11) == [JobKind.TOUCH]
+    assert in_use_after(World(has_index=False), 11) == []
+    assert in_use_after(World(), 601) == [JobKind.PROBE]
+    assert in_use_after(World(write_mode=WriteMode.BACK), 601) == [JobKind.TOUCH]
+
+
+def test_a_touch_of_the_end_of_a_prefix_touches_its_start() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:2])
+    world.clock.advance(8)
+    world.manager.touch(KEYS[:2])
+    world.keep(KEYS[2:4], KEYS[1])
+    (store,) = world.step()
+    world.end(store, [True] * 2)
+    world.clock.advance(4)
+    world.manager.touch(KEYS[:4])
+    (touch,) = world.step()
+    assert touch.keys == tuple(KEYS[:4])
+
+
+def test_a_chunk_that_a_touch_finds_gone_is_written_again_in_its_turn() -> None:
+    world = World(capacity=16)
+    written(world, KEYS[:2])
+    world.lower.tiers[0].take_events()
+    world.clock.advance(11)
+    world.manager.touch(KEYS[:2])
+    (touch,) = world.step()
+    world.end(touch, [True, False])
+    (removed,) = world.lower.tiers[0].take_events()
+    assert tuple(removed.keys) == (KEYS[1],), "who listens hears of it"
+    world.manager.touch(KEYS[:2])
+    assert [command.kind for command in world.step()] == [JobKind.TOUCH], "a full disk is not written to all the time"
+    world.clock.advance(590)
+    world.manager.touch(KEYS[:2])
+    (probe,) = (command for command in world.step() if command.kind is JobKind.PROBE)
+    world.end(probe, [False])
+    (store,) = world.step()
+    assert (store.kind, store.keys) == (JobKind.STORE, (KEYS[1],))

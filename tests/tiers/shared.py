@@ -1,0 +1,28 @@
+"""Shared tiers by URL, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cargohold.tiers import StoreOutcome, Tier
+from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.factory import open_tier
+from tests.tiers.common import CHUNK, NAMESPACE, key, payload
+
+WAIT_S = 30.0
+
+
+def shared(url: str, timeout_s: float = 10.0, **options: object) -> Tier:
+    config = SharedTierConfig(url=url, request_timeout_s=timeout_s, **options)  # type: ignore[arg-type]  # by name
+    return open_tier(config, NAMESPACE, CHUNK)
+
+
+def store(tier: Tier, number: int) -> StoreOutcome:
+    return tier.store(key(number), memoryview(payload(number)))
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
