@@ -89,6 +89,12 @@ class Namespace:
         """Return all fields, the format version and the full digest, for people and tools."""
         return {**self._facts(), "digest": self.digest.hex()}
 
+    def outline(self) -> dict[str, str]:
+        """Return the id, and a short digest of each field but the label: enough to tell in which of them two differ."""
+        facts = self._facts()
+        del facts["label"]
+        return {"id": self.id, **{name: digest_facts({name: fact})[:4].hex() for name, fact in facts.items()}}
+
     def _facts(self) -> dict[str, str]:
         return {**as_facts(asdict(self)), "format": str(FORMAT_VERSION)}
 

@@ -15,6 +15,7 @@ from cargohold.connector.offloading.worker import OffloadingWorker, TierWorker
 from cargohold.errors import ConfigError
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
+from cargohold.tiers.factory import namespace_in
 from cargohold.tiers.chunk_format import room_for_details
 from cargohold.tiers.namespace import digest_model
 from cargohold.tiers.scheduler_side import (
@@ -93,14 +94,15 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
     return options
 
 
-def open_queues(config: OffloadConfig, environment: WorkerEnvironment) -> dict[str, TierQueue]:
-    """Open each tier on a worker; return a queue per tier with threads of its own, by name. Reads the model's weights.
+def open_queues(
+    config: OffloadConfig, environment: WorkerEnvironment, namespace: Namespace
+) -> dict[str, TierQueue]:
+    """Open each tier on a worker, for chunks of a namespace; return a queue per tier with threads of its own, by name.
 
     Raises:
         ConfigError: a tier cannot be opened; no tier is left open then.
     """
     layout = environment.layout
-    namespace = namespace_of(layout, environment.rank, config.blocks_per_chunk)
     queues: dict[str, TierQueue] = {}
     try:
         for tier, options in zip(config.tiers, tier_options(config, layout), strict=True):
@@ -203,9 +205,12 @@ class OffloadingFactory:
 
         if not self.config.tiers:
             return OffloadingWorker(make_transfers)
-        queues = open_queues(self.config, environment)
+        namespace = namespace_of(layout, environment.rank, per_chunk)
+        queues = open_queues(self.config, environment, namespace)
+        shared = next((tier for tier in self.config.tiers if tier.locality == "REMOTE"), None)
+        outline = None if shared is None else namespace_in(shared, namespace).outline()
         return OffloadingWorker(
-            make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock, environment.rank)
+            make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock, environment.rank, outline)
         )
 
     def num_slots(self, layout: KVCacheLayout) -> int:

@@ -22,6 +22,7 @@ from cargohold.protocol import (
     SchedulerContext,
 )
 from cargohold.rate_limited_log import SparingLog
+from cargohold.tiers.scheduler_side import Promises
 
 
 class EventSource(Protocol):
@@ -138,6 +139,7 @@ class Shared:
         holder: keeps blocks from being reused while they are copied.
         jobs: transfers in flight.
         events: KV events of the tier; ``None`` if nobody listens.
+        promises: chunks promised to other engines; ``None`` if there are no lower tiers.
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         context: the engine's block pool; ``None`` if the engine gives none.
         stats: counters since they were last taken.
@@ -152,6 +154,7 @@ class Shared:
     holder: BlockHolder
     jobs: JobTable
     events: TierEvents | None = None
+    promises: Promises | None = None
     keeps_partial_loads: bool = True
     context: SchedulerContext | None = None
     stats: Counter[str] = field(default_factory=Counter)
