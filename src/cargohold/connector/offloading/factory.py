@@ -15,8 +15,8 @@ from cargohold.connector.offloading.worker import OffloadingWorker, TierWorker
 from cargohold.errors import ConfigError
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
-from cargohold.tiers.factory import namespace_in
 from cargohold.tiers.chunk_format import room_for_details
+from cargohold.tiers.factory import namespace_in
 from cargohold.tiers.namespace import digest_model
 from cargohold.tiers.scheduler_side import (
     Admission,
@@ -94,9 +94,7 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
     return options
 
 
-def open_queues(
-    config: OffloadConfig, environment: WorkerEnvironment, namespace: Namespace
-) -> dict[str, TierQueue]:
+def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace: Namespace) -> dict[str, TierQueue]:
     """Open each tier on a worker, for chunks of a namespace; return a queue per tier with threads of its own, by name.
 
     Raises:

@@ -133,7 +133,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
         shared = self._shared
         state = RequestState.create(request, shared.layout, shared.config.blocks_per_chunk)
-        state.is_handed_off = state.params.do_remote_decode and shared.promises is not None
+        promises = shared.promises
+        state.is_handed_off = state.params.do_remote_decode and promises is not None and promises.is_possible
         self._requests[request.request_id] = state
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
@@ -156,9 +157,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             state.notes.append("nothing is handed off to another engine: no tier is shared with any")
             return None
         state.extend_keys()
-        handoff = Handoff.announce(
-            state.keys, state.request.num_tokens, promises, self._lower.tiers.namespace
-        )
+        handoff = Handoff.announce(state.keys, state.request.num_tokens, promises, self._lower.tiers.namespace)
         if promises.obstacle:
             state.notes.append(f"nothing is handed off to another engine: {promises.obstacle}")
         else:

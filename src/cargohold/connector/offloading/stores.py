@@ -27,7 +27,7 @@ from cargohold.connector.offloading.loads import BlocksToStore, blocks_to_store,
 from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
-from cargohold.protocol import NULL_BLOCK_ID, BlockIds, SchedulerContext, StepView, TransferOutcome
+from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
 from cargohold.tiers.scheduler_side.tier_state import parents_in
 
 MAX_LEFTOVERS: Final = 256
@@ -98,9 +98,7 @@ class Leftovers:
         """Number of blocks that are held."""
         return sum([len(leftover.held) for leftover in self._leftovers])
 
-    def add(
-        self, state: RequestState, tables: BlockIds, num_tokens: int, context: SchedulerContext
-    ) -> Leftover | None:
+    def add(self, state: RequestState, tables: BlockIds, num_tokens: int, context: SchedulerContext) -> Leftover | None:
         """Remember a request that ended, if the prefix cache knows some of its unstored blocks; return what is remembered.
 
         Only chunks within its first ``num_tokens`` tokens are remembered.
@@ -264,12 +262,16 @@ class EagerStores:
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
+        return self.plan_for(step.scheduled)
+
+    def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[StoreJob]:
+        """Yield the stores of ``plan`` for some requests' parts of a step."""
         if self._leftovers:
             yield from self._plan_leftovers()
         offered: list[_Offered] = []
         num_allowed = self._shared.num_storable_chunks()
         requests = self._requests
-        for share in step.scheduled:
+        for share in shares:
             state = requests[share.request_id]
             num_computed = share.num_computed_tokens + share.num_scheduled_tokens
             if num_computed < state.due_tokens:
@@ -310,20 +312,26 @@ class EagerStores:
     def _hold(self, state: RequestState, leftover: Leftover | None) -> None:
         """Hold the blocks of promised chunks that are not stored yet, until they are; or give up what was promised of them."""
         shared = self._shared
-        assert shared.promises is not None, "nothing was handed off without tiers"
+        assert shared.promises is not None, "nothing is handed off without tiers"
         blocks = () if leftover is None else leftover.known_blocks()
         if leftover is None or len(blocks) + self._leftovers.num_held > shared.max_store_blocks:
-            state.is_handed_off = False
-            shared.promises.give_up(key for keys, at in zip(state.keys, state.next_chunk, strict=True) for key in keys.keys[at:])
+            self._break_promise(state)
             return
         shared.holder.hold(blocks)
         leftover.held, leftover.held_until = blocks, shared.promises.deadline()
 
     def _let_go(self, leftover: Leftover) -> None:
-        """Release what is held for a request that has ended; its chunks are not promised any more."""
+        """Release what is held for a request that has ended; what was not stored by now is not promised any more."""
         held, leftover.held = leftover.held, ()
-        leftover.state.is_handed_off = False
         self._shared.holder.release(held)
+        if leftover.state.is_handed_off:
+            self._break_promise(leftover.state)
+
+    def _break_promise(self, state: RequestState) -> None:
+        state.is_handed_off = False
+        unstored = zip(state.keys, state.next_chunk, strict=True)
+        if self._shared.promises is not None:
+            self._shared.promises.give_up(key for keys, at in unstored for key in keys.keys[at:])
 
     def _has_passed(self, deadline: float) -> bool:
         return self._shared.promises is None or self._shared.promises.has_passed(deadline)
@@ -420,13 +428,15 @@ class EagerStores:
                 self._shared.promises.make(offer.keys, parents_in(offer.state.keys[offer.group].keys[: offer.end]))
 
     def _without_slot(self, offer: _Offered, handle: StoreHandle) -> AbstractSet[OffloadKey]:
-        """Return the promised chunks that found no slot: they are offered again, although all may not fit at the same time."""
+        """Return the promised chunks that found no slot, and make room for them: they are offered again in the next step."""
         promises, shared = self._shared.promises, self._shared
         if promises is None or not offer.state.is_handed_off:
             return frozenset()
         there = frozenset(handle.keys).union(*[store.keys for store in shared.jobs.stores()])
         rest = [key for key in offer.keys if key in promises and key not in there]
-        return {key for key, state in zip(rest, shared.manager.lookup(rest), strict=True) if state != READY}
+        without = {key for key, state in zip(rest, shared.manager.lookup(rest), strict=True) if state != READY}
+        promises.make_room(len(without))
+        return without
 
     def _note_offered(self, offered: Sequence[_Offered], handle: StoreHandle) -> None:
         """Let each request go on behind what was offered, or from the first chunk that is to be offered again."""

@@ -71,7 +71,7 @@ class TierWorker:
         namespace: the outline of what the chunks' bytes depend on in the first shared tier; empty if there is none.
     """
 
-    def __init__(  # noqa: PLR0913  # made in one place
+    def __init__(  # made in one place
         self,
         queues: Mapping[str, JobQueue],
         rows: ByteRows,

@@ -6,15 +6,16 @@
       |
       +-- does not come in time, or could not be stored --> given up
 
-A promised chunk is pinned in host memory until every shared tier that can take it has it: otherwise, a host memory smaller than
-a prompt would evict the prompt's start before its turn comes. No promise lasts longer than ``hold_s``, which is as long as the
-other engine waits. So a tier that hangs does not keep host memory from other requests.
+A promised chunk is pinned in host memory until every shared tier that can take it has it: a host memory smaller than a prompt
+would evict the prompt's start before its turn comes. No promise lasts longer than ``hold_s``, which is as long as the other
+engine waits, so a tier that hangs does not keep host memory from other requests.
 
-Hard limits are kept: a tier whose daily allowance is spent, or whose writes are suspended, gets nothing, and ``states`` says so.
+Hard limits are kept: a tier whose daily allowance is spent or whose writes are suspended gets nothing, and ``states`` says so.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -58,6 +59,8 @@ class Promises:
         self._clock = clock
         self._hold_s = hold_s
         self._made: dict[OffloadKey, _Promise] = {}
+        # Chunks in host memory that were promised and are written; the first written first. Some may have been evicted since.
+        self._kept: OrderedDict[OffloadKey, None] = OrderedDict()
         self._check_at = _NEVER
         self._are_names_private = False
 
@@ -128,7 +131,24 @@ class Promises:
     def note_written(self, keys: Iterable[OffloadKey]) -> None:
         """Learn that a job that wrote these chunks has ended: promises for which no other tier has to write are over."""
         promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is not None]
-        self.give_up([key for key in promised if not any(tier.is_to_write(key) for tier in self._tiers)])
+        kept = [key for key in promised if not any(tier.is_to_write(key) for tier in self._tiers)]
+        self._kept.update(dict.fromkeys(kept))
+        while len(self._kept) > self._host.capacity:
+            self._kept.popitem(last=False)
+        self.give_up(kept)
+
+    def make_room(self, num_chunks: int) -> None:
+        """Remove from host memory up to ``num_chunks`` chunks that were promised and are written.
+
+        Policies do not evict the start of a prompt for its end. A prompt that is longer than host memory goes through it all
+        the same: what is in a shared tier by now can be found there.
+        """
+        room: list[OffloadKey] = []
+        while self._kept and len(room) < num_chunks:
+            key, _ = self._kept.popitem(last=False)
+            if key not in self._made and self._host.lookup([key])[0] == READY:
+                room.append(key)
+        self._host.remove(room)
 
     def give_up(self, keys: Iterable[OffloadKey]) -> None:
         """Forget promises. What waits to be written is written all the same if host memory still has it then."""
@@ -148,6 +168,7 @@ class Promises:
     def note_reset(self) -> None:
         """Forget all promises: from now on chunks have names that no other engine knows."""
         self.give_up(list(self._made))
+        self._kept.clear()
         self._are_names_private = True
 
     def states(self, keys: Sequence[OffloadKey]) -> bytes:
