@@ -84,4 +84,4 @@ def test_the_source_distribution_has_all_that_make_needs(built: Path) -> None:
     needed = {"Makefile", "pyproject.toml", "README.md", "LICENSE", "tools/check_docs.py"}
     needed |= set(re.findall(r"constraints[\w-]*\.txt", (ROOT / "Makefile").read_text(encoding="utf-8")))
     assert needed - names == set()
-    assert {"tests/conftest.py", "benchmarks/__main__.py", "docs/usage.md"} <= names
+    assert {"tests/conftest.py", "benchmarks/__main__.py", "docs/usage.md", "examples/README.md"} <= names
