@@ -15,12 +15,10 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.desk import Job, Outputs
+from cargohold.serve.desk import Job, Outputs, client_of, hall_of
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
-from cargohold.serve.hall import client_of, hall_of
-from cargohold.serve.interfaces.conversations import text_of
-from cargohold.serve.interfaces.fields import Body, StopStrings
-from cargohold.serve.interfaces.serving import cached_tokens, checked, make_prompt, streamed, whole, with_errors
+from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
+from cargohold.serve.interfaces.bodies import Body, StopStrings, text_of
 
 router = APIRouter()
 

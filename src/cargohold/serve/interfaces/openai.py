@@ -18,12 +18,10 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.desk import Job, Outputs
+from cargohold.serve.desk import Hall, Job, Outputs, client_of, hall_of
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
-from cargohold.serve.hall import Hall, client_of, hall_of
-from cargohold.serve.interfaces.conversations import Message, ToolChoice, offered_tools
-from cargohold.serve.interfaces.fields import OpenAIBody
-from cargohold.serve.interfaces.serving import cached_tokens, checked, make_prompt, streamed, whole, with_errors
+from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
+from cargohold.serve.interfaces.bodies import Message, OpenAIBody, ToolChoice, offered_tools
 
 router = APIRouter()
 
