@@ -53,6 +53,7 @@ class Job:
         prompts: token ids, one list per answer.
         sampling: one per answer.
         options: for all of them.
+        is_streamed: whether the client wants every piece as it comes.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class Job:
     prompts: list[list[int]]
     sampling: list[SamplingParams]
     options: RequestOptions
+    is_streamed: bool = False
 
 
 class Desk:
@@ -126,7 +128,7 @@ class Desk:
             record = self.records.begin(job.request_id, job.endpoint, job.client, len(job.prompts))
             state = "gone"
             try:
-                outputs = llm.stream_each(job.prompts, job.sampling, **job.options)
+                outputs = llm.stream_each(job.prompts, job.sampling, wants_pieces=job.is_streamed, **job.options)
                 async with aclosing(outputs):
                     async for at, output in outputs:
                         record.sequences[at].update(output)

@@ -17,7 +17,6 @@ WITHOUT_EFFECT: Final = frozenset(
         "cache_control",
         "inference_geo",
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -215,3 +214,9 @@ def offered_tools(tools: list[dict[str, Any]] | None, choice: ToolChoice) -> lis
     if choice == "required" or isinstance(choice, dict):
         raise invalid("tool_choice: the model decides itself whether it calls a tool; use auto or none", "tool_choice")
     return None if choice == "none" else tools
+
+
+def tool_names(tools: list[dict[str, Any]] | None) -> list[str]:
+    """Names by which a model may call tools that it was offered, as templates know them."""
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    return [one["name"] for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
