@@ -38,6 +38,11 @@ def notes(engine: SimulatedEngine, name: str = "r") -> str:
     return "; ".join(engine.outputs[name].cache_report.notes)
 
 
+def clock_of(engine: SimulatedEngine) -> VirtualClock:
+    assert isinstance(engine.clock, VirtualClock)
+    return engine.clock
+
+
 def prefill(tiering: SimulatedTiering, num_tokens: int = 41, **options: Any) -> SimulatedEngine:
     """Let an engine compute a prompt for another one, and run until all is settled."""
     engine = make_engine(tiering, **options)
@@ -135,7 +140,7 @@ def test_hits_on_the_device_and_in_host_memory_are_written_too() -> None:
 def test_a_daily_limit_wins_and_the_number_says_so(stores: str) -> None:
     tiering = SimulatedTiering(200, [shared(max_daily_chunks=24 * 3)], make_stores=STORES[stores])
     engine = make_engine(tiering)
-    engine.clock.advance(3600.0)  # saves up an hour's allowance: three chunks
+    clock_of(engine).advance(3600.0)  # saves up an hour's allowance: three chunks
     engine.add("r", prompt(0, 41), 1, kv_transfer_params=REMOTE_DECODE)
     engine.run()
     assert announcement(engine)[0] == 12
@@ -210,8 +215,7 @@ def test_blocks_and_slots_held_for_a_tier_that_hangs_are_free_again_in_time(stor
     pool = engine.scheduler.kv.pool
     assert pool.num_free_blocks < pool.num_usable_blocks, "the blocks without a slot are held"
     assert announcement(engine)[0] == 40
-    clock = engine.clock
-    assert isinstance(clock, VirtualClock)
+    clock = clock_of(engine)
     end = clock.now + 2.5
     while clock.now < end:
         engine.step()
@@ -275,8 +279,7 @@ def test_a_request_takes_what_has_come_at_the_deadline_and_computes_the_rest() -
     queue.complete(job, JobStatus.DONE)  # the others are lost with the engine
     other = make_engine(tiering)
     other.add("r", prompt(0, 41), 8, kv_transfer_params=params)
-    clock = other.clock
-    assert isinstance(clock, VirtualClock)
+    clock = clock_of(other)
     finish(other, tiering)
     assert restored(other, "r") == {"shared": 12}
     assert other.tokens("r") == alone(prompt(0, 41), 8)
@@ -290,8 +293,7 @@ def test_waiting_ends_when_computing_would_be_done() -> None:
     other = make_engine(tiering, max_num_batched_tokens=8)
     other.add("measured", prompt(1000, 41), 1)
     other.run()
-    clock = other.clock
-    assert isinstance(clock, VirtualClock)
+    clock = clock_of(other)
     since = clock.now
     other.add("r", prompt(0, 41), 1, kv_transfer_params=params)
     other.run()
@@ -308,8 +310,7 @@ def test_a_request_does_not_wait_for_an_engine_with_another_namespace_and_says_w
     other = make_engine(tiering)
     other.add("first", prompt(1000, 9), 1)
     other.run()
-    clock = other.clock
-    assert isinstance(clock, VirtualClock)
+    clock = clock_of(other)
     since = clock.now
     other.add("r", prompt(0, 41), 1, kv_transfer_params=params)
     other.run()
@@ -323,8 +324,7 @@ def test_a_lie_costs_only_the_liar_s_own_patience(num_tokens: int) -> None:
     other = make_engine(tiering)
     other.add("r", prompt(0, 41), 1, kv_transfer_params={HANDOFF: {"num_tokens": num_tokens}})
     other.add("honest", prompt(1, 41), 1)
-    clock = other.clock
-    assert isinstance(clock, VirtualClock)
+    clock = clock_of(other)
     while "honest" not in other.outputs:
         other.step()
     assert clock.now < 0.2

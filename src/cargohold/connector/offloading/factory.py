@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.stores import EagerStores, MakeStores
+from cargohold.connector.offloading.stores import EagerStores, MakeStores, NoStores
 from cargohold.connector.offloading.worker import OffloadingWorker, TierWorker
 from cargohold.errors import ConfigError
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
@@ -91,7 +91,7 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
         options.append(
             _options(tier, tier.kind if seen[tier.kind] == 1 else f"{tier.kind}{seen[tier.kind]}", chunk_bytes)
         )
-    return options
+    return [replace(of_tier, is_read_only=config.read_only) for of_tier in options]
 
 
 def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace: Namespace) -> dict[str, TierQueue]:
@@ -161,6 +161,8 @@ def scheduler_side(
         make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.
         new_epoch: makes a new name at each reset; it becomes part of the chunks' names in lower tiers.
     """
+    if config.read_only:
+        make_stores = _no_stores
     if not tiers:
         return OffloadingScheduler(config, environment, host, make_stores=make_stores)
     tiering = TieringConfig(
@@ -172,6 +174,10 @@ def scheduler_side(
     lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
     manager = TieringManager(host, lower)
     return OffloadingScheduler(config, environment, manager, make_stores=make_stores, lower=lower)
+
+
+def _no_stores(*_: object) -> NoStores:
+    return NoStores()
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class LazyOffloadConfig:
         restore: see ``OffloadConfig``.
         restore_timeout_s: see ``OffloadConfig``.
         shutdown_timeout_s: see ``OffloadConfig``.
+        read_only: see ``OffloadConfig``.
     """
 
     host_bytes: int | str
@@ -69,6 +70,7 @@ class LazyOffloadConfig:
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
     shutdown_timeout_s: float = 3.0
+    read_only: bool = False
 
     def __post_init__(self) -> None:
         self.common()
@@ -87,6 +89,7 @@ class LazyOffloadConfig:
             restore=self.restore,
             restore_timeout_s=self.restore_timeout_s,
             shutdown_timeout_s=self.shutdown_timeout_s,
+            read_only=self.read_only,
         )
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:

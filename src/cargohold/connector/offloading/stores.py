@@ -476,6 +476,27 @@ class EagerStores:
         return request_ids
 
 
+class NoStores:
+    """Stores nothing, for ``read_only``. Satisfies ``StorePlanner``."""
+
+    has_pending_work = False
+
+    def begin_request(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> None:
+        """Do nothing."""
+
+    def plan(self, step: StepView) -> Iterator[StoreJob]:
+        """Yield nothing."""
+        return iter(())
+
+    def end(self, store: Store, outcome: TransferOutcome) -> None:
+        """Do nothing: there are no stores."""
+
+    def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Do nothing."""
+
+
 def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob:
     """Add a store to the jobs in flight, and return the message that starts it. Its blocks must be held already."""
     shared.jobs.add_store(store)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
@@ -55,7 +56,9 @@ class Promises:
 
     def __init__(self, host: OffloadManager, tiers: Sequence[TierState], clock: Clock, hold_s: float) -> None:
         self._host = host
-        self._tiers = [tier for tier in tiers if tier.options.locality == "REMOTE"]
+        options = [tier.options for tier in tiers]
+        is_shared = [of.locality == "REMOTE" and not of.is_read_only for of in options]
+        self._tiers = list(compress(tiers, is_shared))
         self._clock = clock
         self._hold_s = hold_s
         self._made: dict[OffloadKey, _Promise] = {}
