@@ -38,7 +38,6 @@ PROGRESS_S = 3.0
 
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
-_NO_NAMESPACE: Mapping[str, str] = MappingProxyType({})
 
 
 class LowerTiers:
@@ -74,7 +73,7 @@ class LowerTiers:
         self.config = config
         self.clock = SteppedClock(clock)
         self.host = host
-        self.namespace: Mapping[str, str] = _NO_NAMESPACE
+        self.namespace: Mapping[str, str] = {}
         self._tasks = TaskTable(self.clock)
         self.tiers = [
             TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
