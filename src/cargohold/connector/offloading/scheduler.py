@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
@@ -116,6 +116,11 @@ class OffloadingScheduler(KVConnectorScheduler):
     def max_store_blocks(self) -> int:
         """Maximum number of device blocks that stores in flight may hold."""
         return self._shared.max_store_blocks
+
+    @property
+    def promised_blocks(self) -> Sequence[int]:
+        """Blocks of ended requests that are held for what was promised to another engine: for inspection."""
+        return self._stores.promised_blocks
 
     @property
     def holds_outlive_requests(self) -> bool:
