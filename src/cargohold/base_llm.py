@@ -188,6 +188,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         prefix_caching=plan.scheduler.prefix_caching,
         applies_locks=True,
         emits_events=plan.scheduler.emit_events,
+        emits_salted_events=plan.scheduler.emit_salted_events,
         give_up_loads_after_s=plan.scheduler.give_up_loads_after_s,
     )
     with ExitStack() as on_failure:

@@ -242,14 +242,15 @@ def test_tokens_and_salt_of_events_give_the_hashes(
     blocks_per_chunk: int, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     offload = OffloadConfig(host_bytes="1MiB", blocks_per_chunk=blocks_per_chunk)
-    llm = make_llm(tiny_model("llama"), block_tokens=4, kv_events=True, offload=offload)
+    options = {"kv_events": True, "kv_events_salted": True}
+    llm = make_llm(tiny_model("llama"), block_tokens=4, offload=offload, **options)
     for salt in (None, "", "mine"):
         llm.generate(list(range(40)), SamplingParams(max_tokens=4), salt=salt)
     stored = [event for event in llm.take_events() if isinstance(event, BlockStored)]
     assert {event.medium for event in stored} == {"GPU", "CPU"}
     starts = set()
     for event in stored:
-        (keys,) = event.extra_keys
+        keys = event.extra_keys[0]
         if event.parent_block_hash is None:
             starts.add((event.medium, keys))
             told = keys[0] if keys else None
@@ -260,8 +261,25 @@ def test_tokens_and_salt_of_events_give_the_hashes(
             parent = event.parent_block_hash
         hashes: list[bytes] = []
         extend_hashes(hashes, event.token_ids, 4, parent)
-        assert event.block_hashes == (hashes[-1],)
+        assert event.block_hashes == tuple(hashes)
     assert starts == {(medium, keys) for medium in ("GPU", "CPU") for keys in ((), ("",), ("mine",))}
+
+
+@pytest.mark.parametrize("with_events", [False, True])
+def test_of_salted_requests_nothing_is_told_unless_that_is_wanted(
+    with_events: bool, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    offload = OffloadConfig(host_bytes="1MiB", blocks_per_chunk=2)
+    options = {"kv_events": True, "kv_events_salted": with_events, "num_device_blocks": 30}
+    llm = make_llm(tiny_model("llama"), block_tokens=4, offload=offload, **options)
+    llm.generate(list(range(40)), SamplingParams(max_tokens=4), salt="mine")
+    told = llm.take_events()
+    assert {event.medium for event in told} == ({"GPU", "CPU"} if with_events else set())
+    for at in range(4):  # evicts them from the device
+        llm.generate(list(range(at, at + 60)), SamplingParams(max_tokens=4))
+    hashes = {h for event in told if isinstance(event, BlockStored) for h in event.block_hashes}
+    removed = {h for event in llm.take_events() if isinstance(event, BlockRemoved) for h in event.block_hashes}
+    assert bool(removed & hashes) == with_events
 
 
 @pytest.mark.parametrize("endpoint", ["5557", 5557, "nonsense://x"])

@@ -65,6 +65,7 @@ class Request:
     block_hashes = ()
     kv_transfer_params = None
     adapter = None
+    salt = None
 
     def extra_keys(self, start: int, end: int) -> tuple[()]:
         return ()

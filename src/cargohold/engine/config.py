@@ -58,6 +58,8 @@ class EngineConfig:
         load_failure_policy: ``recompute`` or ``fail``: what becomes of a request whose KV could not be loaded.
         load_timeout_s: a connector that does not end a load within this time is turned off.
         kv_events: whether KV events are collected.
+        kv_events_salted: whether that includes events of salted requests' blocks. Their tokens are others' prompts, and routers
+            that do not know of salts take them for everybody's.
         kv_events_endpoint: publish KV events over ZeroMQ, bound to this address, such as ``tcp://127.0.0.1:5557``; needs the
             extra ``events``.
         tensor_parallel_size: workers over which weights and KV heads are split; it must divide the model's heads.
@@ -82,6 +84,7 @@ class EngineConfig:
     load_failure_policy: str = "recompute"
     load_timeout_s: float = 120.0
     kv_events: bool = False
+    kv_events_salted: bool = False
     kv_events_endpoint: str | None = None
     tensor_parallel_size: int = 1
     executor: str | None = None
@@ -110,7 +113,7 @@ class EngineConfig:
         )
         is_time = is_number(self.shutdown_timeout_s) and 0 <= self.shutdown_timeout_s <= MAX_TIMEOUT_S
         self._require("shutdown_timeout_s", is_time, f"a number of seconds from 0 to {MAX_TIMEOUT_S}")
-        for key in ("prefix_caching", "kv_events"):
+        for key in ("prefix_caching", "kv_events", "kv_events_salted"):
             self._require(key, isinstance(getattr(self, key), bool), "True or False")
         self._check_endpoint()
         self._check_workers()
@@ -218,6 +221,7 @@ def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
             load_failure_policy=LoadFailurePolicy(config.load_failure_policy),
             load_timeout_s=config.load_timeout_s,
             emit_events=config.kv_events or config.kv_events_endpoint is not None,
+            emit_salted_events=config.kv_events_salted,
         ),
         executor=ExecutorConfig(
             kind=config.executor_kind,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 from cargohold.cache.manager import OffloadManager
+from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.messages import TierReport
 from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.prefetch_plan import StepPace
-from cargohold.connector.offloading.shared import TierEvents
 from cargohold.protocol import (
-    MEDIUM_STORAGE,
     KVConnectorOutput,
-    KVEvent,
     SchedulerEnvironment,
     Stats,
     StepView,
@@ -28,7 +26,7 @@ class LowerSide:
         lower: the tiers below host memory.
         manager: the manager of host memory.
         environment: facts about the engine.
-        chunk_tokens: tokens per chunk, per group.
+        events: KV events of all tiers; ``None`` if nobody listens.
         only_if_faster: whether to fetch chunks only if that is expected to be faster than computing them.
     """
 
@@ -37,18 +35,14 @@ class LowerSide:
         lower: LowerTiers,
         manager: OffloadManager,
         environment: SchedulerEnvironment,
-        chunk_tokens: Sequence[int],
+        events: TierEvents | None,
         *,
         only_if_faster: bool,
     ) -> None:
         self.tiers = lower
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
-        self.prefetcher = Prefetcher(manager, lower, self._pace if only_if_faster else None, environment.max_num_seqs)
-        self._events = [
-            TierEvents(tier, MEDIUM_STORAGE, chunk_tokens, tier.options.locality)
-            for tier in lower.tiers
-            if environment.emits_events
-        ]
+        pace = self._pace if only_if_faster else None
+        self.prefetcher = Prefetcher(manager, lower, pace, environment.max_num_seqs, events)
 
     def begin_step(self, step: StepView, new_id: Callable[[], int]) -> tuple[tuple[TierCommand, ...], tuple[int, ...]]:
         """Begin a step; return the jobs that the workers are to start in it, and the ids of jobs that they are to give up."""
@@ -79,11 +73,6 @@ class LowerSide:
     def has_pending_work(self) -> bool:
         """Whether the engine should keep stepping for lower tiers; see ``LowerTiers.is_settling``."""
         return self.tiers.is_settling
-
-    def take_events(self) -> Iterator[KVEvent]:
-        """Yield the events since the last call: chunks that a tier was found to have, or not to have any more."""
-        for events in self._events:
-            yield from events.take()
 
     def take_stats(self) -> Stats:
         """Return counters since the last call."""

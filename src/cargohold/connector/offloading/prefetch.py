@@ -34,6 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.jobs import Origins
 from cargohold.connector.offloading.prefetch_plan import (
     StepPace,
@@ -66,16 +67,23 @@ class Prefetcher:
         lower: the tiers below host memory.
         pace: predicts how long computing takes; ``None`` to fetch all chunks of a hit, even if computing may be faster.
         max_num_seqs: maximum number of requests that run at the same time; ``None`` if that is not known.
+        events: KV events of all tiers; ``None`` if nobody listens.
     """
 
     def __init__(
-        self, host: OffloadManager, lower: LowerTiers, pace: StepPace | None, max_num_seqs: int | None
+        self,
+        host: OffloadManager,
+        lower: LowerTiers,
+        pace: StepPace | None,
+        max_num_seqs: int | None,
+        events: TierEvents | None = None,
     ) -> None:
         self._host = host
         self._lower = lower
         self._clock = lower.clock
         self._pace = pace
         self._max_num_seqs = max_num_seqs
+        self._events = events
         # How many requests the engine can admit before the next step, and how many it has asked for.
         self._num_places = max_num_seqs
         self._num_asked = 0
@@ -201,6 +209,8 @@ class Prefetcher:
         wish, waiting.wish = waiting.wish, None
         if wish is None:
             return
+        if self._events is not None:
+            self._events.note_wanted(state.request, state.keys)
         if wish.plan is None:
             self._ask(waiting, wish.unknown)
         else:

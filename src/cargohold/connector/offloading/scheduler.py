@@ -10,17 +10,17 @@ from typing import Any, Final
 
 from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
+from cargohold.connector.offloading.events import tier_events
 from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, RequestHolder, Store, TouchHolder
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.lower_side import LowerSide
 from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.connector.offloading.shared import Shared, TierEvents
+from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
 from cargohold.protocol import (
-    MEDIUM_HOST,
     AttentionKind,
     BlockIds,
     CacheReport,
@@ -67,8 +67,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         lower: LowerTiers | None = None,
     ) -> None:
         holder = LockHolder() if environment.applies_locks else RequestHolder()
-        chunk_tokens = [group.block_tokens * config.blocks_per_chunk for group in environment.layout.groups]
-        events = TierEvents(manager, MEDIUM_HOST, chunk_tokens) if environment.emits_events else None
+        events = tier_events(environment, manager, lower)
         jobs = JobTable(environment.clock)
         self._shared = Shared(
             config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
@@ -77,7 +76,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._lower = None
         if lower is not None:
             self._lower = LowerSide(
-                lower, manager, environment, chunk_tokens, only_if_faster=config.restore == RESTORE_IF_FASTER
+                lower, manager, environment, events, only_if_faster=config.restore == RESTORE_IF_FASTER
             )
         prefetcher = None if self._lower is None else self._lower.prefetcher
         self._lookup = TierLookup(
@@ -109,6 +108,11 @@ class OffloadingScheduler(KVConnectorScheduler):
     def requests(self) -> Mapping[str, RequestState]:
         """The requests that the connector knows, by id: for inspection."""
         return self._requests
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Number of engine blocks in a chunk: for inspection."""
+        return self._shared.config.blocks_per_chunk
 
     @property
     def max_store_blocks(self) -> int:
@@ -252,8 +256,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def take_events(self) -> Iterable[KVEvent]:
         """Return the events of chunks that became available in the tiers or were removed, if anyone listens."""
         events = self._shared.events
-        own = () if events is None else events.take()
-        return own if self._lower is None else (*own, *self._lower.take_events())
+        return () if events is None else events.take()
 
     def num_stuck_references(self) -> int:
         """Return the number of references that it holds for copies that did not end in time."""

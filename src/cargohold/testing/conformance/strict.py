@@ -80,6 +80,11 @@ class EarlyView:
         return self._request.extra_keys(start, end)
 
     @property
+    def salt(self) -> str | None:
+        """The salt."""
+        return self._request.salt
+
+    @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
         """What the client asks of the connectors."""
         return self._request.kv_transfer_params

@@ -93,9 +93,11 @@ class SimulatedEngine:
         runners, worker_sides: the workers' models and connectors, by rank.
         last_step: the step made last, or being made, and its output.
         dedupes_blocks: whether the device pool keeps each prefix at most once.
+        has_own_hashes: whether block hashes are those of ``cargohold.blocks``.
     """
 
     dedupes_blocks = True
+    has_own_hashes = True
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class SimulatedEngine:
             prefix_caching=self.config.prefix_caching,
             applies_locks=applies_locks,
             emits_events=self.config.emit_events,
+            emits_salted_events=self.config.emit_salted_events,
             give_up_loads_after_s=self.config.give_up_loads_after_s,
         )
         self.connector = factory.make_scheduler_side(environment)

@@ -165,6 +165,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def has_own_hashes(self) -> bool:
+        """Whether block hashes are those of ``cargohold.blocks``, so that events can be checked."""
+        ...
+
+    @property
     def shares_loads(self) -> bool:
         """Whether blocks loaded for one request are found by others on the device."""
         ...

@@ -149,6 +149,7 @@ class VllmEngine:
     """
 
     dedupes_blocks = False
+    has_own_hashes = False
 
     def __init__(self, shape: Shape, *, clock: VirtualClock, copies: Sequence[CopiesInFlight], random: Random) -> None:
         options = shape.scheduler
@@ -156,8 +157,8 @@ class VllmEngine:
         self.copies = copies
         self.layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
         self.config = SchedulerConfig(
-            **{name: value for name, value in options.items() if name not in (ASYNC, MATCH_UNIT, RETAINED)},
-            load_timeout_s=LOAD_TIMEOUT_S,
+            **{name: value for name, value in options.items() if name not in (ASYNC, MATCH_UNIT, RETAINED)}
+            | {"load_timeout_s": LOAD_TIMEOUT_S, "emit_salted_events": True}  # vLLM publishes all of its own
         )
         self.num_steps = 0
         self.last_step = (SchedulerStep(), StepOutput())

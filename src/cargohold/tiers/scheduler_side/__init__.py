@@ -6,17 +6,19 @@ from cargohold.tiers.scheduler_side.known import Pace
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.manager import TieringManager
 from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask
-from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions
+from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, AllChunksRemoved, TierEvent, TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.writing import random_epoch
 
 __all__ = [
     "UNKNOWN",
     "Admission",
+    "AllChunksRemoved",
     "Chain",
     "Fetch",
     "LowerTiers",
     "Pace",
     "TierCommand",
+    "TierEvent",
     "TierOptions",
     "TierTask",
     "TieringConfig",
