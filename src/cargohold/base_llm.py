@@ -197,7 +197,13 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         on_failure.callback(connector.shutdown)
         publisher = None
         if plan.config.kv_events_endpoint is not None:
-            publisher = ZmqEventPublisher(plan.config.kv_events_endpoint, plan.layout.groups)
+            publisher = ZmqEventPublisher(
+                plan.config.kv_events_endpoint,
+                plan.layout.groups,
+                topic=plan.config.kv_events_topic,
+                wire=plan.config.kv_events_wire,
+                replay_endpoint=plan.config.kv_events_replay_endpoint,
+            )
             on_failure.callback(publisher.close)
         scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock)
         limits = EngineLimits(

@@ -135,21 +135,17 @@ class EventOracle(Oracle):
 
     Args:
         engine: the replica; it must emit events.
-        index: what the media held before; mutated.
-        knows_tiers: whether ``index`` is right about the tiers at the start, and the oracle can look into all of them. A
-            connector that was turned off takes back what it announced itself; the contents of its tier are then not known.
-        outlived: whether host memory may be that of an earlier engine, whose chunks are not announced again.
+        knows_tiers: whether the oracle can look into all tiers. Chunks of an earlier engine that are in host memory are not
+            announced again, so it is not compared if it was not empty.
     """
 
     name = "events"
 
-    def __init__(self, engine: Replica, index: Index, *, knows_tiers: bool = True, outlived: bool = False) -> None:
+    def __init__(self, engine: Replica, *, knows_tiers: bool = True) -> None:
         self._engine = engine
-        self._index = index
-        self._knows_tiers = knows_tiers
-        self._may_hold_more: set[str] = {MEDIUM_HOST} if outlived and not knows_tiers else set()
-        index[MEDIUM_DEVICE] = Counter()
-        self._were_empty = not index.setdefault(MEDIUM_HOST, Counter())
+        self._index: Index = {MEDIUM_DEVICE: Counter(), MEDIUM_HOST: Counter()}
+        sides = offloading_sides(engine.scheduler.connector)
+        self._knows_tiers = knows_tiers and not any(side.manager.num_ready for side, _ in sides)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Follow the step's events."""
@@ -162,18 +158,12 @@ class EventOracle(Oracle):
             self._follow(event)
         cached = self._engine.cached_prefixes() - self._unpublished()
         self.require(self._index[MEDIUM_DEVICE].keys() == cached, "the events of the device pool do not add up to it")
-        if self.knows_tiers or (self._knows_tiers and self._were_empty):
+        if self._knows_tiers:
             self._compare_tiers()
 
     def at_end(self) -> None:
         """Compare once more."""
         self.inspect()
-
-    @property
-    def knows_tiers(self) -> bool:
-        """Whether the index is still right about all tiers: it was at the start, and no connector was turned off."""
-        sides = offloading_sides(self._engine.scheduler.connector)
-        return self._knows_tiers and all(guard.broken is None for _, guards in sides for guard in guards)
 
     def _compare_tiers(self) -> None:
         # A connector that is turned off has taken back what it announced, because nothing can load its chunks any more.
@@ -205,8 +195,6 @@ class EventOracle(Oracle):
             case BlockRemoved():
                 for block_hash in event.block_hashes:
                     prefix = (block_hash, event.group)
-                    if not held[prefix] and event.medium in self._may_hold_more:
-                        continue
                     self.require(held[prefix] > 0, f"{block_hash.hex()[:8]} was removed, and never stored")
                     held[prefix] -= 1
                     if not held[prefix]:
