@@ -100,35 +100,26 @@ def test_events_arrive_in_the_format_of_the_field(publisher: ZmqEventPublisher, 
     ]
 
 
-class OldBlockStored(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """As vLLM declared it when events were lists of values; a router of that time reads no further."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None = None
-
-
-class OldBlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved"):
-    """As vLLM declared it."""
-
-    block_hashes: list[int]
-    medium: str | None
-
-
-class OldAllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
-    """As vLLM declared it."""
-
-
-class OldBatch(msgspec.Struct, array_like=True):
-    """As vLLM declared it."""
-
-    ts: float
-    events: list[OldBlockStored | OldBlockRemoved | OldAllBlocksCleared]
-    data_parallel_rank: int | None = None
+# As vLLM declared them when events were lists of values; a router of that time reads no further.
+OldBlockStored = msgspec.defstruct(
+    "BlockStored",
+    [
+        ("block_hashes", list[int]),
+        ("parent_block_hash", int | None),
+        ("token_ids", list[int]),
+        ("block_size", int),
+        ("lora_id", int | None),
+        ("medium", str | None),
+        ("lora_name", str | None, None),
+    ],
+    array_like=True,
+    tag=True,
+)
+OldBlockRemoved = msgspec.defstruct(
+    "BlockRemoved", [("block_hashes", list[int]), ("medium", str | None)], array_like=True, tag=True
+)
+OldAllBlocksCleared = msgspec.defstruct("AllBlocksCleared", [], array_like=True, tag=True)
+OLD_EVENT: Any = OldBlockStored | OldBlockRemoved | OldAllBlocksCleared
 
 
 def test_older_followers_read_events_as_lists_of_values() -> None:
@@ -137,8 +128,8 @@ def test_older_followers_read_events_as_lists_of_values() -> None:
     with_array.publish([stored, BlockRemoved((b"\1" * 32,), 0, "STORAGE", "REMOTE")])
     ((_, payload),) = missed(with_array.replay_endpoint, 0)
     with_array.close()
-    batch = msgspec.msgpack.decode(payload, type=OldBatch)
-    assert batch.events == [
+    events = [msgspec.convert(event, OLD_EVENT) for event in msgspec.msgpack.decode(payload)[1]]
+    assert events == [
         OldAllBlocksCleared(),
         OldBlockStored(
             [0x01 * 0x0101010101010101, 0x0202020202020202], 0x0303030303030303, list(range(8)), 4, 7, "CPU", "french"

@@ -22,7 +22,7 @@ from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared
-from cargohold.connector.offloading.stores import end_store, start_store
+from cargohold.connector.offloading.stores import EagerStores, end_store, start_store
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, ContractError
 from cargohold.protocol import (
@@ -59,6 +59,7 @@ class LazyOffloadConfig:
         restore: see ``OffloadConfig``.
         restore_timeout_s: see ``OffloadConfig``.
         shutdown_timeout_s: see ``OffloadConfig``.
+        read_only: see ``OffloadConfig``.
     """
 
     host_bytes: int | str
@@ -71,6 +72,7 @@ class LazyOffloadConfig:
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
     shutdown_timeout_s: float = 3.0
+    read_only: bool = False
 
     def __post_init__(self) -> None:
         self.common()
@@ -89,6 +91,7 @@ class LazyOffloadConfig:
             restore=self.restore,
             restore_timeout_s=self.restore_timeout_s,
             shutdown_timeout_s=self.shutdown_timeout_s,
+            read_only=self.read_only,
         )
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:
@@ -168,21 +171,28 @@ class BlockContents:
     def __init__(self) -> None:
         # By block id, the block's key and contents when a request last filled it: one entry per device block at most.
         self._of_block: dict[int, tuple[OffloadKey, Contents]] = {}
+        # By request, the number of its chunks noted so far, per group.
+        self._num_noted: dict[str, list[int]] = {}
 
     def note(self, step: StepView, requests: Mapping[str, RequestState], events: TierEvents) -> None:
         """Remember the blocks that this step fills, or that its requests have found on the device."""
         for share in step.scheduled:
             state = requests[share.request_id]
             num_tokens = min(share.num_computed_tokens + share.num_scheduled_tokens, state.request.num_tokens)
-            if num_tokens < state.due_tokens or not events.is_published(state.request):
-                continue
+            noted = self._num_noted.setdefault(share.request_id, [0] * len(state.keys))
+            ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
+            if noted == ends or not events.is_published(state.request):
+                continue  # most, while generating
             state.extend_keys()
             for group, (keys, table) in enumerate(zip(state.keys, share.block_ids, strict=True)):
-                end = min(num_tokens // keys.chunk_tokens, len(keys.keys))
-                for at in range(state.next_chunk[group], end):
+                for at in range(noted[group], min(ends[group], len(keys.keys))):
+                    noted[group] = at + 1
                     if table[at] != NULL_BLOCK_ID:
                         self._of_block[table[at]] = keys.keys[at], contents_of(state.request, keys, at)
-                state.note_offered(group, max(end, state.next_chunk[group]))
+
+    def forget(self, request_id: str) -> None:
+        """Forget how many chunks of a request were noted: it has ended, or begins anew."""
+        self._num_noted.pop(request_id, None)
 
     def of(self, blocks: Iterable[tuple[OffloadKey, KVCacheBlockView]]) -> list[tuple[OffloadKey, Contents]]:
         """Return the contents of blocks that hold the chunks with these keys, where they are known."""
@@ -208,19 +218,24 @@ class LazyStores:
         self._lookahead = lookahead
         self._scout: FreeQueueScout | None = None
         self._seen = BlockContents()
+        # Stores what other engines were promised, as it is computed.
+        self._promised = EagerStores(shared, requests)
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
     ) -> None:
         """Store nothing: what the device has and the tier lacks is found when it comes near eviction."""
-        state.offer_from([0] * len(state.keys))  # for events, blocks of an earlier admission may be others
+        self._seen.forget(state.request.request_id)  # blocks of an earlier admission may be others
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
-        """Yield the store of the blocks that would be evicted next.
+        """Yield the stores of chunks that another engine is promised, and that of the blocks that would be evicted next.
 
         Blocks are not free while they are copied. So many stay free as running requests need in the next step. If they found
         none, some would be preempted, and all of their tokens computed again.
         """
+        shares = [share for share in step.scheduled if self._requests[share.request_id].is_handed_off]
+        if shares or self._promised.has_pending_work:
+            yield from self._promised.plan_for(shares)
         context = self._context()
         if self._shared.events is not None:
             self._seen.note(step, self._requests, self._shared.events)
@@ -236,6 +251,9 @@ class LazyStores:
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """End a store: put its blocks back at the head of the free queue, where they were. Saved ones can go without loss."""
+        if store.request_ids:
+            self._promised.end(store, outcome)
+            return
         end_store(self._shared, store, outcome)
         context = self._context()
         blocks = [context.get_block(block_id) for block_id in store.block_ids]  # the next victim first
@@ -245,12 +263,15 @@ class LazyStores:
                 self._scout.note_saved(block)
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Do nothing: the request's blocks are found when they come near eviction."""
+        """Remember what another engine was promised; all other blocks are found when they come near eviction."""
+        self._seen.forget(state.request.request_id)
+        if state.is_handed_off:
+            self._promised.end_request(state, block_ids)
 
     @property
     def has_pending_work(self) -> bool:
-        """``False``: nothing is evicted while no request runs."""
-        return False
+        """Whether promised chunks are still to be stored. Nothing is evicted while no request runs."""
+        return self._promised.has_pending_work
 
     def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
         """Yield the store of ``unsafe`` blocks, which are in eviction order.
