@@ -15,9 +15,9 @@ import pytest
 
 import cargohold.connector.offloading.loads as loads_module
 import cargohold.connector.offloading.messages as messages_module
-import cargohold.connector.offloading.prefetch as prefetch_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
+import cargohold.tiers.scheduler_side.plan as plan_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
 from cargohold.blocks.prefix_hit import _Windowed
@@ -32,7 +32,6 @@ from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import BlocksToLoad, BlocksToStore, Loads, blocks_to_load, blocks_to_store
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.messages import OffloadingMetadata
-from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import RequestState, TransferParams
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared, TierEvents
@@ -55,7 +54,7 @@ from cargohold.protocol import (
 from cargohold.testing.simulation.campaign import Recipe
 from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access
-from cargohold.tiers.scheduler_side import Fetch
+from cargohold.tiers.scheduler_side import Fetch, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
 from cargohold.tiers.scheduler_side.writing import Dispatch
 from tests.simulation.mutation import Mutant, Patch, registrar
@@ -525,7 +524,7 @@ def divides_by_an_unknown_time_when_a_deadline_passes_within_a_call(patch: Patch
     def divided(num_tokens: int, load_s: float, limit_s: float) -> int:
         return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
 
-    patch.setattr(prefetch_module, "num_tokens_in_time", divided)
+    patch.setattr(plan_module, "num_tokens_in_time", divided)
     # Every use of the time reads the clock anew; what is set is ignored.
     patch.setattr(Prefetcher, "_now", property(lambda self: self._clock(), lambda self, now: None), raising=False)
 
@@ -536,7 +535,7 @@ def reserves_slots_while_it_looks_a_request_up(patch: Patch) -> None:
 
     def at_once(self: Prefetcher, *arguments: Any) -> bool:
         answer = must_wait(self, *arguments)
-        self.act()
+        self._advance_all()
         return answer
 
     patch.setattr(Prefetcher, "must_wait", at_once)
@@ -546,11 +545,11 @@ def reserves_slots_while_it_looks_a_request_up(patch: Patch) -> None:
 def shortens_the_waits_of_others_while_it_looks_a_request_up(patch: Patch) -> None:
     must_wait = Prefetcher.must_wait
 
-    def selfish(self: Prefetcher, state: RequestState, *arguments: int) -> bool:
-        for _, other in self._live:
-            if other is not state.waiting:
-                other.deadline -= 0.001
-        return must_wait(self, state, *arguments)
+    def selfish(self: Prefetcher, waiting: Waiting | None, *arguments: Any) -> bool:
+        for other in self._asked:
+            if other is not waiting:
+                other.limit_s -= 0.001
+        return must_wait(self, waiting, *arguments)
 
     patch.setattr(Prefetcher, "must_wait", selfish)
 
@@ -578,7 +577,7 @@ def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
 
 @mutant(connector="tiered", workload="endurance", faults="hangs")
 def waits_longer_than_computing_takes(patch: Patch) -> None:
-    patch.setattr(Prefetcher, "_limit_wait", lambda *_: True)
+    patch.setattr(Prefetcher, "_limit_by_computing", lambda *_: None)
 
 
 @mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=28)

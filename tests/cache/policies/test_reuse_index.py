@@ -17,9 +17,9 @@ from cargohold.cache.chunk_table import READY as READY_SLOT
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.cache.policies.reuse_index import AbsentChunks, ReuseIndexPolicy
 from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_bucket
-from tests.effort import examples
 from tests.cache.common import DEPTH, EVERY_PATH, chain, key, numbered
 from tests.cache.manager.naive_tier import NaiveTier
+from tests.effort import examples
 
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=DEPTH).map(tuple)
 

@@ -12,14 +12,12 @@ from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers.scheduler_side.known import (
     DAY_S,
     MAX_LOOKS,
-    PAUSE_S,
     Allowance,
     Backlog,
     Batch,
-    Pace,
     Presence,
-    SteppedClock,
 )
+from cargohold.tiers.scheduler_side.pace import PAUSE_S, Pace, SteppedClock
 
 KEYS = [bytes([at]) * 36 for at in range(20)]
 

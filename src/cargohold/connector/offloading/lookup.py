@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from cargohold.blocks import READY, GroupUnits, longest_hit
+from cargohold.cache.keys import ChunkKeys
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.jobs import JobTable
-from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import Lookup, RequestState
-from cargohold.connector.offloading.states import ExpectedStates, HostStates
+from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted
 
 
 class TierLookup:
@@ -50,9 +51,16 @@ class TierLookup:
         limit = num_tokens if self._full_hits else num_tokens - 1
         if state.params.max_load_tokens is not None:
             limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
-        prefetcher = self._prefetcher
-        if prefetcher is not None and prefetcher.must_wait(state, num_computed_tokens, limit):
-            return None
+        wanted = None
+        if self._prefetcher is not None:
+            wanted = Wanted(state.keys, num_tokens, num_computed_tokens, limit)
+            if state.waiting is not None and state.waiting.has_expired:
+                state.waiting = None
+                state.notes.append(
+                    "the engine had no place for the request for so long that lower tiers were asked anew"
+                )
+            if self._prefetcher.must_wait(state.waiting, wanted):
+                return None
         lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
         # Many requests may wait for one load, while other jobs end in every step.
         if (
@@ -61,8 +69,11 @@ class TierLookup:
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
         ):
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
-        if prefetcher is not None and prefetcher.begins_to_wait(state, num_computed_tokens, limit, lookup.num_tokens):
-            return None
+        may_have_more = limit - lookup.num_tokens >= state.chunk_tokens
+        if self._prefetcher is not None and wanted is not None and state.waiting is None and may_have_more:
+            state.waiting = self._prefetcher.begin(wanted, state.notes)
+            if state.waiting.must_wait:
+                return None
         return None if lookup.undecided else lookup.num_tokens
 
     def num_loadable_tokens(self, state: RequestState) -> int:
@@ -145,3 +156,31 @@ class TierLookup:
             for keys in state.keys
         )
         return next((job for part in parts if (job := self._jobs.load_of_any(part)) is not None), None)
+
+
+class ExpectedStates:
+    """Presence in the manager's own tier once all stores in flight have succeeded.
+
+    Args:
+        manager: the manager of the tier.
+        keys: the request's chunks.
+        storing: chunks that are being stored; they count as ready.
+    """
+
+    def __init__(self, manager: OffloadManager, keys: ChunkKeys, storing: AbstractSet[OffloadKey]) -> None:
+        self._manager = manager
+        self._keys = keys.keys
+        self._storing = storing
+
+    def run(self, first: int, end: int) -> bytes:
+        """Return the states of chunks ``[first, end)``.
+
+        Those behind the first absent one do not matter, but this is called only once per request, so it need not be fast.
+        """
+        return self.window(first, end)
+
+    def window(self, first: int, end: int) -> bytes:
+        """Return the states of chunks ``[first, end)``."""
+        keys = self._keys[first:end]
+        states = self._manager.lookup(keys)
+        return bytes(READY if key in self._storing else at for key, at in zip(keys, states, strict=True))

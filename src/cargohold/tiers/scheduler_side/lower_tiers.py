@@ -25,7 +25,7 @@ from cargohold.protocol import Clock, TransferOutcome
 from cargohold.tiers.health import TierHealth
 from cargohold.tiers.port import JobKind
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
-from cargohold.tiers.scheduler_side.known import SteppedClock
+from cargohold.tiers.scheduler_side.pace import SteppedClock
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTask
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
 from cargohold.tiers.scheduler_side.writing import Dispatch, Upkeep, random_epoch
@@ -256,15 +256,20 @@ class LowerTiers:
         """Return the ids of jobs cancelled since the last call; they are reported like all others, only sooner."""
         return self._tasks.take_cancelled()
 
-    def note_answers(self, job_id: int, succeeded: bytes, num_workers: int) -> None:
-        """Take in what ``num_workers`` workers say of a job's chunks: 1 if all of them were successful, else 0."""
-        task = self._tasks.get(job_id)
-        if task is not None:
-            task.note_answers(succeeded, num_workers)
+    def note_report(
+        self, answers: Mapping[int, tuple[bytes, int]], health: Mapping[tuple[int, int], TierHealth]
+    ) -> None:
+        """Take in what some or all workers say of their jobs' chunks, and of their tiers. ``end`` ends a job.
 
-    def note_health(self, worker: int, at: int, health: TierHealth) -> None:
-        """Learn what a worker says of the health of tier ``at``: a chunk counts only if all workers have it."""
-        self.tiers[at].note_health(worker, health)
+        Args:
+            answers: by job, one byte per chunk, 1 if all workers that are merged here were successful, and their number.
+            health: by the worker's rank and the tier's index, the tier's health where it has changed.
+        """
+        for job_id, (succeeded, num_workers) in answers.items():
+            if (task := self._tasks.get(job_id)) is not None:
+                task.note_answers(succeeded, num_workers)
+        for (rank, at), of_tier in health.items():
+            self.tiers[at].note_health(rank, of_tier)
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
         """End a job that all workers have reported. Returns ``False`` if it is not a job of lower tiers."""

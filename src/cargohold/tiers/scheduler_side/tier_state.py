@@ -15,7 +15,8 @@ from cargohold.protocol import Clock, Locality
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import HEALTHY, BreakerState, TierHealth
 from cargohold.tiers.port import ACCESS_OF, Access, JobKind
-from cargohold.tiers.scheduler_side.known import Allowance, Backlog, LookUpGain, Pace, Presence
+from cargohold.tiers.scheduler_side.known import Allowance, Backlog, Presence
+from cargohold.tiers.scheduler_side.pace import LookUpGain, Pace
 from cargohold.tiers.scheduler_side.tasks import TierTask
 
 
@@ -172,7 +173,7 @@ class TierState:
     @property
     def is_readable(self) -> bool:
         """Whether requests may look for chunks in the tier: not if that is suspended, or being tried by another request."""
-        return all(map(self._admits, _READING))
+        return self.health is HEALTHY or all(map(self._admits, _READING))
 
     @property
     def is_writable(self) -> bool:
@@ -193,7 +194,8 @@ class TierState:
         """Learn what a worker says of the tier's health."""
         was_off = self.is_off
         self._healths[worker] = health
-        self.health = reduce(TierHealth.worse, self._healths.values(), HEALTHY)
+        worst = reduce(TierHealth.worse, self._healths.values())
+        self.health = HEALTHY if worst == HEALTHY else worst
         if self.is_off and not was_off:
             self.stats["off"] += 1
             logger.error(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import Final
 
-from cargohold.connector.offloading.prefetch_plan import REACH
 from cargohold.engine.core.request import FinishReason, Request
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.testing.simulation.engine import STEP_S
@@ -17,6 +16,7 @@ from cargohold.testing.simulation.links import LinkProfile
 from cargohold.testing.simulation.oracles.base import Oracle
 from cargohold.testing.simulation.replica import Replica
 from cargohold.tiers import BreakerConfig
+from cargohold.tiers.scheduler_side.pace import REACH
 
 NUM_SURPRISES = 4
 """So many requests may wait in vain in any run, to find out that a tier is slow."""
