@@ -2,7 +2,8 @@
 
 A look-up that one can follow is short. What is counted is the connector's code, from the contract's method down, without the
 engine's view of a request and the simulator's clock. Generator expressions and comprehensions count as calls, because readers
-follow them, too. ``build_connector_meta`` and ``report_to_scheduler``, where the effects of look-ups are, are counted beside them.
+follow them, too. ``build_connector_meta`` and ``report_to_scheduler``, where the effects of look-ups are, are counted beside
+them.
 """
 
 from __future__ import annotations
