@@ -17,7 +17,6 @@ import cargohold.connector.offloading.loads as loads_module
 import cargohold.connector.offloading.messages as messages_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
-import cargohold.tiers.scheduler_side.plan as plan_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
 from cargohold.blocks.prefix_hit import _Windowed
@@ -519,22 +518,13 @@ def never_lets_go_of_what_it_has_fetched(patch: Patch) -> None:
     patch.setattr(Fetch, "release", lambda self: None)
 
 
-@mutant(connector="tiered", workload="returning", faults="stalls", first_seed=28)
-def divides_by_an_unknown_time_when_a_deadline_passes_within_a_call(patch: Patch) -> None:
-    def divided(num_tokens: int, load_s: float, limit_s: float) -> int:
-        return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
-
-    patch.setattr(plan_module, "num_tokens_in_time", divided)
-    # Every use of the time reads the clock anew; what is set is ignored.
-    patch.setattr(Prefetcher, "_now", property(lambda self: self._clock(), lambda self, now: None), raising=False)
-
-
 @mutant(connector="tiered", workload="returning")
 def reserves_slots_while_it_looks_a_request_up(patch: Patch) -> None:
     must_wait = Prefetcher.must_wait
 
     def at_once(self: Prefetcher, *arguments: Any) -> bool:
         answer = must_wait(self, *arguments)
+        self._current = self._asked
         self._advance_all()
         return answer
 
@@ -578,6 +568,11 @@ def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
 @mutant(connector="tiered", workload="endurance", faults="hangs")
 def waits_longer_than_computing_takes(patch: Patch) -> None:
     patch.setattr(Prefetcher, "_limit_by_computing", lambda *_: None)
+
+
+@mutant(connector="tiered", workload="endurance", faults="hangs")
+def never_counts_the_time_of_a_wait(patch: Patch) -> None:
+    patch.setattr(Waiting, "waited_s", property(lambda self: 0.0, lambda self, seconds: None))
 
 
 @mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=28)
