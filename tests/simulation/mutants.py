@@ -55,7 +55,8 @@ from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side import Fetch, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
-from cargohold.tiers.scheduler_side.writing import Dispatch
+from cargohold.tiers.scheduler_side.tasks import TaskTable
+from cargohold.tiers.scheduler_side.writing import Writes
 from tests.simulation.mutation import Mutant, Patch, registrar
 
 MUTANTS: Final[list[Mutant]] = []
@@ -497,9 +498,9 @@ def keeps_chunks_whose_fetch_failed(patch: Patch) -> None:
 @mutant(connector="tiered", workload="returning", faults="slow,restart")
 def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
     prepare = TierManager.prepare_load
-    writes = Dispatch.writes
+    take = Writes.take
 
-    def unpinned(self: Dispatch, new_id: Any) -> Any:
+    def unpinned(self: Writes) -> Any:
         with pytest.MonkeyPatch.context() as inner:
 
             def without_hold(manager: TierManager, keys: Any) -> Any:
@@ -508,9 +509,9 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
                 return handle
 
             inner.setattr(TierManager, "prepare_load", without_hold)
-            return list(writes(self, new_id))
+            return list(take(self))
 
-    patch.setattr(Dispatch, "writes", unpinned)
+    patch.setattr(Writes, "take", unpinned)
 
 
 @mutant(connector="tiered", workload="returning")
@@ -559,7 +560,7 @@ def marks_chunks_as_used_before_admission(patch: Patch) -> None:
 
 @mutant(connector="tiered", workload="stops")
 def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
-    patch.setattr(Dispatch, "rename", lambda self: None)
+    patch.setattr(TaskTable, "rename", lambda self: None)
 
 
 # --- patience with tiers below host memory ----------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_a_tier_that_is_off_on_a_worker_gets_no_job(caplog: pytest.LogCaptureFix
     world.lower.probe([key_of(1, 0)])
     world.manager.touch(KEYS[:8])
     world.keep([key_of(1, 0)])
-    assert not world.lower.tiers[0].backlog and world.step() == []
+    assert not world.lower.writes[0].backlog and world.step() == []
     for job in jobs:
         world.end(job, [True] * len(job.keys), TransferOutcome.DONE if job is jobs[-1] else TransferOutcome.FAILED)
     assert follow(world, set()) == set(), "what it wrote last is of no use"

@@ -7,9 +7,8 @@ from cargohold.tiers.scheduler_side.manager import TieringManager
 from cargohold.tiers.scheduler_side.pace import Pace
 from cargohold.tiers.scheduler_side.plan import HostStates, Wanted, sources_per_token
 from cargohold.tiers.scheduler_side.prefetch import Prefetcher, Waiting
-from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask
+from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions
-from cargohold.tiers.scheduler_side.writing import random_epoch
 
 __all__ = [
     "UNKNOWN",
