@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
 from cargohold.blocks import READY, GroupUnits, longest_hit
-from cargohold.cache.keys import ChunkKeys
-from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.connector.offloading.requests import Lookup, RequestState
 from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted
@@ -71,20 +69,22 @@ class TierLookup:
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
         may_have_more = limit - lookup.num_tokens >= state.chunk_tokens
         if self._prefetcher is not None and wanted is not None and state.waiting is None and may_have_more:
-            state.waiting = self._prefetcher.begin(wanted, state.notes)
+            state.waiting = self._prefetcher.begin(wanted, state.notes, self._num_announced(state))
             if state.waiting.must_wait:
                 return None
         return None if lookup.undecided else lookup.num_tokens
 
-    def num_loadable_tokens(self, state: RequestState) -> int:
-        """Return how many leading tokens of a request can be loaded once the stores in flight have ended, if all succeed."""
-        state.extend_keys()
-        storing = set[OffloadKey]().union(*[store.keys for store in self._jobs.stores() if not store.is_spoiled])
-        groups = [
-            GroupUnits(keys.group, keys.chunk_tokens, ExpectedStates(self._manager, keys, storing))
-            for keys in state.keys
-        ]
-        return longest_hit(groups, state.request.num_tokens).num_tokens
+    def _num_announced(self, state: RequestState) -> int:
+        """Return how many leading tokens another engine has announced that this one can use; note it if that is none."""
+        handoff = state.params.handoff
+        if handoff is None or self._prefetcher is None:
+            return 0
+        difference = handoff.difference(self._prefetcher.namespace)
+        if difference:
+            state.notes.append(
+                f"what was announced was computed by an engine that differs in its {difference}, so it cannot be used here"
+            )
+        return 0 if difference else handoff.num_tokens
 
     def why_no_more(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -156,31 +156,3 @@ class TierLookup:
             for keys in state.keys
         )
         return next((job for part in parts if (job := self._jobs.load_of_any(part)) is not None), None)
-
-
-class ExpectedStates:
-    """Presence in the manager's own tier once all stores in flight have succeeded.
-
-    Args:
-        manager: the manager of the tier.
-        keys: the request's chunks.
-        storing: chunks that are being stored; they count as ready.
-    """
-
-    def __init__(self, manager: OffloadManager, keys: ChunkKeys, storing: AbstractSet[OffloadKey]) -> None:
-        self._manager = manager
-        self._keys = keys.keys
-        self._storing = storing
-
-    def run(self, first: int, end: int) -> bytes:
-        """Return the states of chunks ``[first, end)``.
-
-        Those behind the first absent one do not matter, but this is called only once per request, so it need not be fast.
-        """
-        return self.window(first, end)
-
-    def window(self, first: int, end: int) -> bytes:
-        """Return the states of chunks ``[first, end)``."""
-        keys = self._keys[first:end]
-        states = self._manager.lookup(keys)
-        return bytes(READY if key in self._storing else at for key, at in zip(keys, states, strict=True))

@@ -7,6 +7,7 @@ from cargohold.tiers.scheduler_side.manager import TieringManager
 from cargohold.tiers.scheduler_side.pace import Pace
 from cargohold.tiers.scheduler_side.plan import HostStates, Wanted, sources_per_token
 from cargohold.tiers.scheduler_side.prefetch import Prefetcher, Waiting
+from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions
 
@@ -19,6 +20,7 @@ __all__ = [
     "LowerTiers",
     "Pace",
     "Prefetcher",
+    "Promises",
     "TierCommand",
     "TierOptions",
     "TierTask",

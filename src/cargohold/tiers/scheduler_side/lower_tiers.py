@@ -26,6 +26,7 @@ from cargohold.tiers.health import TierHealth
 from cargohold.tiers.port import JobKind
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
 from cargohold.tiers.scheduler_side.pace import SteppedClock
+from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
 from cargohold.tiers.scheduler_side.writing import Writes
@@ -37,6 +38,7 @@ PROGRESS_S = 3.0
 
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
+_NO_NAMESPACE: Mapping[str, str] = MappingProxyType({})
 
 
 class LowerTiers:
@@ -53,6 +55,8 @@ class LowerTiers:
         host: as given.
         tiers: what is known of each tier.
         writes: what is written to each tier.
+        promises: the chunks that other engines were promised.
+        namespace: what the chunks' bytes depend on in the first shared tier, as the first worker says; empty until it has.
         config: as given.
         max_look_up: maximum number of chunks in one look-up. All of its answers must be remembered until the last has come. If
             they were not, the first chunks would be asked for again, and push out the answers for the last, without end.
@@ -71,6 +75,7 @@ class LowerTiers:
         self.config = config
         self.clock = SteppedClock(clock)
         self.host = host
+        self.namespace: Mapping[str, str] = _NO_NAMESPACE
         self._tasks = TaskTable(self.clock, new_epoch)
         self.tiers = [
             TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
@@ -79,6 +84,7 @@ class LowerTiers:
         self.max_look_up = min((tier.presence.limit for tier in self.tiers), default=0) // 2
         self.writes = [Writes(at, tier, host, self._tasks, clock) for at, tier in enumerate(self.tiers)]
         self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s, self._note_arrived)
+        self.promises = Promises(host, self.writes, self.clock, config.restore_timeout_s)
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
 
@@ -113,13 +119,13 @@ class LowerTiers:
     def is_settling(self) -> bool:
         """Whether the engine should keep stepping even if there is nothing to compute.
 
-        Chunks that were stored lately are still to be written down, or loads are in flight, without whose end a reset is
-        not possible.
+        Chunks that were stored lately or are promised are still to be written down, or loads are in flight, without whose end
+        a reset is not possible.
         """
         now = self.clock()
         if self._tasks and now >= self._progressed_at + PROGRESS_S:
             return False
-        if self._is_loading:
+        if self._is_loading or self.promises:
             return True
         if now >= self._settles_at:
             return False
@@ -212,6 +218,13 @@ class LowerTiers:
             self._tasks.want(probe)
         return probes
 
+    def forget_absent(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget which of these chunks shared tiers did not have: another engine may have written them since."""
+        for tier in self.tiers:
+            if tier.options.locality != "LOCAL":
+                answers = zip(keys, tier.presence.last(keys), strict=True)
+                tier.presence.forget([key for key, is_there in answers if is_there is False])
+
     def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Fetch | None:
         """Fetch chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
 
@@ -226,6 +239,7 @@ class LowerTiers:
         for writes in self.writes:
             writes.note_new(keys, parents)
         self._expect_writes()
+        self.promises.note_ready(keys)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """Learn that a request uses these chunks, in prefix order."""
@@ -245,6 +259,7 @@ class LowerTiers:
         for tier, writes in zip(self.tiers, self.writes, strict=True):
             tier.clear()
             writes.clear()
+        self.promises.note_reset()
         self._tasks.rename()
 
     # --- for workers --------------------------------------------------------------------------------------------------
@@ -252,6 +267,7 @@ class LowerTiers:
     def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
         """Return the commands for the workers in this step. Call it once in every step."""
         self._fetches.release_expired()
+        self.promises.give_up_late()
         if not self._tasks:
             self._progressed_at = self.clock()
         commands = []
@@ -276,14 +292,19 @@ class LowerTiers:
         return self._tasks.take_cancelled()
 
     def note_report(
-        self, answers: Mapping[int, tuple[bytes, int]], health: Mapping[tuple[int, int], TierHealth]
+        self,
+        answers: Mapping[int, tuple[bytes, int]],
+        health: Mapping[tuple[int, int], TierHealth],
+        namespace: Mapping[str, str] = _NO_NAMESPACE,
     ) -> None:
         """Take in what some or all workers say of their jobs' chunks, and of their tiers. ``end`` ends a job.
 
         Args:
             answers: by job, one byte per chunk, 1 if all workers that are merged here were successful, and their number.
             health: by the worker's rank and the tier's index, the tier's health where it has changed.
+            namespace: what the chunks' bytes depend on, if a worker says it now.
         """
+        self.namespace = namespace or self.namespace
         for job_id, (succeeded, num_workers) in answers.items():
             if (task := self._tasks.get(job_id)) is not None:
                 task.note_answers(succeeded, num_workers)
@@ -321,7 +342,9 @@ class LowerTiers:
             assert len(writes.backlog) <= self.host.capacity, "the backlog is longer than it may be"
         self._fetches.check()
         num_read = sum(len(task.keys) for task in tasks if task.kind is JobKind.STORE)
-        assert num_read + self._fetches.num_held <= self.host.num_pins, "a chunk is held without a pin"
+        self.promises.check()
+        num_held = self._fetches.num_held + self.promises.num_pins
+        assert num_read + num_held <= self.host.num_pins, "a chunk is held without a pin"
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -335,6 +358,8 @@ class LowerTiers:
     def _conclude(self, task: TierTask, *, is_done: bool) -> None:
         task.has_ended = True
         task.on_end(task, task.succeeded(self.config.num_workers), is_done)
+        if task.kind is JobKind.STORE:
+            self.promises.note_written(task.keys)
 
     def _end_probe(self, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
         """Remember the answers of a tier. One that does not answer counts as not having the chunks."""
@@ -348,6 +373,7 @@ class LowerTiers:
 
     def _note_arrived(self, tier: int, parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Note that chunks came from a tier: they are worth writing to the faster ones."""
+        self.promises.note_ready(parents)
         for writes in self.writes[:tier]:
             writes.note_new(list(parents), parents)
         self._expect_writes()

@@ -16,6 +16,9 @@ Who wants chunks has a ``Waiting``, and asks in every step whether to wait still
 that it was asked. All else happens twice per step, in ``Prefetcher._advance``, for those that asked, in their order: when the
 step begins, and when it ends, because answers have come by then.
 
+Chunks that another engine has announced may still be on their way to a tier. The request asks for them again and again, less
+often the longer it has waited, as long as there is time for questions.
+
 A wait ends when its time is up, whatever the tiers do: chunks that have not come by then are computed. That is twice the time
 that computing is expected to take, where that is known, and at most ``restore_timeout_s``. Only steps count in which the
 request asked and the engine had a place for it: otherwise it would have to wait anyway. Half of the time is for look-ups, and
@@ -50,6 +53,9 @@ LOOK_AGAIN_S: Final = 0.02
 
 Looking takes time, the more the longer a prompt is.
 """
+MIN_POLL_S: Final = 0.005
+"""Seconds until a request looks again for announced chunks; later, ``POLL_PART`` of the time that it has waited already."""
+POLL_PART: Final = 0.2
 _NOT_ENOUGH_TIME = "there was not enough time to learn from {} whether it has more chunks"
 
 
@@ -111,6 +117,8 @@ class Waiting:
         look_at: time before which it is not looked at again.
         fetch: the chunks on their way; ``None`` before slots were reserved for them.
         is_limited: whether its time was compared with that of computing.
+        num_announced: number of leading tokens that another engine has announced and that have not been given up.
+        num_come: number of leading tokens that had come when it was looked at last.
     """
 
     wanted: Wanted
@@ -127,6 +135,8 @@ class Waiting:
     look_at: float = 0.0
     fetch: Fetch | None = None
     is_limited: bool = False
+    num_announced: int = 0
+    num_come: int = 0
 
     def go(self, event: Event) -> None:
         """Go on to the next phase."""
@@ -213,11 +223,22 @@ class Prefetcher:
 
     # --- look-ups: they read, and change nothing but the record of who waits ------------------------------------------
 
-    def begin(self, wanted: Wanted, notes: Notes) -> Waiting:
-        """Begin to wait for chunks that lower tiers may have. The wait may be over at once."""
+    @property
+    def namespace(self) -> Mapping[str, str]:
+        """What the chunks' bytes depend on in the first shared tier; empty until a worker has said it."""
+        return self._lower.namespace
+
+    def begin(self, wanted: Wanted, notes: Notes, num_announced: int = 0) -> Waiting:
+        """Begin to wait for chunks that lower tiers may have. The wait may be over at once.
+
+        Args:
+            wanted: what is wanted.
+            notes: takes lines for whoever waits.
+            num_announced: number of leading tokens whose chunks will come if they are not there yet.
+        """
         timeout_s = self._lower.config.restore_timeout_s
         excuse = f"lower tiers took longer than {timeout_s:g} s"
-        waiting = Waiting(wanted, notes, self._clock(), timeout_s, excuse)
+        waiting = Waiting(wanted, notes, self._clock(), timeout_s, excuse, num_announced=num_announced)
         for tier in self._lower.tiers:
             if tier.trouble:
                 notes.append(tier.trouble)
@@ -296,6 +317,9 @@ class Prefetcher:
         is_answered = all(probe.has_ended for probe in waiting.probes)
         if not is_answered or self._now < waiting.look_at or (waiting.needs_slots and self._are_slots_taken):
             return
+        if waiting.num_announced and not waiting.probes and waiting.phase is Phase.ASK:
+            for keys in waiting.wanted.keys:  # they may have come since a tier was asked last
+                self._lower.forget_absent(keys.keys[: waiting.num_announced // keys.chunk_tokens])
         for probe in waiting.probes:
             waiting.num_found[probe.tier] += probe.num_found
         waiting.probes = ()
@@ -311,6 +335,9 @@ class Prefetcher:
         if hit.undecided:
             self._ask(waiting, list(dict.fromkeys(unknown)))
             return
+        if self._is_to_come(waiting, hit.num_tokens):
+            waiting.look_at = self._now + max(MIN_POLL_S, POLL_PART * waiting.waited_s)
+            return
         left_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, waiting.limit_s - waiting.waited_s)
         notes: list[str] = []
         plan = self._planner.worth_while(wanted, hit.num_tokens, left_s, waiting.skipped, notes)
@@ -320,6 +347,13 @@ class Prefetcher:
             self._fetch(waiting, plan)
         else:
             waiting.go(Event.NOTHING)
+
+    def _is_to_come(self, waiting: Waiting, num_tokens: int) -> bool:
+        """Whether announced chunks have not come yet, and there is time to wait for them; note how many tokens have come."""
+        waiting.num_come = num_tokens
+        chunk_tokens = max([keys.chunk_tokens for keys in waiting.wanted.keys])
+        is_missing = num_tokens + chunk_tokens <= min(waiting.num_announced, waiting.wanted.limit_tokens)
+        return is_missing and waiting.phase is Phase.ASK and waiting.asking_s > 0 and self._lower.is_readable
 
     def _ask(self, waiting: Waiting, unknown: Sequence[OffloadKey]) -> None:
         """Ask the tiers for chunks; if nobody can be asked now, other requests' chunks are waited for."""
@@ -377,6 +411,12 @@ class Prefetcher:
         The questions are answered all the same, for later requests.
         """
         unanswered = {probe.tier for probe in waiting.probes if not probe.has_ended}
+        if waiting.num_announced and not waiting.skipped:
+            waiting.notes.append(
+                f"{waiting.num_announced} tokens were announced; "
+                f"{waiting.num_come} had come after {waiting.waited_s:.3g} s"
+            )
+        waiting.num_announced = 0
         for at, tier in enumerate(self._lower.tiers):
             if at not in waiting.skipped and tier.is_readable and (at in unanswered or not tier.options.has_index):
                 waiting.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
@@ -402,7 +442,8 @@ class Prefetcher:
                 waiting.skipped.add(at)
                 waiting.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
                 continue
-            part = 1.0 if num_found else tier.look_up_gain.expected  # a tier that has the first chunks may have all
+            # A tier that has the first chunks may have all, and so may one for which they were announced.
+            part = 1.0 if num_found or waiting.num_announced else tier.look_up_gain.expected
             ask_s = tier.look_up_s(num_unknown, num_found, part)
             compute_s = self._planner.compute_s(waiting.wanted, waiting.wanted.limit_tokens)
             if ask_s is not None and compute_s is not None and ask_s > part * compute_s:

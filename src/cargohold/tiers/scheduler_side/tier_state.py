@@ -32,6 +32,7 @@ class TierOptions:
         has_index: whether the tier keeps an index of its chunks. Then it answers probes without asking its medium, and its
             policy must be told of the use of chunks that host memory gives back, or it would evict them.
         locality: whether it is local or shared; see ``TierConfig``.
+        is_read_only: whether nothing is written to it.
         max_inflight_chunks: maximum number of chunks being written at the same time; each keeps its slot in host memory.
         max_asked_chunks: maximum number of chunks in probes, touches and loads in flight at the same time.
         num_asked_at_once: number of chunks for which it answers in one round trip; ``None`` for any number. See
@@ -45,6 +46,7 @@ class TierOptions:
     max_daily_chunks: int | None = None
     has_index: bool = True
     locality: Locality | None = None
+    is_read_only: bool = False
     max_inflight_chunks: int = 64
     max_asked_chunks: int = 65536
     num_asked_at_once: int | None = None

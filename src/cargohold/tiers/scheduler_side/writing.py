@@ -11,7 +11,8 @@ from cargohold.blocks import READY
 from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager
 from cargohold.protocol import Clock
 from cargohold.tiers.config import Admission, WriteMode
-from cargohold.tiers.port import JobKind
+from cargohold.tiers.health import BreakerState
+from cargohold.tiers.port import Access, JobKind
 from cargohold.tiers.scheduler_side.fetches import BATCH_CHUNKS
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import ANSWERS_PER_SLOT, MAX_ANSWERS, TierState
@@ -138,18 +139,21 @@ class Writes:
         clock: monotonic time in seconds.
 
     Attributes:
+        tier: as given.
         backlog: chunks that wait to be written.
+        promised: chunks that wait to be written before all others, because another engine was promised them.
         num_writing: number of chunks that are being written.
         touching: chunks that the tier is being asked for and told of.
     """
 
     def __init__(self, at: int, tier: TierState, host: OffloadManager, tasks: TaskTable, clock: Clock) -> None:
         self._at = at
-        self._tier = tier
+        self.tier = tier
         self._options = tier.options
         self._host = host
         self._tasks = tasks
         self.backlog = Backlog(host.capacity)
+        self.promised = Backlog(host.capacity)
         self.num_writing = 0
         self.touching: set[OffloadKey] = set()
         self._max_writing = max(1, min(tier.options.max_inflight_chunks, host.capacity // 4))
@@ -177,12 +181,13 @@ class Writes:
         parents = dict(zip(keys, (None, *keys), strict=False))
         if self._options.admission is Admission.REUSED:
             self.backlog.add(self._wanted(ready), parents)
-        if self._tier.is_readable:
+        if self.tier.is_readable:
             self._touch(ready, parents)
 
     def clear(self) -> None:
         """Forget what is to be written, for a reset or because the tier is off."""
         self.backlog.clear()
+        self.promised.clear()
         # Chunks being written have names that nobody uses any more: they must not be taken for new chunks.
         self._writing.clear()
         self._seen.clear()
@@ -192,9 +197,9 @@ class Writes:
 
         A chunk that the tier had at its last answer, however old, is taken to be there still: ``_touch`` checks that.
         """
-        if self._tier.is_off:
+        if self.tier.is_off or self._options.is_read_only:
             return []
-        known = zip(keys, self._tier.presence.last(keys), strict=True)
+        known = zip(keys, self.tier.presence.last(keys), strict=True)
         return [key for key, is_there in known if is_there is not True and key not in self._writing]
 
     def _was_seen(self, key: OffloadKey) -> bool:
@@ -210,11 +215,12 @@ class Writes:
 
     @property
     def num_writable(self) -> int:
-        """Number of chunks to hand out for writing now."""
+        """Number of chunks to hand out for writing now, promised ones first."""
         num_waiting = len(self.backlog)
         if self._options.write_mode is WriteMode.BACK:
             # So many may wait: the rest of host memory can be evicted without loss.
-            num_waiting -= self._max_dirty
+            num_waiting = max(0, num_waiting - self._max_dirty)
+        num_waiting += len(self.promised)
         limit = self._max_writing - self.num_writing
         if self._allowance is not None:
             limit = min(limit, self._allowance.available)
@@ -222,8 +228,9 @@ class Writes:
 
     def take(self) -> Iterator[TierTask]:
         """Yield jobs, to be handed out at once, that write as many chunks of the backlog as may be in flight; pin them."""
-        while (room := self.num_writable) and self._tier.is_writable:
-            parents = self.backlog.take(min(room, BATCH_CHUNKS), self._writable)
+        while (room := self.num_writable) and self.tier.is_writable:
+            backlog, writable = (self.promised, self._promised) if self.promised else (self.backlog, self._writable)
+            parents = backlog.take(min(room, BATCH_CHUNKS), writable)
             if not parents:
                 break
             keys = tuple(parents)
@@ -241,16 +248,42 @@ class Writes:
         wanted = self._wanted(keys)
         return [key for key, state in zip(wanted, self._host.lookup(wanted), strict=True) if state == READY]
 
+    def _promised(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the promised chunks that host memory has, but for those that are being written.
+
+        One that is there already is written again, because what was known of it is old.
+        """
+        states = zip(keys, self._host.lookup(keys), strict=True)
+        return [key for key, state in states if state == READY and not self.is_to_write(key)]
+
+    def is_to_write(self, key: OffloadKey) -> bool:
+        """Whether a promised chunk waits to be written, or is being written."""
+        return key in self.promised or key in self._writing
+
+    def will_take(self, keys: Sequence[OffloadKey]) -> Iterator[OffloadKey]:
+        """Yield the promised chunks among ``keys`` that will be written here, unless something fails.
+
+        Those that are being written, and as many more, in this order, as the daily allowance lasts for; none of these if
+        writes are suspended.
+        """
+        waiting = [key for key in keys if key not in self._writing]
+        num_left = len(waiting) if self.tier.health.of(Access.WRITE) is not BreakerState.OPEN else 0
+        if self._allowance is not None:
+            num_others = len(self.promised) - sum(key in self.promised for key in waiting)
+            num_left = min(num_left, max(0, self._allowance.available - num_others))
+        taken = frozenset(waiting[:num_left])
+        return (key for key in keys if key in self._writing or key in taken)
+
     def _end_write(self, pins: LoadHandle, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
         pins.release()
         for key in task.keys:
             if self._writing.get(key) is task:
                 del self._writing[key]
         self.num_writing -= len(task.keys)
-        self._tier.stats["stored_chunks"] += sum(succeeded)
-        self._tier.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
+        self.tier.stats["stored_chunks"] += sum(succeeded)
+        self.tier.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
         if is_done and not task.is_cancelled:  # after a reset, names are others
-            self._tier.note_presence(task.keys, succeeded)
+            self.tier.note_presence(task.keys, succeeded)
 
     # --- upkeep -------------------------------------------------------------------------------------------------------
 
@@ -262,8 +295,8 @@ class Writes:
         several jobs the end of a prefix goes first. Where each chunk has its price, a few are asked for with each use: nobody
         waits for the answers, and requests that wait for others should not stand behind thousands of these.
         """
-        presence, options = self._tier.presence, self._options
-        busy = (self.touching, self._tier.probing, self._writing, self.backlog)
+        presence, options = self.tier.presence, self._options
+        busy = (self.touching, self.tier.probing, self._writing, self.backlog)
         idle = [key for key in ready if not any(key in chunks for chunks in busy)]
         told = presence.not_heard_of(idle, LOOK_AFTER_S) if options.write_mode is WriteMode.THROUGH else []
         if options.num_asked_at_once is not None:
@@ -274,7 +307,7 @@ class Writes:
                 also = {*known, *told}
                 told = [key for key in idle if key in also]
         self.touching.update(told)
-        for part in reversed(self._tier.parts(told)):
+        for part in reversed(self.tier.parts(told)):
             task = TierTask(JobKind.TOUCH, self._at, part, self._end_touch, [parents[key] for key in part])
             self._tasks.want(task)
 
@@ -286,7 +319,7 @@ class Writes:
         self.touching.difference_update(task.keys)
         if task.is_cancelled or not is_done:
             return
-        tier, presence = self._tier, self._tier.presence
+        tier, presence = self.tier, self.tier.presence
         there = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
         presence.note(there, [True] * len(there))
         tier.announce(task.keys, succeeded)
