@@ -66,6 +66,8 @@ class Request:
     kv_transfer_params = None
     adapter = None
 
+    tenant = None
+
     def extra_keys(self, start: int, end: int) -> tuple[()]:
         return ()
 

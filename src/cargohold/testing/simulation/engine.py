@@ -15,6 +15,7 @@ from cargohold.engine.sampling_params import SamplingParams
 from cargohold.protocol import (
     NULL_CONNECTOR,
     Clock,
+    Hint,
     KVCacheLayout,
     KVConnectorFactory,
     OutputAggregator,
@@ -166,7 +167,7 @@ class SimulatedEngine:
         """Transfers that some workers have reported and others have not."""
         return self.executor.aggregator.num_incomplete
 
-    def add(
+    def add(  # noqa: PLR0913  # options that callers name
         self,
         request_id: str,
         token_ids: Sequence[int],
@@ -176,6 +177,7 @@ class SimulatedEngine:
         salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
+        hints: Sequence[Hint] = (),
     ) -> Request:
         """Queue a request. Raises ``RequestError`` if the connector refuses it."""
         request = Request(
@@ -193,7 +195,7 @@ class SimulatedEngine:
         )
         self.requests[request_id] = request
         self.chains.forget(request_id)
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(request, hints)
         return request
 
     def load_weights(self, version: int) -> None:
