@@ -15,6 +15,7 @@ from cargohold.protocol.factory import (
 )
 from cargohold.protocol.guard import ConnectorGuard
 from cargohold.protocol.hints import (
+    HINTS_KEY,
     MAX_HINTS,
     Hint,
     HintEnd,
@@ -74,6 +75,7 @@ from cargohold.protocol.request import (
 from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
+    "HINTS_KEY",
     "MAX_HINTS",
     "MEDIUM_DEVICE",
     "MEDIUM_HOST",

@@ -20,7 +20,7 @@ from itertools import count
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final, Self
 
-from cargohold.protocol.request import Adapter, ExtraKey, RequestView
+from cargohold.protocol.request import Adapter, ExtraKey
 
 NORMAL_PRIORITY: Final = 50
 """The priority of chunks without hints."""
@@ -29,7 +29,9 @@ RAISED_PRIORITY: Final = 80
 """The priority of ``retain`` where the hint names none."""
 MAX_HINTS: Final = 64
 """Maximum number of hints that one envelope, or one call, may have; the others are rejected."""
-PARAMS_KEYS: Final = ("cargohold_hints", "kv_hint")
+HINTS_KEY: Final = "cargohold_hints"
+"""Our own key for hints in a request's ``kv_transfer_params``, and for their outcomes in the response."""
+PARAMS_KEYS: Final = (HINTS_KEY, "kv_hint")
 """The keys in a request's ``kv_transfer_params`` under which hints are looked for."""
 
 _VERSIONS: Final = frozenset({"1", "1.0", "v1"})

@@ -313,7 +313,7 @@ class Hints:
         self._rank(keys)
         if len(self._heap) > 2 * len(self._grants) + 64:
             self._heap = sorted(entry for entry in self._heap if not entry[1].is_over)
-        self.stats[f"hints_{how}"] += 1
+        self.stats[f"hints_{how.value}"] += 1
         self._events.append(HintEvent(grant.hint.action_id, grant.hint.kind, how, grant.tenant))
 
     def _cover(self, grant: Grant, keys: Sequence[OffloadKey], *, only_present: bool = False) -> int:
