@@ -11,6 +11,7 @@ from cargohold.connector.offloading import HintConfig, TenantQuota
 from cargohold.errors import ConfigError
 from cargohold.protocol import Hint, HintEnd, HintOutcome, HintStatus, Prefix
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation.clock import VirtualClock
 from tests.connector.common import alone, finish, prompt
 from tests.connector.offloading import keys_of
 
@@ -32,6 +33,11 @@ def serve(engine: SimulatedEngine, name: str, tokens: list[int], max_tokens: int
     finish(engine)
     # With a salt, the simulated model gives other tokens; that they are right is checked in every step.
     assert "salt" in options or engine.tokens(name) == alone(tokens, max_tokens)
+
+
+def later(engine: SimulatedEngine, seconds: float) -> None:
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(seconds)
 
 
 def flood(engine: SimulatedEngine, num_requests: int = 20, first: int = 1000) -> None:
@@ -66,7 +72,7 @@ def test_a_pinned_prompt_outlives_a_flood_and_its_lease_ends_with_time() -> None
     assert engine.requests["first"].hint_outcomes[0].status is ACCEPTED
     flood(engine)
     assert present(offloading, tokens) == [READY] * 6
-    engine.clock.advance(60)
+    later(engine, 60)
     flood(engine, first=2000)
     assert present(offloading, tokens)[-1] == ABSENT
     assert ends(engine) == [HintEnd.EXPIRED]
@@ -84,9 +90,9 @@ def test_a_use_renews_a_lease() -> None:
     engine, offloading = make()
     tokens = prompt(1, 24)
     serve(engine, "first", tokens, hints=[Hint.pin(ttl_s=30)])
-    engine.clock.advance(20)
+    later(engine, 20)
     serve(engine, "again", tokens)
-    engine.clock.advance(20)
+    later(engine, 20)
     flood(engine)
     assert present(offloading, tokens) == [READY] * 6
     assert not ends(engine)
@@ -223,7 +229,7 @@ def test_chunks_of_a_lease_that_are_damaged_leave_and_others_stay() -> None:
     flood(engine)
     assert present(offloading, tokens) == [READY] * 3 + [ABSENT] * 3
     offloading.manager.remove(keys_of(tokens, 6))
-    engine.clock.advance(100)
+    later(engine, 100)
     flood(engine, 1, first=3000)
     assert ends(engine) == [HintEnd.VOID]
 

@@ -23,6 +23,7 @@ from cargohold.protocol import (
     ConnectorGuard,
     ConnectorMetadata,
     EmptyMetadata,
+    Hint,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
     KVEvent,
@@ -450,6 +451,7 @@ def raising(name: str) -> KVConnectorScheduler:
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "bind_scheduler_context": (Context(),),
     "on_new_request": (Request(),),
+    "on_hints": (Request(), [Hint.retain()]),
     "get_num_new_matched_tokens": (Request(), 0),
     "update_state_after_alloc": (Request(), (), 0),
     "build_connector_meta": (None,),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -222,14 +224,18 @@ class OwnOrder(ReplacementPolicy):
 
     name = "own-order"
 
-    def touch(self, slots, *, is_whole): ...
-    def make_room(self, keys, parent, num_slots):
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None: ...
+
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         return False
 
-    def add(self, keys, parent, slots): ...
-    def drop(self, slots): ...
-    def clear(self): ...
-    def check(self): ...
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None: ...
+
+    def drop(self, slots: Sequence[int]) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def check(self) -> None: ...
 
 
 def test_a_policy_that_keeps_its_own_order_takes_neither_hints_nor_quotas() -> None:

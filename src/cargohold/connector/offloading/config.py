@@ -77,7 +77,7 @@ class TenantQuota:
     hard: int | str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tenant, str) or not self.tenant:
+        if not self.tenant:
             raise ConfigError("quotas.tenant", self.tenant, "it must be the name of a tenant")
         self.limits(100, 1)
 
@@ -132,6 +132,7 @@ class OffloadConfig:
         restore_timeout_s: maximum time that a request waits for lower tiers; chunks that have not come by then are computed.
         shutdown_timeout_s: maximum time to finish writes to lower tiers when the engine stops; chunks whose writes have not
             ended by then are not there after a restart.
+        read_only: whether nothing is stored: for engines that only use what others have stored in tiers that they share.
         hints: what hints may do.
         quotas: how much of host memory single tenants may have.
     """
@@ -147,6 +148,7 @@ class OffloadConfig:
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
     shutdown_timeout_s: float = 3.0
+    read_only: bool = False
     hints: HintConfig = HintConfig()
     quotas: Sequence[TenantQuota] = ()
 
@@ -185,6 +187,7 @@ class OffloadConfig:
             is_number(self.shutdown_timeout_s) and 0 <= self.shutdown_timeout_s <= MAX_SHUTDOWN_S,
             f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}",
         )
+        self._require("read_only", isinstance(self.read_only, bool), "True or False")
 
         self._require("hints", isinstance(self.hints, HintConfig), "a HintConfig")
         is_list = isinstance(self.quotas, list | tuple)
