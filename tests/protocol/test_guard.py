@@ -469,6 +469,8 @@ def test_whatever_method_raises_the_caller_goes_on(name: str, context: Context) 
     assert guard.broken.rule.startswith(f"{name} raised")
     if name == "explain":
         assert answer == CacheReport(notes=(str(guard.broken),))
+    elif name == "on_hints":
+        assert [outcome.status for outcome in answer] == ["rejected"]
     elif name == "take_events":
         assert not list(answer)
     elif name == "get_stats":
