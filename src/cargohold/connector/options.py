@@ -139,9 +139,8 @@ def parse_offload(
         own["hints"] = parse_dataclass(HintConfig, own["hints"], f"{path}hints.")
     if isinstance(own.get("quotas"), list):
         own["quotas"] = [
-            parse_dataclass(TenantQuota, quota, f"{path}quotas[{at}].")
+            parse_dataclass(TenantQuota, quota, f"{path}quotas[{at}].") if isinstance(quota, Mapping) else quota
             for at, quota in enumerate(own["quotas"])
-            if isinstance(quota, Mapping)
         ]
     return cast("Offload", parse_dataclass(MODES[mode], own, path, beside=["mode", *beside]))
 

@@ -45,13 +45,13 @@ class HintConfig:
         choices = (HINTS_ALL, HINTS_RETAIN, HINTS_OFF)
         for key, value in (("allow", self.allow), *((f"allow_of[{name}]", of) for name, of in self.allow_of.items())):
             if value not in choices:
-                raise ConfigError(f"hints.{key}", value, f"it must be one of {', '.join(choices)}")
+                raise ConfigError(key, value, f"it must be one of {', '.join(choices)}")
         for key in ("pin_fraction", "retain_fraction"):
             part = getattr(self, key)
             if not is_number(part) or not 0 <= part <= 1:
-                raise ConfigError(f"hints.{key}", part, "it must be a number from 0 to 1")
+                raise ConfigError(key, part, "it must be a number from 0 to 1")
         if not is_positive_number(self.max_ttl_s):
-            raise ConfigError("hints.max_ttl_s", self.max_ttl_s, "it must be a number of seconds above 0")
+            raise ConfigError("max_ttl_s", self.max_ttl_s, "it must be a number of seconds above 0")
 
     def allowed_to(self, tenant: str | None) -> str:
         """Return which hints of a tenant are carried out."""
@@ -78,7 +78,7 @@ class TenantQuota:
 
     def __post_init__(self) -> None:
         if not self.tenant:
-            raise ConfigError("quotas.tenant", self.tenant, "it must be the name of a tenant")
+            raise ConfigError("tenant", self.tenant, "it must be the name of a tenant")
         self.limits(100, 1)
 
     def limits(self, capacity: int, chunk_bytes: int) -> Limits:
@@ -91,9 +91,9 @@ class TenantQuota:
                 except ValueError:
                     part = -1.0
                 if not 0 <= part <= 100:  # per cent
-                    raise ConfigError(f"quotas.{key}", size, "it must be from 0% to 100%, or a size such as 2GiB")
+                    raise ConfigError(key, size, "it must be from 0% to 100%, or a size such as 2GiB")
                 return int(capacity * part / 100)
-            return 0 if size == 0 else parse_bytes(f"quotas.{key}", size) // chunk_bytes
+            return 0 if size == 0 else parse_bytes(key, size) // chunk_bytes
 
         reserved = chunks("reserved", self.reserved)
         soft = None if self.soft is None else chunks("soft", self.soft)
@@ -108,7 +108,7 @@ def limits_in_chunks(quotas: Sequence[TenantQuota], capacity: int, chunk_bytes: 
         raise ConfigError("quotas", sorted(limits), f"more is reserved than the tier's {capacity} chunks")
     for tenant, of in limits.items():
         if of.hard is not None and of.hard < max(1, of.reserved):
-            raise ConfigError("quotas.hard", of.hard, f"{tenant} needs one chunk at least, and what is reserved for it")
+            raise ConfigError("hard", of.hard, f"{tenant} needs one chunk at least, and what is reserved for it")
     return limits
 
 
