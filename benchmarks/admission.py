@@ -30,6 +30,7 @@ class Request:
     kv_transfer_params: Mapping[str, Any] | None = None
     adapter: None = None
     salt: None = None
+    tenant: None = None
 
     def extra_keys(self, start: int, end: int) -> tuple[()]:
         return ()
