@@ -41,12 +41,14 @@ from cargohold.engine.outputs import EngineStatus
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, RequestError
 from cargohold.machine import memory_limit_bytes
-from cargohold.protocol import KVConnectorFactory, SchedulerEnvironment
+from cargohold.protocol import Hint, KVConnectorFactory, SchedulerEnvironment
 from cargohold.units import format_bytes, format_count
 
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+Hints = Hint | Sequence[Hint] | Mapping[str, Any]
+"""A hint, several, or an envelope as routers send it."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -55,7 +57,9 @@ class RequestOptions(TypedDict, total=False):
     request_id: str | None
     priority: int
     salt: str | None
+    tenant: str | None
     kv_transfer_params: Mapping[str, Any] | None
+    hints: Hints | None
 
 
 class BaseLLM:
@@ -188,6 +192,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         prefix_caching=plan.scheduler.prefix_caching,
         applies_locks=True,
         emits_events=plan.scheduler.emit_events,
+        emits_salted_events=plan.scheduler.emit_salted_events,
         give_up_loads_after_s=plan.scheduler.give_up_loads_after_s,
     )
     with ExitStack() as on_failure:
@@ -196,7 +201,13 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         on_failure.callback(connector.shutdown)
         publisher = None
         if plan.config.kv_events_endpoint is not None:
-            publisher = ZmqEventPublisher(plan.config.kv_events_endpoint, plan.layout.groups)
+            publisher = ZmqEventPublisher(
+                plan.config.kv_events_endpoint,
+                plan.layout.groups,
+                topic=plan.config.kv_events_topic,
+                wire=plan.config.kv_events_wire,
+                replay_endpoint=plan.config.kv_events_replay_endpoint,
+            )
             on_failure.callback(publisher.close)
         scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock)
         limits = EngineLimits(
@@ -262,6 +273,15 @@ def _no_such_option(key: str, value: object, known: Sequence[str], of: str = "")
     close = get_close_matches(key, known, n=2)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
     return ConfigError(key, value, f"there is no such option{of}; {hint}")
+
+
+class HintOptions(TypedDict, total=False):
+    """What hints are about; see ``LLMEngine.hint``."""
+
+    prompt: Prompt | None
+    request_id: str | None
+    salt: str | None
+    tenant: str | None
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -30,10 +30,13 @@ class Asked:
     request_id: str = "r"
     kv_transfer_params: Mapping[str, Any] | None = None
     adapter: None = None
+    salt: None = None
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         extend_hashes(self.block_hashes, self.all_token_ids, BLOCK_TOKENS, root_hash())
+
+    tenant = None
 
     def extra_keys(self, start: int, end: int) -> tuple[()]:
         return ()

@@ -210,7 +210,8 @@ class _Offered:
     def for_manager(self) -> StoreOffer:
         """Return the offer in the form that managers take."""
         index = self.blocks.chunks[0] if self.keys else 0
-        return StoreOffer(self.keys, self.state.keys[self.group].keys[index - 1] if index else None)
+        parent = self.state.keys[self.group].keys[index - 1] if index else None
+        return StoreOffer(self.keys, parent, self.state.tenant, self.state.is_wanted)
 
     def num_again(self, keys: AbstractSet[OffloadKey]) -> int:
         """Return how many of these chunks were not computed for the request, because they were on the device."""
@@ -522,10 +523,12 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
     if outcome is TransferOutcome.DONE and not store.is_spoiled:
         store.handle.commit()
         shared.stats["stored_chunks"] += len(store.handle.keys)
+        if shared.hints:
+            shared.hints.note_stored(store.handle.keys)
     else:
         store.handle.forfeit()
-        if shared.events is not None:
-            shared.events.forget(store.handle.keys)
         shared.stats["stores_failed"] += 1
         reason = "spoiled by a step that failed" if store.is_spoiled else outcome.name.lower()
         shared.failures.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)
+    if shared.events is not None:
+        shared.events.note_ended(store.handle.keys)

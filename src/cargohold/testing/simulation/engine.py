@@ -14,6 +14,7 @@ from cargohold.engine.executor.base import merge_outputs
 from cargohold.protocol import (
     NULL_CONNECTOR,
     Clock,
+    Hint,
     KVCacheLayout,
     KVConnectorFactory,
     OutputAggregator,
@@ -89,6 +90,7 @@ class SimulatedEngine(Replica):
     """
 
     dedupes_blocks = True
+    has_own_hashes = True
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class SimulatedEngine(Replica):
             prefix_caching=self.config.prefix_caching,
             applies_locks=applies_locks,
             emits_events=self.config.emit_events,
+            emits_salted_events=self.config.emit_salted_events,
             give_up_loads_after_s=self.config.give_up_loads_after_s,
         )
         self.connector = factory.make_scheduler_side(environment)
@@ -164,8 +167,8 @@ class SimulatedEngine(Replica):
         """Transfers that some workers have reported and others have not."""
         return self.executor.aggregator.num_incomplete
 
-    def _queue(self, request: Request) -> None:
-        self.scheduler.add_request(request)
+    def _queue(self, request: Request, hints: Sequence[Hint]) -> None:
+        self.scheduler.add_request(request, hints)
 
     def abort(self, request_id: str) -> None:
         """End a request."""

@@ -18,6 +18,7 @@ from cargohold.protocol import (
     Clock,
     ConnectorGuard,
     ForwardingScheduler,
+    Hint,
     KVCacheBlockView,
     KVCacheLayout,
     KVConnectorScheduler,
@@ -138,9 +139,11 @@ class Replica(ABC):
         last_step: the step made last, or being made, and its output.
         on_update: called with each update of a request.
         dedupes_blocks: whether the device pool keeps each prefix at most once.
+        has_own_hashes: whether block hashes are those of ``cargohold.blocks``, so that events can be checked.
     """
 
     dedupes_blocks: ClassVar[bool]
+    has_own_hashes: ClassVar[bool]
 
     def __init__(
         self,
@@ -185,7 +188,7 @@ class Replica(ABC):
     def num_half_reported(self) -> int:
         """Transfers that some workers have reported and others have not."""
 
-    def add(
+    def add(  # noqa: PLR0913  # options that callers name
         self,
         request_id: str,
         token_ids: Sequence[int],
@@ -195,6 +198,7 @@ class Replica(ABC):
         salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
+        hints: Sequence[Hint] = (),
     ) -> Request:
         """Queue a request. Raises ``RequestError`` if it is refused."""
         request = Request(
@@ -212,12 +216,12 @@ class Replica(ABC):
         )
         self.requests[request_id] = request
         self.chains.forget(request_id)
-        self._queue(request)
+        self._queue(request, hints)
         return request
 
     @abstractmethod
-    def _queue(self, request: Request) -> None:
-        """Hand a request to the scheduler. Raises ``RequestError`` if it is refused."""
+    def _queue(self, request: Request, hints: Sequence[Hint]) -> None:
+        """Hand a request and its hints to the scheduler. Raises ``RequestError`` if it is refused."""
 
     def load_weights(self, version: int) -> None:
         """Compute KV with another version of the weights from now on."""
