@@ -160,7 +160,9 @@ def main() -> None:
 
     decode_s = handed_off.first_s - handed_off.prefill_s
     print(f"one engine alone: {alone.prompt_tokens:,} tokens, first token after {alone.first_s:.2f} s")
-    print(f"prefill engine: {handed_off.prompt_tokens:,} tokens computed and handed off in {handed_off.prefill_s:.2f} s")
+    print(
+        f"prefill engine: {handed_off.prompt_tokens:,} tokens computed and handed off in {handed_off.prefill_s:.2f} s"
+    )
     print(f"decode engine: {handed_off.cached_tokens:,} tokens from the store, first token after {decode_s:.2f} s")
     print(f"the next question: {again.cached_tokens:,} tokens found by the decode engine")
     assert handed_off.text == alone.text, (handed_off.text, alone.text)

@@ -38,6 +38,7 @@ PROGRESS_S = 3.0
 
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
+_NO_NAMESPACE: Mapping[str, str] = MappingProxyType({})
 
 
 class LowerTiers:
