@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cargohold.engine.model.tokenizer import PieceDecoder
+from cargohold.protocol import Outage
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class EngineStatus:
         num_free_blocks: blocks that nobody uses, though they may hold KV that can be found again.
         num_cached_blocks: blocks' worth of KV in it that can be found again.
         connector_error: why the connector was turned off; ``None`` while it works, or if there is none.
+        outages: what the connector does not use now because it has failed, with times in seconds since 1970.
     """
 
     num_running: int = 0
@@ -92,6 +94,7 @@ class EngineStatus:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     connector_error: str | None = None
+    outages: tuple[Outage, ...] = ()
 
 
 # --- generated tokens as text -----------------------------------------------------------------------------------------

@@ -39,13 +39,9 @@ from cargohold.protocol.messages import (
     KVConnectorSchedulerOutput,
     KVEvent,
     Locality,
-    Stats,
     TransferOutcome,
     UndeliveredMetadata,
     WorkerMetadata,
-    add_stats,
-    is_level,
-    last_name,
 )
 from cargohold.protocol.request import (
     Adapter,
@@ -57,9 +53,22 @@ from cargohold.protocol.request import (
     SchedulerContext,
     StepView,
 )
+from cargohold.protocol.stats import (
+    AGES_MS,
+    WAITS_MS,
+    Outage,
+    Stats,
+    Times,
+    add_stats,
+    is_level,
+    last_name,
+    level_changes,
+    times_part,
+)
 from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
+    "AGES_MS",
     "MEDIUM_DEVICE",
     "MEDIUM_HOST",
     "MEDIUM_STORAGE",
@@ -67,6 +76,7 @@ __all__ = [
     "NOTHING_TO_REPORT",
     "NULL_BLOCK_ID",
     "NULL_CONNECTOR",
+    "WAITS_MS",
     "Adapter",
     "AllBlocksCleared",
     "AttentionKind",
@@ -95,6 +105,7 @@ __all__ = [
     "Locality",
     "NullConnectorScheduler",
     "NullConnectorWorker",
+    "Outage",
     "OutputAggregator",
     "Patience",
     "RequestView",
@@ -104,6 +115,7 @@ __all__ = [
     "ServedModel",
     "Stats",
     "StepView",
+    "Times",
     "TransferOutcome",
     "UndeliveredMetadata",
     "WorkerConnectorGuard",
@@ -112,4 +124,6 @@ __all__ = [
     "add_stats",
     "is_level",
     "last_name",
+    "level_changes",
+    "times_part",
 ]

@@ -29,6 +29,7 @@ class LowerSide:
         manager: the manager of host memory.
         environment: facts about the engine.
         chunk_tokens: tokens per chunk, per group.
+        pace: predicts how long computing takes.
         only_if_faster: whether to fetch chunks only if that is expected to be faster than computing them.
     """
 
@@ -38,12 +39,12 @@ class LowerSide:
         manager: OffloadManager,
         environment: SchedulerEnvironment,
         chunk_tokens: Sequence[int],
+        pace: StepPace,
         *,
         only_if_faster: bool,
     ) -> None:
         self.tiers = lower
-        self._pace = StepPace(environment.clock, environment.max_step_tokens)
-        self.prefetcher = Prefetcher(manager, lower, self._pace if only_if_faster else None, environment.max_num_seqs)
+        self.prefetcher = Prefetcher(manager, lower, pace if only_if_faster else None, environment.max_num_seqs)
         self._events = [
             TierEvents(tier, MEDIUM_STORAGE, chunk_tokens, tier.options.locality)
             for tier in lower.tiers
@@ -52,14 +53,12 @@ class LowerSide:
 
     def begin_step(self, step: StepView, new_id: Callable[[], int]) -> tuple[tuple[TierCommand, ...], tuple[int, ...]]:
         """Begin a step; return the jobs that the workers are to start in it, and the ids of jobs that they are to give up."""
-        self._pace.begin(step)
         self.tiers.clock.begin_step()
         self.prefetcher.note_step(len(step.scheduled))
         return self.tiers.take_commands(new_id), self.tiers.take_cancelled()
 
     def end_step(self) -> None:
         """End a step: the workers have reported it, and all jobs that ended in it have been ended here."""
-        self._pace.end()
         self.tiers.clock.end_step()
         self.prefetcher.note_answered()
 

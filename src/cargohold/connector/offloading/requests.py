@@ -93,6 +93,7 @@ class RequestState:
         due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups.
         lookup: the last look-up's answer.
         waiting: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
+        not_yet_since: since when the engine is told to ask again; ``None`` if the last look-up was answered.
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
         restored_tokens: tokens loaded so far, by the tier they came from.
         notes: what was decided and why, the last ``MAX_NOTES``.
@@ -106,6 +107,7 @@ class RequestState:
     hit_tokens: int = 0
     lookup: Lookup | None = None
     waiting: Waiting | None = None
+    not_yet_since: float | None = None
     was_admitted: bool = False
     restored_tokens: Counter[str] = field(default_factory=Counter)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))

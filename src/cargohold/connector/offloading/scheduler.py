@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
@@ -14,7 +14,9 @@ from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, Requ
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.lower_side import LowerSide
+from cargohold.connector.offloading.measures import Measures
 from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
+from cargohold.connector.offloading.prefetch_plan import StepPace
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared, TierEvents
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
@@ -29,6 +31,7 @@ from cargohold.protocol import (
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
     KVEvent,
+    Outage,
     RequestView,
     SchedulerContext,
     SchedulerEnvironment,
@@ -73,11 +76,18 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._shared = Shared(
             config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
         )
+        self._measures = Measures(self._shared, environment.clock, {} if lower is None else lower.max_chunks)
+        self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._requests: dict[str, RequestState] = {}
         self._lower = None
         if lower is not None:
             self._lower = LowerSide(
-                lower, manager, environment, chunk_tokens, only_if_faster=config.restore == RESTORE_IF_FASTER
+                lower,
+                manager,
+                environment,
+                chunk_tokens,
+                self._pace,
+                only_if_faster=config.restore == RESTORE_IF_FASTER,
             )
         prefetcher = None if self._lower is None else self._lower.prefetcher
         self._lookup = TierLookup(
@@ -93,7 +103,6 @@ class OffloadingScheduler(KVConnectorScheduler):
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
         self._give_up_after_s = environment.give_up_loads_after_s
-        self._levels: dict[str, int] = {}
 
     @property
     def jobs(self) -> JobTable:
@@ -143,6 +152,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._lingering.add(request.request_id)
         state = self._requests[request.request_id]
         state.end_waiting()
+        self._measures.note_answer(state, is_known=True)
         self._stores.end_request(state, block_ids)
         if not state.params.do_remote_decode:
             return keeps_blocks, None
@@ -160,7 +170,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Return how many tokens beyond the computed ones the tier can give back; loads are asynchronous."""
         if self._shared.jobs.num_stuck_blocks > self.max_store_blocks:
             return 0, False  # a load might get stuck, too, and take more blocks out of service
-        num_tokens = self._lookup.find(self._requests[request.request_id], num_computed_tokens)
+        state = self._requests[request.request_id]
+        num_tokens = self._lookup.find(state, num_computed_tokens)
+        self._measures.note_answer(state, is_known=num_tokens is not None)
         if num_tokens is None:
             return None, False
         num_external_tokens = num_tokens - num_computed_tokens
@@ -183,6 +195,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
+        if not state.was_admitted:
+            self._measures.ages.note_used(state.keys[0].keys)
         state.was_admitted = True
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
@@ -191,6 +205,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         Raises ``ContractError`` if a job does not end in time, and its blocks are held by its request alone: they can be
         released only once the workers have stopped.
         """
+        self._pace.begin(step)
         if self._lower is not None:
             self._lower.prefetcher.act()
         given_up = self._give_up_overdue()
@@ -222,7 +237,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         for job_id, outcome in output.finished.jobs.items():
             if self._lower is not None and self._lower.end(job_id, outcome):
                 continue
-            is_stuck = self._shared.jobs.is_stuck(job_id)
+            is_stuck, since = self._shared.jobs.is_stuck(job_id), self._shared.jobs.since(job_id)
             job = self._shared.jobs.end(job_id)
             if isinstance(job, Load) and is_stuck:
                 self._loads.end_stuck(job, outcome)
@@ -232,9 +247,11 @@ class OffloadingScheduler(KVConnectorScheduler):
                 self._stores.end(job, outcome)
             else:
                 logger.warning("a worker reported job %d, which is not in flight", job_id)
+            self._measures.note_end(job, since, outcome)
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return locks and unlocks, if blocks are held by locks. Also ends the step for lower tiers."""
+        self._pace.end(self._shared.stats)
         if self._lower is not None:
             self._lower.end_step()
         return self._shared.holder.take_report()
@@ -261,19 +278,21 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def reset_cache(self) -> bool:
         """Forget every chunk, unless a job is in flight."""
-        return not self._shared.jobs and self._shared.manager.reset()
+        is_reset = not self._shared.jobs and self._shared.manager.reset()
+        if is_reset:
+            self._measures.ages.forget()
+        return is_reset
 
     def get_stats(self) -> Stats:
         """Return counters since the last call."""
-        stats, self._shared.stats = dict(self._shared.stats), Counter()
-        levels = {"removed_chunks": self.manager.num_removed, "num_ready_chunks": self.manager.num_ready}
-        levels["num_stuck_copies"] = self.jobs.num_stuck
-        # Differences, so that the counters of all steps sum up to the level.
-        stats |= {
-            name: level - before for name, level in levels.items() if level != (before := self._levels.get(name, 0))
-        }
-        self._levels = levels
-        return stats if self._lower is None else {**stats, **self._lower.take_stats()}
+        self._measures.ages.look()
+        stats, self._shared.stats = self._shared.stats, Counter()
+        lower = {} if self._lower is None else self._lower.take_stats()
+        return {**stats, **self._measures.take_levels(), **lower}
+
+    def get_outages(self) -> Sequence[Outage]:
+        """Return which tiers are out of use, as a whole or in part."""
+        return () if self._lower is None else self._lower.tiers.outages()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
