@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cargohold.integrations.vllm.compat import changed_hooks, refused_call, waived_demands
+from cargohold.integrations.vllm.signatures import changed_hooks, refused_call, waived_demands
 
 
 class Theirs(ABC):

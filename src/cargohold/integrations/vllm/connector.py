@@ -14,7 +14,6 @@ from cargohold.connector.factory import Parts, check_chunks, connector_factory, 
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, ManagerTables, NotedTables
-from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.layout import (
     Translation,
@@ -39,6 +38,7 @@ from cargohold.integrations.vllm.messages import (
 from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, Settings
+from cargohold.integrations.vllm.signatures import waived_demands
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.protocol import Clock, KVCacheGroup, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.compat import changed_hooks, refused_call
+from cargohold.integrations.vllm.signatures import changed_hooks, refused_call
 
 OLDEST: Final = (0, 28)
 NEWEST: Final = (0, 32)
