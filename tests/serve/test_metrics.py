@@ -78,8 +78,7 @@ def test_every_metric_of_a_server_is_listed_with_its_labels(server: Server) -> N
 
 def test_a_server_with_a_disk_shows_most_of_them(server: Server) -> None:
     rare = {"cargohold_outage_since_timestamp_seconds", "cargohold_outage_retry_timestamp_seconds"}
-    rare |= {"cargohold_corrupt_chunks_total", "cargohold_look_up_seconds", "cargohold_wait_seconds"}
-    rare |= {"cargohold_lifetime_seconds"}  # looked at once a second
+    rare |= {"cargohold_corrupt_chunks_total", "cargohold_look_up_seconds"}
     assert listed().keys() - scrape(server).keys() <= rare
 
 
@@ -102,14 +101,13 @@ def test_histograms_are_as_prometheus_has_them(server: Server) -> None:
         if family.type == "histogram" and family.samples:
             buckets = [sample.value for sample in family.samples if sample.name == f"{name}_bucket"]
             count = sum(sample.value for sample in family.samples if sample.name == f"{name}_count")
-            assert count > 0 or name == "cargohold_time_to_first_token_seconds"
             if family.samples[0].labels.keys() == {"le"}:
-                assert buckets == sorted(buckets) and buckets[-1] == count
+                assert buckets == sorted(buckets) and buckets[-1] == count, name
 
 
 def test_loads_and_prompts_have_a_speed(server: Server) -> None:
     loaded = value(server, "cargohold_load_tokens_total")
-    assert loaded > 0 and sum(s.value for s in scrape(server)["cargohold_load_seconds"].samples) > 0
+    assert loaded > 0 and all(sample.value > 0 for sample in scrape(server)["cargohold_load_seconds"].samples[-3:])
     assert value(server, "cargohold_prefill_tokens_total") > 0 < value(server, "cargohold_prefill_seconds_total")
 
 

@@ -146,7 +146,13 @@ NAMED: Final[Mapping[str, Series]] = MappingProxyType(
         "prefill_s": Series(PREFILL_SECONDS),
     }
 )
-"""Time series by the name of the connectors' counter. They are shown as 0 before anything has happened."""
+"""Time series by the name of the connectors' counter."""
+FROM_THE_START: Final = (
+    *NAMED.values(),
+    *(Series(TIMES[what], ("host",)) for what in ("load", "store", "lifetime")),
+    *(Series(WAIT), Series(GAP)),
+)
+"""What is shown as 0 before anything has happened, because rates are told only of what was there before."""
 
 _ENDS: Final[Mapping[str, tuple[Family, tuple[str, ...]]]] = MappingProxyType(
     {

@@ -12,7 +12,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cargohold.connector.metrics import NAMED, PROMPT, Family, Kind, OutageLevels, Series, for_operators, series_of
+from cargohold.connector.metrics import (
+    FROM_THE_START,
+    PROMPT,
+    Family,
+    Kind,
+    OutageLevels,
+    Series,
+    for_operators,
+    series_of,
+)
 from cargohold.protocol import times_part
 from cargohold.serve.desk import Desk, State
 from cargohold.serve.records import Record
@@ -90,8 +99,7 @@ class EngineMeters(Collector):
             "num_device_bytes": status.num_cached_blocks * block_bytes,
             "num_device_pinned_bytes": (status.num_blocks - status.num_free_blocks) * block_bytes,
         }
-        shown = dict.fromkeys(NAMED, 0.0)
-        shown |= for_operators({**self._watch.stats, **device}, layout.block_bytes, layout.token_bytes)
+        shown = for_operators({**self._watch.stats, **device}, layout.block_bytes, layout.token_bytes)
         shown |= OutageLevels(epoch=0.0).take_changes(status.outages)
         yield from _families(shown)
 
@@ -99,6 +107,8 @@ class EngineMeters(Collector):
 def _families(counters: Mapping[str, float]) -> Iterator[Metric]:
     """What connectors count, as Prometheus reads it; prompt tokens aside, which the server counts itself."""
     families: dict[Family, dict[Series, dict[str, float]]] = {}
+    for series in FROM_THE_START:
+        families.setdefault(series.family, {})[series] = {}
     for counter, value in counters.items():
         series = series_of(counter)
         families.setdefault(series.family, {}).setdefault(series, {})[counter] = value

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY, Histogram
 from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
 
-from cargohold.connector.metrics import NAMED, Family, Kind, Series, series_of
+from cargohold.connector.metrics import FROM_THE_START, Family, Kind, Series, series_of
 from cargohold.integrations.vllm import compat
 from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, times_part
 
@@ -78,8 +78,8 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         self._series: dict[tuple[int, Series], Any] = {}
         self._levels: Counter[tuple[int, Series]] = Counter()
         for engine in per_engine_labelvalues:
-            for series in NAMED.values():
-                self._find(engine, series)  # so that what has not happened yet is shown as 0
+            for series in FROM_THE_START:
+                self._find(engine, series)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an interval's counters."""
