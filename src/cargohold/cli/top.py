@@ -44,17 +44,17 @@ class Window(NamedTuple):
 
     Attributes:
         buckets: number of values up to each bound.
-        count: number of values.
+        num_values: number of values.
     """
 
     buckets: Mapping[float, float]
-    count: float
+    num_values: float
 
     def quantile(self, part: float) -> float | None:
         """Return a time in seconds that ``part`` of the values do not exceed: a bucket's bound. ``None`` without values."""
-        if not self.count:
+        if not self.num_values:
             return None
-        return min((bound for bound, number in self.buckets.items() if number >= part * self.count), default=None)
+        return min((bound for bound, number in self.buckets.items() if number >= part * self.num_values), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,8 @@ from cargohold.connector.metrics import (
     series_of,
 )
 from cargohold.protocol import times_part
-from cargohold.serve.desk import Desk, State
+from cargohold.serve.desk import Desk, State, Watch
 from cargohold.serve.records import Record
-from cargohold.serve.watch import Watch
 
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -140,6 +139,7 @@ def _add_histogram(made: Metric, family: Family, labels: dict[str, str], values:
     num_values = 0
     for bound in (*family.bounds_s, float("inf")):
         num_values += counts[bound]
-        made.add_sample(f"{family.name}_bucket", {**labels, "le": floatToGoString(bound)}, num_values)
+        shown = floatToGoString(bound)  # type: ignore[no-untyped-call]  # the package annotates only a part of itself
+        made.add_sample(f"{family.name}_bucket", {**labels, "le": shown}, num_values)
     made.add_sample(f"{family.name}_count", labels, num_values)
     made.add_sample(f"{family.name}_sum", labels, total_s)
