@@ -6,7 +6,7 @@ import pytest
 
 from cargohold.connector import metrics
 from cargohold.connector.metrics import OutageLevels, Series, for_operators, series_of
-from cargohold.protocol import Outage, Stats, add_stats
+from cargohold.protocol import Outage, Stats, add_stats, labelled
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,9 @@ from cargohold.protocol import Outage, Stats, add_stats
         ("stored_again_chunks", "cargohold_connector", ("stored_again_chunks",)),
         ("num_ready_chunks", "cargohold_connector_level", ("num_ready_chunks",)),
         ("num_held", "cargohold_connector_level", ("num_held",)),
+        ("hints_accepted", "cargohold_hints", ("accepted",)),
+        (labelled("num_host_tenant_bytes", "a.b\tc"), "cargohold_tenant_bytes", ("host", "a.b c")),
+        (labelled("num_host_quota_tokens", "acme", "soft"), "cargohold_tenant_quota_tokens", ("host", "acme", "soft")),
         ("held_bytes", "cargohold_connector", ("held_bytes",)),
     ],
 )
@@ -41,11 +44,14 @@ def test_several_connectors_are_added_up_and_levels_told_in_tokens_too() -> None
         "right.num_host_bytes": 100.0,
         "load_blocks": 3.0,
         "left.loads": 2.0,
+        "left.num_host_tenant_bytes\ta.b": 60.0,
         "disk_stored_bytes": 7.0,
     }
     assert for_operators(stats, block_bytes=50, token_bytes=20) == {
         "num_host_bytes": 400,
         "num_host_tokens": 20,
+        "num_host_tenant_bytes\ta.b": 60,
+        "num_host_tenant_tokens\ta.b": 3,
         "host_loaded_bytes": 150,
         "host_stored_bytes": 0,
         "disk_stored_bytes": 7,

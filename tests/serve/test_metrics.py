@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from cargohold import DiskTierConfig, OffloadConfig, SharedTierConfig
+from cargohold import DiskTierConfig, OffloadConfig, SharedTierConfig, TenantQuota
 from cargohold.connector.metrics import FAMILIES, Kind
 from cargohold.serve.server import Server
 from tests.serve.running import call, running, wait_until
@@ -78,7 +78,8 @@ def test_every_metric_of_a_server_is_listed_with_its_labels(server: Server) -> N
 
 def test_a_server_with_a_disk_shows_most_of_them(server: Server) -> None:
     rare = {"cargohold_outage_since_timestamp_seconds", "cargohold_outage_retry_timestamp_seconds"}
-    rare |= {"cargohold_corrupt_chunks_total", "cargohold_look_up_seconds"}
+    rare |= {"cargohold_corrupt_chunks_total", "cargohold_look_up_seconds", "cargohold_hints_total"}
+    rare |= {f"cargohold_tenant_{what}{unit}" for what in ("", "quota_") for unit in ("bytes", "tokens")}
     assert listed().keys() - scrape(server).keys() <= rare
 
 
@@ -87,13 +88,27 @@ def test_capacity_and_use_are_told_in_bytes_and_in_tokens(server: Server) -> Non
     for tier, capacity_bytes in (("device", (layout.num_blocks - 1) * layout.block_bytes), ("disk", 64 * 2**20)):
         told = value(server, "cargohold_tier_capacity_bytes", tier=tier)
         assert capacity_bytes - layout.block_bytes < told <= capacity_bytes
-    for kind in ("capacity", "ready", "pinned"):
+    for kind in ("capacity", "ready", "in_use"):
         for tier in ("device", "host"):
             told = value(server, f"cargohold_tier_{kind}_bytes", tier=tier)
             assert value(server, f"cargohold_tier_{kind}_tokens", tier=tier) == told / layout.token_bytes
     for tier in ("device", "host", "disk"):
         held = value(server, "cargohold_tier_ready_tokens", tier=tier)
         assert 0 < held <= value(server, "cargohold_tier_capacity_tokens", tier=tier)
+
+
+def test_quotas_and_what_tenants_have_are_told_by_tenant(chat_model: str) -> None:
+    quotas = (TenantQuota(tenant="acme", reserved="25%", hard="50%"),)
+    with running(chat_model, offload=OffloadConfig(host_bytes="1MiB", quotas=quotas), num_device_blocks=60) as server:
+        body = {"model": "chat", "prompt": PROMPT, "max_tokens": 1, "cache_salt": "acme"}
+        assert call(server, "/v1/completions", body).status == 200
+        wait_until(lambda: value(server, "cargohold_tenant_tokens", tier="host", tenant="acme"))
+        assert value(server, "cargohold_tenant_bytes", tier="host", tenant="others") == 0
+        limits = {
+            limit: value(server, "cargohold_tenant_quota_bytes", tier="host", tenant="acme", limit=limit)
+            for limit in ("reserved", "hard")
+        }
+        assert limits == {"reserved": 2**18, "hard": 2**19}
 
 
 def test_histograms_are_as_prometheus_has_them(server: Server) -> None:

@@ -196,11 +196,10 @@ def _prompts(grown: Scrape, tiers: Sequence[str]) -> RenderableType:
 
 def _places(now: Scrape, grown: Scrape, span_s: float | None, tiers: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("tier", "full", "", "tokens", "of", "pinned", "in", "out", "evicted"):
+    for heading in ("tier", "full", "", "tokens", "of", "in use", "pinned", "in", "out", "evicted"):
         table.add_column(heading, justify="left" if heading in {"tier", "full"} else "right", no_wrap=True)
-    gauges = {
-        kind: now.by(f"cargohold_tier_{kind}", "tier") for kind in ("ready_tokens", "capacity_tokens", "pinned_tokens")
-    }
+    kinds = ("ready_tokens", "capacity_tokens", "in_use_tokens", "pinned_tokens")
+    gauges = {kind: now.by(f"cargohold_tier_{kind}", "tier") for kind in kinds}
     moved = {
         way: {
             dict(labels)["tier"]: value
@@ -224,7 +223,7 @@ def _places(now: Scrape, grown: Scrape, span_s: float | None, tiers: Sequence[st
             f"{(ready or 0) / (capacity or 1):.0%}" if is_known else "",
             _count(ready),
             _count(capacity),
-            _count(gauges["pinned_tokens"].get(tier)),
+            *(_count(gauges[kind].get(tier)) for kind in ("in_use_tokens", "pinned_tokens")),
             *(_rate(moved[way].get(tier), span_s, as_bytes=True) for way in ("in", "out")),
             _rate(removed.get(tier), span_s),
         )

@@ -11,12 +11,18 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from cargohold.protocol import AGES_MS, WAITS_MS, Outage, Stats, is_level, last_name, level_changes, times_part
-
-SEPARATOR: Final = "\t"
-"""Stands between the labels of a counter that has some in its name; no reason contains it."""
-_SINCE: Final = f"num_outage_since{SEPARATOR}"
-_RETRY: Final = f"num_outage_retry{SEPARATOR}"
+from cargohold.protocol import (
+    AGES_MS,
+    SEPARATOR,
+    WAITS_MS,
+    Outage,
+    Stats,
+    is_level,
+    labelled,
+    last_name,
+    level_changes,
+    times_part,
+)
 
 
 class Kind(Enum):
@@ -70,10 +76,17 @@ PROMPT: Final = _counter(
 )
 CAPACITY: Final = _gauge("tier_capacity_bytes", "Bytes of KV that a tier may hold.", "tier")
 READY: Final = _gauge("tier_ready_bytes", "Bytes of KV in a tier that can be found again.", "tier")
-PINNED: Final = _gauge("tier_pinned_bytes", "Bytes of KV that copies in flight and waiting requests hold.", "tier")
+PINNED: Final = _gauge("tier_pinned_bytes", "Bytes of KV that hints keep from being evicted.", "tier")
+IN_USE: Final = _gauge("tier_in_use_bytes", "Bytes of KV that copies in flight and requests hold.", "tier")
 CAPACITY_TOKENS: Final = _gauge("tier_capacity_tokens", "The same in tokens, of all layers.", "tier")
 READY_TOKENS: Final = _gauge("tier_ready_tokens", "The same in tokens, of all layers.", "tier")
 PINNED_TOKENS: Final = _gauge("tier_pinned_tokens", "The same in tokens, of all layers.", "tier")
+IN_USE_TOKENS: Final = _gauge("tier_in_use_tokens", "The same in tokens, of all layers.", "tier")
+OF_TENANT: Final = _gauge("tenant_bytes", "Bytes of KV in a tier, by tenants that have a quota.", "tier", "tenant")
+OF_TENANT_TOKENS: Final = _gauge("tenant_tokens", "The same in tokens, of all layers.", "tier", "tenant")
+QUOTA: Final = _gauge("tenant_quota_bytes", "Reserved bytes, soft and hard limit.", "tier", "tenant", "limit")
+QUOTA_TOKENS: Final = _gauge("tenant_quota_tokens", "The same in tokens.", "tier", "tenant", "limit")
+HINTS: Final = _counter("hints", "Outcomes of hints, and how those that were carried out ended.", "outcome")
 MOVED: Final = _counter("moved_bytes", "Bytes copied into a tier and out of it, over all workers.", "tier", "direction")
 STORED: Final = _counter("stored_chunks", "Chunks that entered a tier.", "tier")
 REMOVED: Final = _counter("removed_chunks", "Chunks that left host memory: evicted, damaged, or dropped.", "tier")
@@ -121,7 +134,8 @@ OTHER: Final = _counter("connector", "Everything else that connectors and tiers 
 OTHER_LEVELS: Final = _gauge("connector_level", "What else there is now, by its own name.", "counter")
 
 FAMILIES: Final = (
-    *(PROMPT, CAPACITY, READY, PINNED, CAPACITY_TOKENS, READY_TOKENS, PINNED_TOKENS, MOVED, STORED, REMOVED),
+    *(PROMPT, CAPACITY, READY, PINNED, IN_USE, CAPACITY_TOKENS, READY_TOKENS, PINNED_TOKENS, IN_USE_TOKENS),
+    *(OF_TENANT, OF_TENANT_TOKENS, QUOTA, QUOTA_TOKENS, HINTS, MOVED, STORED, REMOVED),
     *(NOT_STORED, NOT_LOADED, CORRUPT, TIER_FAILURES, SUSPENSIONS, FAILURES, DEFERRED_LOOKUPS, DEFERRED_STORES),
     *(LOAD_TOKENS, PREFILL_TOKENS, PREFILL_SECONDS, WAIT, GAP, *TIMES.values(), OUTAGE_SINCE, OUTAGE_RETRY),
     *(OTHER, OTHER_LEVELS),
@@ -167,14 +181,20 @@ _ENDS: Final[Mapping[str, tuple[Family, tuple[str, ...]]]] = MappingProxyType(
         "_suspensions": (SUSPENSIONS, ()),
         "_capacity_bytes": (CAPACITY, ()),
         "_pinned_bytes": (PINNED, ()),
+        "_in_use_bytes": (IN_USE, ()),
+        "_tenant_bytes": (OF_TENANT, ()),
+        "_quota_bytes": (QUOTA, ()),
         "_bytes": (READY, ()),
         "_capacity_tokens": (CAPACITY_TOKENS, ()),
         "_pinned_tokens": (PINNED_TOKENS, ()),
+        "_in_use_tokens": (IN_USE_TOKENS, ()),
+        "_tenant_tokens": (OF_TENANT_TOKENS, ()),
+        "_quota_tokens": (QUOTA_TOKENS, ()),
         "_tokens": (READY_TOKENS, ()),
     }
 )
 """Families by the end of the names of their counters, which begin with a tier's; and the values of further labels."""
-_LEVELS: Final = frozenset({CAPACITY, READY, PINNED, CAPACITY_TOKENS, READY_TOKENS, PINNED_TOKENS})
+_OUTAGES: Final = MappingProxyType({"num_outage_since": OUTAGE_SINCE, "num_outage_retry": OUTAGE_RETRY})
 _NOT_OF_TIERS: Final = frozenset({"stored_again"})
 """What stands in front of such an end, and is no tier."""
 
@@ -187,17 +207,20 @@ def series_of(counter: str) -> Series:
     """
     if counter in NAMED:
         return NAMED[counter]
-    for start, family in ((_SINCE, OUTAGE_SINCE), (_RETRY, OUTAGE_RETRY)):
-        if counter.startswith(start):
-            return Series(family, tuple(counter.removeprefix(start).split(SEPARATOR)))
+    full_name, *labels = counter.split(SEPARATOR)
+    if full_name in _OUTAGES:
+        return Series(_OUTAGES[full_name], tuple(labels))
+    if full_name.startswith("hints_"):
+        return Series(HINTS, (full_name.removeprefix("hints_"),))
     part = times_part(counter)
     if part is not None:
         return _series_of_times(part.name)
-    name = counter.removeprefix("num_")
+    name = full_name.removeprefix("num_")
+    kind = Kind.GAUGE if is_level(counter) else Kind.COUNTER
     for end, (family, values) in _ENDS.items():
         tier = name.removesuffix(end)
-        if tier != name and (family in _LEVELS) is is_level(counter) and tier not in _NOT_OF_TIERS:
-            return Series(family, (tier, *values))
+        if tier != name and family.kind is kind and tier not in _NOT_OF_TIERS:
+            return Series(family, (tier, *values, *labels))
     return Series(OTHER_LEVELS if is_level(counter) else OTHER, (counter,))
 
 
@@ -245,8 +268,9 @@ def for_operators(stats: Stats, block_bytes: float, token_bytes: float) -> dict[
     for name, value in total.items():
         if name not in _NOT_SHOWN:
             shown[name] = value
-            if name.endswith("_bytes") and is_level(name):
-                shown[f"{name.removesuffix('_bytes')}_tokens"] = value / token_bytes
+            of_what, separator, labels = name.partition(SEPARATOR)
+            if of_what.endswith("_bytes") and is_level(name):
+                shown[f"{of_what.removesuffix('_bytes')}_tokens{separator}{labels}"] = value / token_bytes
     return shown
 
 
@@ -272,14 +296,14 @@ class OutageLevels:
     def _told(self, outages: Sequence[Outage]) -> Iterator[tuple[str, float]]:
         for outage in outages:
             told = outage.since_1970(self._epoch)
-            labels = SEPARATOR.join((outage.tier, outage.what, self._reason(outage.reason)))
-            yield f"{_SINCE}{labels}", told.since
+            labels = outage.tier, outage.what, self._reason(outage.reason)
+            yield labelled("num_outage_since", *labels), told.since
             if told.retry_at is not None:
-                yield f"{_RETRY}{labels}", told.retry_at
+                yield labelled("num_outage_retry", *labels), told.retry_at
 
     def _reason(self, reason: str) -> str:
         """A reason that fits into a label. Each makes a time series, and stores put ids of requests into theirs."""
-        reason = " ".join(reason.split())[:_MAX_REASON_CHARS]
+        reason = reason[:_MAX_REASON_CHARS]
         if len(self._reasons) < _MAX_REASONS:
             self._reasons.add(reason)
         return reason if reason in self._reasons else "another reason; the log has it"

@@ -14,6 +14,21 @@ from cargohold.protocol.factory import (
     WorkerEnvironment,
 )
 from cargohold.protocol.guard import ConnectorGuard
+from cargohold.protocol.hints import (
+    HINTS_KEY,
+    MAX_HINTS,
+    Hint,
+    HintEnd,
+    HintEvent,
+    HintKind,
+    HintOutcome,
+    HintStatus,
+    Prefix,
+    answers_to,
+    best_outcome,
+    hints_in,
+    parse_hints,
+)
 from cargohold.protocol.kv_cache import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -55,12 +70,14 @@ from cargohold.protocol.request import (
 )
 from cargohold.protocol.stats import (
     AGES_MS,
+    SEPARATOR,
     WAITS_MS,
     Outage,
     Stats,
     Times,
     add_stats,
     is_level,
+    labelled,
     last_name,
     level_changes,
     times_part,
@@ -69,6 +86,8 @@ from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
     "AGES_MS",
+    "HINTS_KEY",
+    "MAX_HINTS",
     "MEDIUM_DEVICE",
     "MEDIUM_HOST",
     "MEDIUM_STORAGE",
@@ -76,6 +95,7 @@ __all__ = [
     "NOTHING_TO_REPORT",
     "NULL_BLOCK_ID",
     "NULL_CONNECTOR",
+    "SEPARATOR",
     "WAITS_MS",
     "Adapter",
     "AllBlocksCleared",
@@ -93,6 +113,12 @@ __all__ = [
     "ExtraKey",
     "FinishedTransfers",
     "ForwardingScheduler",
+    "Hint",
+    "HintEnd",
+    "HintEvent",
+    "HintKind",
+    "HintOutcome",
+    "HintStatus",
     "KVCacheBlockView",
     "KVCacheGroup",
     "KVCacheLayout",
@@ -108,6 +134,7 @@ __all__ = [
     "Outage",
     "OutputAggregator",
     "Patience",
+    "Prefix",
     "RequestView",
     "ScheduledRequest",
     "SchedulerContext",
@@ -122,8 +149,13 @@ __all__ = [
     "WorkerEnvironment",
     "WorkerMetadata",
     "add_stats",
+    "answers_to",
+    "best_outcome",
+    "hints_in",
     "is_level",
+    "labelled",
     "last_name",
     "level_changes",
+    "parse_hints",
     "times_part",
 ]

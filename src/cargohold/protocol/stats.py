@@ -22,12 +22,23 @@ Stats: TypeAlias = Mapping[str, float]
 
 A counter whose name begins with ``num_`` is a *level*: its sum says how much there is now, so its increments may be negative.
 Levels come from scheduler sides; when a connector is turned off, its guard sets its levels back to 0.
+
+Behind the name there may be values of labels, each after a ``SEPARATOR``, such as the name of a tenant.
 """
+
+SEPARATOR: Final = "\t"
+"""Stands before each label of a counter; no label contains it."""
+
+
+def labelled(counter: str, *labels: str) -> str:
+    """Return the name of a counter with values of labels behind it."""
+    return SEPARATOR.join([counter, *(" ".join(label.split()) for label in labels)])
 
 
 def last_name(counter: str) -> str:
     """Return a counter's name without the dotted connector names in front of it."""
-    return counter.rpartition(".")[2]
+    name, separator, labels = counter.partition(SEPARATOR)
+    return name.rpartition(".")[2] + separator + labels
 
 
 def is_level(counter: str) -> bool:

@@ -96,7 +96,7 @@ class EngineMeters(Collector):
         device = {
             "num_device_capacity_bytes": status.num_blocks * block_bytes,
             "num_device_bytes": status.num_cached_blocks * block_bytes,
-            "num_device_pinned_bytes": (status.num_blocks - status.num_free_blocks) * block_bytes,
+            "num_device_in_use_bytes": (status.num_blocks - status.num_free_blocks) * block_bytes,
         }
         shown = for_operators({**self._watch.stats, **device}, layout.block_bytes, layout.token_bytes)
         shown |= OutageLevels(epoch=0.0).take_changes(status.outages)

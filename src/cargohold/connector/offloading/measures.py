@@ -17,7 +17,7 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
-from cargohold.protocol import AGES_MS, Clock, Stats, Times, TransferOutcome, level_changes
+from cargohold.protocol import AGES_MS, Clock, Stats, Times, TransferOutcome, labelled, level_changes
 
 MAX_KEPT: Final = 256
 """Maximum number of chunks whose stay in host memory is followed."""
@@ -47,9 +47,14 @@ class Measures:
         self._levels: Stats = {}
         layout = shared.layout
         self._chunk_bytes = layout.block_bytes * layout.world_size * shared.config.blocks_per_chunk
-        self._lower_capacities = {
+        self._limits = {
             f"num_{name}_capacity_bytes": num_chunks * self._chunk_bytes for name, num_chunks in lower_chunks.items()
         }
+        for tenant, limits in shared.manager.quotas.items():
+            for limit, num_chunks in (("reserved", limits.reserved), ("soft", limits.soft), ("hard", limits.hard)):
+                if num_chunks is not None:
+                    name = labelled(f"num_{shared.tier}_quota_bytes", tenant, limit)
+                    self._limits[name] = num_chunks * self._chunk_bytes
 
     def note_answer(self, state: RequestState, *, is_known: bool) -> None:
         """Note whether a look-up was answered with "not yet". Called for every look-up, most of which change nothing."""
@@ -77,15 +82,19 @@ class Measures:
         """Return how levels have changed since the last call, so that the counters of all steps sum up to the level."""
         manager, chunk_bytes, tier = self._shared.manager, self._chunk_bytes, self._shared.tier
         num_ready = manager.num_ready
-        levels: Stats = {
+        levels: dict[str, float] = {
             "removed_chunks": manager.num_removed,
             "num_ready_chunks": num_ready,
             "num_stuck_copies": self._shared.jobs.num_stuck,
             f"num_{tier}_bytes": num_ready * chunk_bytes,
-            f"num_{tier}_pinned_bytes": manager.num_pins * chunk_bytes,
+            "num_pinned_chunks": (num_pinned := self._shared.hints.num_pinned),
+            f"num_{tier}_pinned_bytes": num_pinned * chunk_bytes,
+            f"num_{tier}_in_use_bytes": manager.num_pins * chunk_bytes,
             f"num_{tier}_capacity_bytes": manager.capacity * chunk_bytes,
-            **self._lower_capacities,
+            **self._limits,
         }
+        for tenant, num_chunks in manager.usage().items():
+            levels[labelled(f"num_{tier}_tenant_bytes", tenant)] = num_chunks * chunk_bytes
         before, self._levels = self._levels, levels
         return level_changes(before, levels) if levels != before else {}
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.handoff import Handoff
+from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, RequestHolder, Store, TouchHolder
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
@@ -28,6 +29,9 @@ from cargohold.protocol import (
     BlockIds,
     CacheReport,
     ConnectorMetadata,
+    Hint,
+    HintEvent,
+    HintOutcome,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
@@ -81,6 +85,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
+        self._shared.hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
         self._lower = None
         if lower is not None:
             self._lower = LowerSide(
@@ -146,6 +151,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         state.is_handed_off = state.params.do_remote_decode and promises is not None and promises.is_possible
         self._requests[request.request_id] = state
 
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+        """Carry out hints about a request that it knows, or about a prefix without one."""
+        return self._shared.hints.on_hints(request, hints)
+
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
 
@@ -158,6 +167,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         state.end_waiting()
         self._measures.note_answer(state, is_known=True)
         self._stores.end_request(state, block_ids)
+        if state.grants:
+            self._shared.hints.note_ended(state)
         return keeps_blocks, self._announcement(state) if state.params.do_remote_decode else None
 
     def _announcement(self, state: RequestState) -> Mapping[str, Any] | None:
@@ -204,6 +215,8 @@ class OffloadingScheduler(KVConnectorScheduler):
             return  # no look-up came before: the load has ended, or the engine did not ask
         # Chunks are marked as used only now that the request is admitted: a look-up may be repeated any number of times.
         num_ready = [self._shared.manager.touch(keys.keys) for keys in state.keys]
+        if self._shared.hints:
+            self._shared.hints.note_used(state)
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Counter[str] = Counter()
         if num_external_tokens:
@@ -225,6 +238,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._pace.begin(step)
         if self._lower is not None:
             self._lower.prefetcher.act()
+        if self._shared.hints:
+            self._shared.hints.expire()
         given_up = self._give_up_overdue()
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
@@ -289,21 +304,36 @@ class OffloadingScheduler(KVConnectorScheduler):
         own = () if events is None else events.take()
         return own if self._lower is None else (*own, *self._lower.take_events())
 
+    def take_hint_events(self) -> Iterable[HintEvent]:
+        """Return how hints have ended since the last call."""
+        return self._shared.hints.take_events()
+
+    def tenant_usage(self) -> Mapping[str, int]:
+        """Return how many of host memory's chunks each tenant with a quota has, and ``others``; empty without quotas."""
+        return self._shared.manager.usage()
+
     def num_stuck_references(self) -> int:
         """Return the number of references that it holds for copies that did not end in time."""
         return self._shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
 
     def reset_cache(self) -> bool:
-        """Forget every chunk, unless a job is in flight."""
+        """Forget every chunk, unless a job is in flight. Leases and priorities are void."""
         is_reset = not self._shared.jobs and self._shared.manager.reset()
         if is_reset:
+            self._shared.hints.void_all()
             self._measures.ages.forget()
         return is_reset
+
+    def shutdown(self) -> None:
+        """End leases and priorities: the manager may outlive this connector."""
+        self._shared.hints.void_all()
 
     def get_stats(self) -> Stats:
         """Return counters since the last call."""
         self._measures.ages.look()
-        stats, self._shared.stats = self._shared.stats, Counter()
+        stats, self._shared.stats = dict(self._shared.stats), Counter()
+        if self._shared.hints.stats:
+            stats, self._shared.hints.stats = {**stats, **self._shared.hints.stats}, Counter()
         lower = {} if self._lower is None else self._lower.take_stats()
         return {**stats, **self._measures.take_levels(), **lower}
 
