@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from hashlib import sha256
 from types import SimpleNamespace
-from typing import Any
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import make_manager
 from cargohold.connector.offloading.measures import LOOK_S, MAX_KEPT, MAX_USED, ChunkAges
+from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import times_part
 from cargohold.testing.simulation import VirtualClock
 
@@ -26,7 +27,7 @@ class Setup:
     def __init__(self, capacity: int = 1000) -> None:
         self.clock = VirtualClock()
         self.manager = make_manager("lru", capacity)
-        self.shared: Any = SimpleNamespace(tier="host", manager=self.manager, stats=Counter())
+        self.shared = cast("Shared", SimpleNamespace(tier="host", manager=self.manager, stats=Counter()))
         self.ages = ChunkAges(self.shared, self.clock)
 
     def store(self, chunks: list[bytes]) -> None:
