@@ -67,6 +67,7 @@ class Request:
     block_hashes = ()
     kv_transfer_params = None
     adapter = None
+    salt = None
 
     tenant = None
 
