@@ -136,6 +136,10 @@ class LowerTiers:
     def _is_loading(self) -> bool:
         return any(task.kind is JobKind.LOAD for task in self._tasks)
 
+    def is_asked_for(self, key: OffloadKey) -> bool:
+        """Whether a chunk is on its way from or to a tier, or a tier is being asked whether it has it."""
+        return key in self._fetches.arriving or any(writes.is_busy_with(key) for writes in self.writes)
+
     def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, skipped: Container[int] = ()) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
 
