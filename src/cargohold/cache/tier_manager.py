@@ -151,18 +151,18 @@ class TierManager(OffloadManager):
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
         table = self._table
         placement = _Placement(table.num_writing + self._num_pins)
-        found = [table.find_each(keys) for keys, _ in offers]
-        parents = [table.find(parent) for _, parent in offers]
+        keys = list(chain.from_iterable([offered for offered, _ in offers]))
+        found, parents = table.find_each(keys), [table.find(parent) for _, parent in offers]
         # Neither what is there of the offers nor what they continue may be evicted for them.
         around = [slot for slot in parents if slot != NO_SLOT]
-        for slots in found:
-            if slots.count(None) < len(slots):
-                around += [slot for slot in slots if slot is not None]
+        if found.count(None) < len(found):
+            around += [slot for slot in found if slot is not None]
         table.pin(around)
-        if _are_apart(offers):
+        if _are_apart(offers, keys):
+            of_each = _split(found, offers)
             if len(offers) > 1:
-                self._make_room_ahead(offers, parents, found)
-            for offer, before, slots in zip(offers, parents, found, strict=True):
+                self._make_room_ahead(offers, parents, of_each)
+            for offer, before, slots in zip(offers, parents, of_each, strict=True):
                 self._place_offer(placement, offer, before, slots)
         else:
             self._place_in_order(placement, offers)
@@ -201,13 +201,13 @@ class TierManager(OffloadManager):
     # --- stores -------------------------------------------------------------------------------------------------------
 
     def _make_room_ahead(
-        self, offers: Sequence[StoreOffer], parents: Sequence[int], found: Sequence[Sequence[int | None]]
+        self, offers: Sequence[StoreOffer], parents: Sequence[int], found: Sequence[Sequence[int | None] | None]
     ) -> None:
         """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table."""
         newcomers = [
             Newcomers(offer.keys, before)
             for offer, before, slots in zip(offers, parents, found, strict=True)
-            if slots and slots.count(None) == len(slots)
+            if slots is None and offer.keys
         ]
         num_slots = sum([len(keys) for keys, _ in newcomers]) - self._table.num_free
         if newcomers and num_slots > 0:
@@ -222,19 +222,27 @@ class TierManager(OffloadManager):
             # Keys that are not digests of prefixes may claim to be behind each other in a circle: then one must begin.
             begun = [offer for offer in left if offer.parent not in pending] or left[:1]
             for offer in begun:
-                self._place_offer(placement, offer, find(offer.parent), find_each(offer.keys))
+                (slots,) = _split(find_each(offer.keys), [offer])
+                self._place_offer(placement, offer, find(offer.parent), slots)
             left = [offer for offer in left if offer not in begun]
 
-    def _place_offer(self, placement: _Placement, offer: StoreOffer, before: int, found: Sequence[int | None]) -> None:
+    def _place_offer(
+        self, placement: _Placement, offer: StoreOffer, before: int, found: Sequence[int | None] | None
+    ) -> None:
         """Find slots for the absent chunks of an offer, up to the first that finds none. Mutates everything.
 
         Args:
             placement: the plan.
             offer: the offer; no chunk is in it twice.
             before: the slot of its parent, or ``NO_SLOT``.
-            found: by chunk, the slot of those that are there, and ``None``.
+            found: by chunk, the slot of those that are there, and ``None``; only ``None`` if all are absent.
         """
         keys, missed, num_others = offer.keys, placement.missed, len(placement.keys)
+        if found is None:
+            if not missed and len(keys) <= self._table.num_free:
+                self._put(placement, keys, before, keys)
+                return  # nearly always
+            found = [None] * len(keys)
         # No more are deferred than will find a slot: a request that is longer than the tier is not offered for ever.
         num_waiting = placement.num_waiting - len(placement.deferred)
         at = 0
@@ -266,24 +274,26 @@ class TierManager(OffloadManager):
 
         Evicts others if need be. Mutates everything. Returns how many were placed, and whether the policy refuses the rest.
         """
-        table, policy, num_placed = self._table, self.policy, len(keys)
+        table = self._table
         num_free, is_refused = table.num_free, False
-        if num_placed > num_free:
-            if not placement.is_full:
-                is_refused = policy.make_room(keys, before, num_placed - num_free)
-            num_placed = min(num_placed, table.num_free)
-            placement.is_full = not is_refused and num_placed < len(keys)
+        if len(keys) > num_free and not placement.is_full:
+            is_refused = self.policy.make_room(keys, before, len(keys) - num_free)
+            placement.is_full = not is_refused and len(keys) > table.num_free
+        placed = keys if len(keys) <= table.num_free else keys[: table.num_free]
         # Of chunks that may be offered again the policy learns then.
-        told = keys if is_refused or num_placed == len(keys) else keys[:num_placed]
-        placed = keys if num_placed == len(keys) else keys[:num_placed]
-        slots = table.take(num_placed) if placed else []
-        if placed:
-            table.place(placed, slots, before)
-            placement.keys += placed
+        self._put(placement, placed, before, keys if is_refused else placed)
+        return len(placed), is_refused
+
+    def _put(self, placement: _Placement, keys: Sequence[OffloadKey], before: int, told: Sequence[OffloadKey]) -> None:
+        """Put chunks into free slots behind the one in slot ``before``; the policy learns of ``told``. Mutates everything."""
+        slots: list[int] = []
+        if keys:
+            slots = self._table.take(len(keys))
+            self._table.place(keys, slots, before)
+            placement.keys += keys
             placement.slots += slots
         if told:
-            policy.add(told, before, slots)
-        return num_placed, is_refused
+            self.policy.add(told, before, slots)
 
     def _end_store(self, handle: SlotReservation, is_stored: bool) -> None:
         self._writing.remove(handle)
@@ -330,12 +340,24 @@ def _end_of_absent(
     return next((end for end in range(at, len(keys)) if found[end] is not None or keys[end] in missed), len(keys))
 
 
-def _are_apart(offers: Sequence[StoreOffer]) -> bool:
-    """Whether no chunk is on offer twice, and no offer continues another: nearly always so."""
-    if len(offers) == 1 and len(offers[0].keys) == 1:
+def _are_apart(offers: Sequence[StoreOffer], keys: Sequence[OffloadKey]) -> bool:
+    """Whether no chunk is on offer twice, and no offer continues another: nearly always so. ``keys`` are all on offer."""
+    if len(keys) == 1:
         return True
-    names = set(chain.from_iterable(keys for keys, _ in offers))
-    return len(names) == sum(len(keys) for keys, _ in offers) and names.isdisjoint([parent for _, parent in offers])
+    names = set(keys)
+    return len(names) == len(keys) and names.isdisjoint([parent for _, parent in offers])
+
+
+def _split(found: Sequence[int | None], offers: Sequence[StoreOffer]) -> list[Sequence[int | None] | None]:
+    """Return what was found of all offers by offer: slots, and ``None`` for absent chunks; only ``None`` if all are absent."""
+    if found.count(None) == len(found):
+        return [None] * len(offers)  # nearly always
+    parts, at = list[Sequence[int | None] | None](), 0
+    for keys, _ in offers:
+        part = found[at : at + len(keys)]
+        parts.append(None if part.count(None) == len(part) else part)
+        at += len(keys)
+    return parts
 
 
 # --- makes managers ---------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ Levels come from scheduler sides; when a connector is turned off, its guard sets
 
 def last_name(counter: str) -> str:
     """Return a counter's name without the dotted connector names in front of it."""
-    return counter.rpartition(".")[2]
+    return counter.rpartition(".")[2] if "." in counter else counter
 
 
 def is_level(counter: str) -> bool:

@@ -194,11 +194,8 @@ class _Offered:
 
     def next_chunk(self, deferred: AbstractSet[OffloadKey]) -> int:
         """Return the number of the chunk to offer next: the first in ``deferred``, or ``end`` if none of these chunks is."""
-        if deferred:
-            for chunk, key in zip(self.blocks.chunks, self.keys, strict=True):
-                if key in deferred:
-                    return chunk
-        return self.end
+        pairs = zip(self.blocks.chunks, self.keys, strict=True)
+        return next((chunk for chunk, key in pairs if key in deferred), self.end)
 
 
 class EagerStores:
@@ -354,15 +351,17 @@ class EagerStores:
             return
         block_ids, rows = self._places(offered, handle)
         shared.holder.hold(block_ids)
-        store = Store(shared.jobs.new_id(), self._note_taken(offered, handle), handle, block_ids)
+        store = Store(shared.jobs.new_id(), frozenset(), handle, block_ids)
+        store.request_ids = self._note_taken(offered, store.keys)
         yield start_store(shared, store, rows)
 
     def _note_offered(self, offered: Sequence[_Offered], handle: StoreHandle) -> None:
         """Let each request go on behind what was offered, or from the first chunk that is to be offered again."""
         deferred = frozenset(handle.deferred)
         for offer in offered:
-            next_chunk = offer.next_chunk(deferred)
-            self._shared.stats["stores_deferred"] += next_chunk < offer.end
+            next_chunk = offer.next_chunk(deferred) if deferred else offer.end
+            if next_chunk < offer.end:
+                self._shared.stats["stores_deferred"] += 1
             offer.state.note_offered(offer.group, next_chunk)
 
     def _places(self, offered: Sequence[_Offered], handle: StoreHandle) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -376,9 +375,9 @@ class EagerStores:
             starts = [start_of[key] for key in handle.keys]
         return rows_to_store(block_ids, starts, handle.slots, per_chunk)
 
-    def _note_taken(self, offered: Sequence[_Offered], handle: StoreHandle) -> AbstractSet[str]:
+    def _note_taken(self, offered: Sequence[_Offered], taken: AbstractSet[OffloadKey]) -> AbstractSet[str]:
         """Count the chunks that the manager takes, and remember them for events; return the requests that they are of."""
-        taken, events = frozenset(handle.keys), self._shared.events
+        events = self._shared.events
         request_ids: set[str] = set()
         num_again = 0
         for offer in offered:
