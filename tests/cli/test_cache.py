@@ -27,8 +27,8 @@ from cargohold.tiers.inventory.disk import DiskInventory
 from cargohold.tiers.objects import ObjectTier
 from cargohold.tiers.redis import RedisTier
 from tests.conformance.folder import FolderConfig
-from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads
 from tests.servers import key_value_server
+from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads
 
 assert cache_command.cache is not None  # it has added itself to the app
 

@@ -25,8 +25,7 @@ from cargohold.protocol import (
     WorkerEnvironment,
 )
 from cargohold.testing.conformance import ConnectorConformance
-from cargohold.testing.conformance.spoiler import Failure
-from cargohold.testing.conformance.strict import StrictScheduler
+from cargohold.testing.conformance.strict import Failure, StrictScheduler
 from cargohold.testing.simulation import SimulatedEngine, WrongTokenError, simulated_layout
 from tests.conformance.shelf import Orders, ShelfScheduler, ShelfWorker
 

@@ -12,7 +12,7 @@ import pytest
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.protocol import KVConnectorFactory
 from cargohold.testing.simulation import SimulatedEngine, simulated_layout
-from cargohold.testing.simulation.offloading import SimulatedOffloading
+from cargohold.testing.simulation.connectors import SimulatedOffloading
 from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt

@@ -13,11 +13,11 @@ from cargohold.engine.core.roster import QueuePolicy
 from cargohold.testing.simulation.clock import GroupPlan
 from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.testing.simulation.faults import Fault
-from cargohold.testing.simulation.links import LinkProfile
-from cargohold.testing.simulation.lower import MediumPlan
 from cargohold.testing.simulation.run import Run, RunResult
 from cargohold.testing.simulation.scenario import Scenario, Shape
-from cargohold.testing.simulation.traffic import Action, Ask, Reset, Restart
+from cargohold.testing.simulation.tiers import MediumPlan
+from cargohold.testing.simulation.transfers import LinkProfile
+from cargohold.testing.simulation.workloads import Action, Ask, Reset, Restart
 from cargohold.tiers.scheduler_side import TierOptions
 
 SCHEDULER = MappingProxyType(

@@ -15,8 +15,7 @@ from cargohold.testing.simulation.connectors import CONNECTORS
 from cargohold.testing.simulation.faults import Fault
 from cargohold.testing.simulation.run import Run
 from cargohold.testing.simulation.scenario import draw_scenario
-from cargohold.testing.simulation.traffic import Abort, Ask, without_used_ids
-from cargohold.testing.simulation.workloads import WORKLOADS
+from cargohold.testing.simulation.workloads import WORKLOADS, Abort, Ask, without_used_ids
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)

@@ -20,6 +20,7 @@ from cargohold.tiers.factory import open_tier
 from cargohold.tiers.inventory import Finding, open_inventory
 from cargohold.tiers.inventory.disk import DiskInventory
 from cargohold.tiers.objects import ObjectTier
+from tests.servers import key_value_server
 from tests.tiers.common import (
     CHUNK,
     NAMESPACE,
@@ -32,7 +33,6 @@ from tests.tiers.common import (
     run_as_nobody,
     slots_per_segment,
 )
-from tests.servers import key_value_server
 
 
 def filled(tier: Tier, count: int) -> Tier:

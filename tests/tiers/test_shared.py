@@ -16,10 +16,10 @@ from cargohold.tiers.inventory.factory import open_inventory
 from cargohold.tiers.objects import open_store
 from cargohold.tiers.port import JobKind, JobStatus, TierJob
 from cargohold.tiers.shared_directory import list_ours
+from tests.servers import Server, key_value_server
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 from tests.tiers.shared import WAIT_S, shared, store
-from tests.servers import Server, key_value_server
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])

@@ -27,9 +27,9 @@ from cargohold.tiers import (
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.port import JobKind, JobStatus, TierJob
+from tests.servers import BUCKET, Server, set_credentials
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
-from tests.servers import BUCKET, Server, set_credentials
 
 WAIT_S = 20.0
 MIB = 1024**2

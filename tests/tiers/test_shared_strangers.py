@@ -16,8 +16,8 @@ from cargohold.tiers import LoadOutcome, StoreOutcome, Tier
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.factory import open_tier
 from cargohold.tiers.inventory import Finding, open_inventory
-from tests.tiers.common import CHUNK, NAMESPACE, in_thread, key, load, payload
 from tests.servers import Server, key_value_server
+from tests.tiers.common import CHUNK, NAMESPACE, in_thread, key, load, payload
 
 WAIT_S = 20.0
 MIB = 1024**2

@@ -14,9 +14,9 @@ from obstore.store import MemoryStore
 from cargohold.errors import ConfigError
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.inventory.factory import open_inventory
+from tests.servers import AZURE_ACCOUNT, BUCKET, Server, free_port
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.shared import raising, shared
-from tests.servers import AZURE_ACCOUNT, BUCKET, Server, free_port
 
 
 def test_credentials_that_may_not_ask_what_is_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

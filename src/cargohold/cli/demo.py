@@ -13,8 +13,17 @@ from rich.console import Console
 
 from cargohold.cli.app import app
 from cargohold.cli.common import Answers, errors, loaded, quiet_transformers
-from cargohold.cli.conversations import Conversation, load_conversations
-from cargohold.cli.visits import Answer, Visit, progress, require_offloading, show, ticker, visits
+from cargohold.cli.visits import (
+    Answer,
+    Conversation,
+    Visit,
+    load_conversations,
+    progress,
+    require_offloading,
+    show,
+    ticker,
+    visits,
+)
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.kv_layout import KVGeometry

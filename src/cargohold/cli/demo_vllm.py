@@ -13,8 +13,17 @@ import typer
 
 from cargohold.cli.app import EXIT_USAGE, app
 from cargohold.cli.common import Answers, errors, quiet_transformers
-from cargohold.cli.conversations import Conversation, load_conversations
-from cargohold.cli.visits import Answer, TurnedOffError, Visit, progress, show, ticker, visits
+from cargohold.cli.visits import (
+    Answer,
+    Conversation,
+    TurnedOffError,
+    Visit,
+    load_conversations,
+    progress,
+    show,
+    ticker,
+    visits,
+)
 from cargohold.engine.model.source import locate_model
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.integrations.vllm.server import serving, why_turned_off

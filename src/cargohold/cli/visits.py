@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from statistics import median
 from typing import Any
 
@@ -15,10 +16,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from cargohold.cli.common import errors
-from cargohold.cli.conversations import Conversation
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import CargoholdError
 from cargohold.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A user's questions, turn by turn.
+
+    Attributes:
+        topic: name of the document.
+        questions: the first one contains the document.
+    """
+
+    topic: str
+    questions: tuple[str, ...]
+
+
+def load_conversations(turns: int) -> list[Conversation]:
+    """The conversations that come with the package, cut to ``turns`` turns."""
+    texts = files("cargohold.cli") / "texts"
+    questions: dict[str, list[str]] = json.loads((texts / "questions.json").read_text(encoding="utf-8"))
+    return [
+        Conversation(topic, (f"{(texts / f'{topic}.txt').read_text(encoding='utf-8')}\n\n{first}", *rest[: turns - 1]))
+        for topic, (first, *rest) in questions.items()
+    ]
+
 
 LONG_CONTEXT_TOKENS = 1500
 EXIT_DIFFERENT = 1

@@ -23,9 +23,9 @@ from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.policies.runs import Runs
 from cargohold.errors import LifecycleError, MissingChunkError
-from tests.effort import examples
 from tests.cache.common import DEPTH, EVERY_KEY, chain, numbered
 from tests.cache.manager.naive_tier import NaiveTier
+from tests.effort import examples
 
 MakeManager = Callable[[int], OffloadManager]
 

@@ -13,8 +13,8 @@ from cargohold.cache import chunk_table
 from cargohold.cache.chunk_table import NO_SLOT, READY, ChunkTable
 from cargohold.cache.keys import ChunkKeys, offload_key, split_key
 from cargohold.protocol import AttentionKind, KVCacheGroup
-from tests.effort import examples
 from tests.cache.common import numbered
+from tests.effort import examples
 
 
 @pytest.mark.parametrize("most_in_one_dict", [0, 600])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from cargohold.blocks import READY
 from cargohold.cache import TierManager
 from cargohold.cache.policies.arc import ARCPolicy, Balance, Ghosts
-from tests.effort import examples
 from tests.cache.common import numbered
 from tests.cache.policies.naive_arc import PaperARC
+from tests.effort import examples
 
 
 @examples(60)

@@ -7,8 +7,8 @@ import pytest
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.policies.offline import OfflineTrace
 from cargohold.replay.traces import read_trace
-from tests.data.make_trace import TRACE, make_trace
 from tests.cache.common import hits_of, numbered
+from tests.data.make_trace import TRACE, make_trace
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 NUM_LOOKUPS = 25_928

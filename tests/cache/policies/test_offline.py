@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.policies.offline import OfflineTrace
-from tests.effort import examples
 from tests.cache.common import chain, hits_of
+from tests.effort import examples
 
 Requests = Sequence[Sequence[bytes]]
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple)

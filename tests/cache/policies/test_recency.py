@@ -19,9 +19,9 @@ from cargohold.cache import ChunksRemoved, LoadHandle, StoreHandle, TierManager,
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import ReplacementPolicy
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
-from tests.effort import examples
 from tests.cache.common import DEPTH, chain
 from tests.cache.policies.naive_policies import NaiveFIFO, NaiveLRU
+from tests.effort import examples
 
 MakePolicy = Callable[[ChunkTable], ReplacementPolicy]
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from reprlib import repr as shown  # a client may send values of any size, and what is refused is logged
 from typing import Any, Final, NamedTuple
 
 from cargohold.cache.keys import ChunkKeys
+from cargohold.cache.manager import OffloadKey
+from cargohold.cache.shares import HELD, NORMAL
+from cargohold.connector.offloading.handoff import Handoff
 from cargohold.connector.offloading.waiting import Waiting
 from cargohold.errors import RequestError
-from cargohold.protocol import KVCacheLayout, RequestView
+from cargohold.protocol import Hint, KVCacheLayout, RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,9 @@ class TransferParams:
     """The parameters of one request.
 
     Attributes:
-        do_remote_decode: whether another engine will decode: all of the prompt's KV is then kept in the tier, hits included.
+        do_remote_decode: whether another engine will decode: all of the prompt's KV is then kept in the tier, hits included,
+            and written to shared tiers at once.
+        handoff: what the engine that has computed the prompt has announced; ``None`` if there was none.
         max_load_tokens: maximum number of tokens to load; ``None`` for no limit.
         max_store_tokens: maximum number of leading tokens to store; ``None`` for no limit.
     """
@@ -27,6 +33,7 @@ class TransferParams:
     do_remote_decode: bool = False
     max_load_tokens: int | None = None
     max_store_tokens: int | None = None
+    handoff: Handoff | None = None
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None, request_id: str) -> TransferParams:
@@ -47,7 +54,64 @@ class TransferParams:
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
                 raise RequestError(f"kv_transfer_params: {key}={shown(limit)} must be an integer from 0", request_id)
             limits[key] = limit
-        return cls(remote, limits["max_load_tokens"], limits["max_store_tokens"])
+        handoff = Handoff.parse(params, request_id)
+        return cls(remote, limits["max_load_tokens"], limits["max_store_tokens"], handoff)
+
+
+# --- what hints lead to -----------------------------------------------------------------------------------------------
+
+
+class Budget(Enum):
+    """What a grant takes from others."""
+
+    PINNED = "pin_fraction"
+    RAISED = "retain_fraction"
+    LOWERED = "the number of chunks in host memory"
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """What a hint has led to.
+
+    Attributes:
+        hint: the hint.
+        tenant: who gave it.
+        level: the level that its chunks get.
+        ends_at: when it ends.
+        ttl_s: by how long a use renews it, if it is a lease.
+        number: in the order of hints.
+        keys: the chunks that it covers, in the tier or not.
+        alone: itself: what most of its chunks have.
+        is_over: whether it has ended.
+    """
+
+    hint: Hint
+    tenant: str | None
+    level: int
+    ends_at: float
+    ttl_s: float
+    number: int
+    keys: dict[OffloadKey, None] = field(default_factory=dict)
+    alone: tuple[Grant, ...] = field(init=False)
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.alone = (self,)
+
+    @property
+    def is_lease(self) -> bool:
+        """Whether it is a lease."""
+        return self.level == HELD
+
+    @property
+    def budget(self) -> Budget:
+        """What it takes from others."""
+        if self.is_lease:
+            return Budget.PINNED
+        return Budget.RAISED if self.level > NORMAL else Budget.LOWERED
+
+    def __lt__(self, other: Grant) -> bool:
+        return self.number < other.number
 
 
 # --- the scheduler side's state of each request -----------------------------------------------------------------------
@@ -93,9 +157,12 @@ class RequestState:
         due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups.
         lookup: the last look-up's answer.
         waiting: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
+        is_handed_off: whether its chunks are promised to another engine.
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
         restored_tokens: tokens loaded so far, by the tier they came from.
         notes: what was decided and why, the last ``MAX_NOTES``.
+        tenant: whose request it is, for quotas.
+        grants: what its hints have led to.
     """
 
     request: RequestView
@@ -106,9 +173,12 @@ class RequestState:
     hit_tokens: int = 0
     lookup: Lookup | None = None
     waiting: Waiting | None = None
+    is_handed_off: bool = False
     was_admitted: bool = False
     restored_tokens: Counter[str] = field(default_factory=Counter)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
+    tenant: str | None = field(init=False)
+    grants: tuple[Grant, ...] = ()
 
     @classmethod
     def create(cls, request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int) -> RequestState:
@@ -118,7 +188,13 @@ class RequestState:
         return cls(request, params, keys, [0] * len(keys))
 
     def __post_init__(self) -> None:
+        self.tenant = self.request.tenant
         self._note_due()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a hint wants its chunks to be stored even if the policy would refuse them."""
+        return bool(self.grants) and any(grant.level > NORMAL and not grant.is_over for grant in self.grants)
 
     @property
     def chunk_tokens(self) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
+from cargohold.connector.offloading.handoff import Handoff
+from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, RequestHolder, Store, TouchHolder
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
@@ -25,6 +27,9 @@ from cargohold.protocol import (
     BlockIds,
     CacheReport,
     ConnectorMetadata,
+    Hint,
+    HintEvent,
+    HintOutcome,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
@@ -73,7 +78,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._shared = Shared(
             config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
         )
+        self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
+        self._shared.hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
         self._lower = None
         if lower is not None:
             self._lower = LowerSide(
@@ -131,12 +138,18 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
         shared = self._shared
         state = RequestState.create(request, shared.layout, shared.config.blocks_per_chunk)
+        promises = shared.promises
+        state.is_handed_off = state.params.do_remote_decode and promises is not None and promises.is_possible
         self._requests[request.request_id] = state
+
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+        """Carry out hints about a request that it knows, or about a prefix without one."""
+        return self._shared.hints.on_hints(request, hints)
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
 
-        Returns the ``kv_transfer_params`` for the engine that goes on with the decoding, if the request asked for that.
+        Returns the announcement for the engine that goes on with the decoding, if the request asked for that.
         """
         keeps_blocks = self._needs_request(request.request_id)
         if keeps_blocks:
@@ -144,10 +157,25 @@ class OffloadingScheduler(KVConnectorScheduler):
         state = self._requests[request.request_id]
         state.end_waiting()
         self._stores.end_request(state, block_ids)
-        if not state.params.do_remote_decode:
-            return keeps_blocks, None
-        num_tokens = self._lookup.num_loadable_tokens(state)
-        return keeps_blocks, {"do_remote_prefill": True, "num_offloaded_tokens": num_tokens}
+        if state.grants:
+            self._shared.hints.note_ended(state)
+        return keeps_blocks, self._announcement(state) if state.params.do_remote_decode else None
+
+    def _announcement(self, state: RequestState) -> Mapping[str, Any] | None:
+        """Return what another engine is told of a request that has ended; ``None`` if none could find it."""
+        promises = self._shared.promises
+        if self._lower is None or promises is None or not promises.is_possible:
+            state.notes.append("nothing is handed off to another engine: no tier is shared with any")
+            return None
+        state.extend_keys()
+        handoff = Handoff.announce(state.keys, state.request.num_tokens, promises, self._lower.tiers.namespace)
+        if promises.obstacle:
+            state.notes.append(f"nothing is handed off to another engine: {promises.obstacle}")
+        else:
+            state.notes.append(
+                f"handed off {handoff.num_tokens} tokens, of which another engine can read {handoff.num_readable_tokens} now"
+            )
+        return handoff.params()
 
     def explain(self, request_id: str) -> CacheReport:
         """Return what was decided for the request, and why; forget the request."""
@@ -175,6 +203,8 @@ class OffloadingScheduler(KVConnectorScheduler):
             return  # no look-up came before: the load has ended, or the engine did not ask
         # Chunks are marked as used only now that the request is admitted: a look-up may be repeated any number of times.
         num_ready = [self._shared.manager.touch(keys.keys) for keys in state.keys]
+        if self._shared.hints:
+            self._shared.hints.note_used(state)
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Mapping[str, int] = {}
         if num_external_tokens:
@@ -193,6 +223,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         """
         if self._lower is not None:
             self._lower.prefetcher.act()
+        if self._shared.hints:
+            self._shared.hints.expire()
         given_up = self._give_up_overdue()
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
@@ -255,19 +287,37 @@ class OffloadingScheduler(KVConnectorScheduler):
         own = () if events is None else events.take()
         return own if self._lower is None else (*own, *self._lower.take_events())
 
+    def take_hint_events(self) -> Iterable[HintEvent]:
+        """Return how hints have ended since the last call."""
+        return self._shared.hints.take_events()
+
+    def tenant_usage(self) -> Mapping[str, int]:
+        """Return how many of host memory's chunks each tenant with a quota has, and ``others``; empty without quotas."""
+        return self._shared.manager.usage()
+
     def num_stuck_references(self) -> int:
         """Return the number of references that it holds for copies that did not end in time."""
         return self._shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
 
     def reset_cache(self) -> bool:
-        """Forget every chunk, unless a job is in flight."""
-        return not self._shared.jobs and self._shared.manager.reset()
+        """Forget every chunk, unless a job is in flight. Leases and priorities are void."""
+        is_reset = not self._shared.jobs and self._shared.manager.reset()
+        if is_reset:
+            self._shared.hints.void_all()
+        return is_reset
+
+    def shutdown(self) -> None:
+        """End leases and priorities: the manager may outlive this connector."""
+        self._shared.hints.void_all()
 
     def get_stats(self) -> Stats:
         """Return counters since the last call."""
         stats, self._shared.stats = dict(self._shared.stats), Counter()
+        if self._shared.hints.stats:
+            stats, self._shared.hints.stats = {**stats, **self._shared.hints.stats}, Counter()
         levels = {"removed_chunks": self.manager.num_removed, "num_ready_chunks": self.manager.num_ready}
         levels["num_stuck_copies"] = self.jobs.num_stuck
+        levels["num_pinned_chunks"] = self._shared.hints.num_pinned
         # Differences, so that the counters of all steps sum up to the level.
         stats |= {
             name: level - before for name, level in levels.items() if level != (before := self._levels.get(name, 0))

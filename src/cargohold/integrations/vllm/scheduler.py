@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
@@ -17,10 +17,12 @@ from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRo
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.requests import SeenRequest, Step
 from cargohold.protocol import (
+    HINTS_KEY,
     NULL_BLOCK_ID,
     BlockIds,
     CacheReport,
     ConnectorGuard,
+    HintOutcome,
     KVCacheLayout,
     KVConnectorOutput,
     KVConnectorScheduler,
@@ -29,6 +31,8 @@ from cargohold.protocol import (
     Patience,
     Stats,
     add_stats,
+    hints_in,
+    parse_hints,
 )
 from cargohold.rate_limited_log import SparingLog
 
@@ -67,6 +71,7 @@ class SideOptions:
         follow_resets: whether a reset of vLLM's prefix cache drops what is kept, too.
         dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
             load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
+        loads: whether anything is loaded; see ``layout.may_load``.
         marks_load_ends: whether to mark the end of a load for vLLM's prefix cache, which would not keep the windows and states
             there otherwise.
     """
@@ -74,6 +79,7 @@ class SideOptions:
     load_timeout_s: float
     follow_resets: bool = True
     dropped_tokens: int = 0
+    loads: bool = True
     marks_load_ends: bool = False
 
 
@@ -108,11 +114,14 @@ class SchedulerSide:
         self._clock = clock
         self._timeout_s = options.load_timeout_s
         self._dropped_tokens = options.dropped_tokens
+        self._loads = options.loads
         self._marks_load_ends = options.marks_load_ends
         self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         self._requests: dict[str, SeenRequest] = {}
+        # Answers to requests' hints, by request id.
+        self._outcomes: dict[str, list[HintOutcome]] = {}
         # Loads in flight by request id, the oldest first.
         self._loading: dict[str, _Load] = {}
         self._deferrals = Deferrals(clock)
@@ -165,6 +174,16 @@ class SchedulerSide:
             self._refusals.warning("%s; it is served without offloading", error)
         else:
             self._requests[seen.request_id] = seen
+            given = getattr(request, "kv_hints", None)  # from 0.32 on
+            given = hints_in(wishes) if given is None else given
+            if given is not None:
+                self._take_hints(seen, given)
+
+    def _take_hints(self, seen: SeenRequest, given: object) -> None:
+        """Give a request's hints to the connector, and keep the outcomes for the response."""
+        hints, rejected = parse_hints(given)
+        outcomes = self._outcomes[seen.request_id] = [*rejected, *self.guard.on_hints(seen, hints)]
+        self._stats.update(f"hints_{outcome.status}" for outcome in outcomes)
 
     def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Note that a request ended; see ``KVConnectorScheduler.request_finished``."""
@@ -186,8 +205,11 @@ class SchedulerSide:
             self._new_sends.append(request_id)
         answer = dict(params or {})
         answer.pop(_REMOTE_PREFILL, None)
+        outcomes = self._outcomes.pop(request_id, ())
+        if outcomes:
+            answer[HINTS_KEY] = [asdict(outcome) for outcome in outcomes]
         if (request.kv_transfer_params or {}).get(EXPLAIN):
-            answer[EXPLAIN] = _explanation(report)
+            answer[EXPLAIN] = _explanation(report, outcomes)
         return keeps_blocks, answer or None
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -338,7 +360,7 @@ class SchedulerSide:
     def _may_load_for(self, request: Any) -> bool:
         """Whether the connector is to be asked about a request."""
         request_id = request.request_id
-        is_ours = request_id in self._requests and request_id not in self._failed
+        is_ours = self._loads and request_id in self._requests and request_id not in self._failed
         return is_ours and not _wants_all_computed(request) and not self._resets.is_due()
 
     def _destinations(self, request_id: str, tables: BlockIds, num_external_tokens: int) -> tuple[int, ...]:
@@ -423,5 +445,5 @@ def _found_on_device(request: Any, num_computed_tokens: int, num_external_tokens
     return num_computed_tokens if num_external_tokens else max(num_computed_tokens, int(found))
 
 
-def _explanation(report: CacheReport) -> Mapping[str, Any]:
-    return {"restored_tokens": dict(report.restored_tokens), "notes": list(report.notes)}
+def _explanation(report: CacheReport, outcomes: Iterable[HintOutcome]) -> Mapping[str, Any]:
+    return {"restored_tokens": dict(report.restored_tokens), "notes": [*map(str, outcomes), *report.notes]}

@@ -18,8 +18,13 @@ import pytest
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.errors import ConfigError
 from cargohold.protocol import KVConnectorFactory, Stats, add_stats, is_level
-from cargohold.testing.conformance.spoiler import Failure, SpoilerFactory, SpoilingScheduler
-from cargohold.testing.conformance.strict import CodedExecutor, StrictFactory
+from cargohold.testing.conformance.strict import (
+    CodedExecutor,
+    Failure,
+    SpoilerFactory,
+    SpoilingScheduler,
+    StrictFactory,
+)
 from cargohold.testing.simulation.clock import simulated_layout
 from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.testing.simulation.engine import VOCAB_SIZE, SimulatedEngine

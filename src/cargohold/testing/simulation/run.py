@@ -40,7 +40,7 @@ from cargohold.testing.simulation.replica import (
     offloading_sides,
 )
 from cargohold.testing.simulation.scenario import Scenario
-from cargohold.testing.simulation.traffic import Abort, Action, Ask, Reset, Restart
+from cargohold.testing.simulation.workloads import Abort, Action, Ask, Reset, Restart
 from cargohold.testing.simulation.world import World
 from cargohold.tiers.scheduler_side import TieringManager
 

@@ -20,9 +20,8 @@ from cargohold.testing.simulation.connectors import (
     needs_prefix_cache,
 )
 from cargohold.testing.simulation.faults import Fault, draw_rates
-from cargohold.testing.simulation.links import LinkProfile
-from cargohold.testing.simulation.traffic import Action, Ask, Restart, Writer
-from cargohold.testing.simulation.workloads import WORKLOADS, Workload
+from cargohold.testing.simulation.transfers import LinkProfile
+from cargohold.testing.simulation.workloads import WORKLOADS, Action, Ask, Restart, Workload, Writer
 
 ANY = "any"
 """The name of a workload, or a connector, that is drawn anew for every seed."""

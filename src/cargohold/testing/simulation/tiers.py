@@ -1,23 +1,27 @@
-"""Tiers below host memory, in virtual time."""
+"""Tiers below host memory: media that a test answers by hand, and media whose queues take virtual time and fail at random."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from cargohold.cache import OffloadKey, make_manager
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.factory import scheduler_side
+from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.worker import TierWorker
 from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
-from cargohold.testing.simulation.transfers import HeldTransfers
+from cargohold.testing.simulation.faults import Fault, FaultSource, Spells
+from cargohold.testing.simulation.fingerprints import GARBAGE_BYTE
+from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_array
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
 from cargohold.tiers.health import MediumHealth
-from cargohold.tiers.port import ACCESS_OF
+from cargohold.tiers.port import ACCESS_OF, Access
 from cargohold.tiers.scheduler_side import LowerTiers, TieringManager, TierOptions
+from cargohold.transfer import TransferWorker
 
 
 class SimulatedMedium:
@@ -158,9 +162,11 @@ class SimulatedTiering:
         num_slots: chunks that host memory holds.
         tiers: how each tier is used, the fastest first.
         world_size: workers, each with a shard of every medium.
+        make_stores: decides which chunks are copied down; see ``scheduler_side``.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
+        namespace: the outline of the namespace that workers of further engines report.
         media: the media, per tier and rank.
         manager, lower: manager and lower tiers of the engine made last.
         transfers, queues: of the engine made last, transfers per rank, and queues per rank and tier.
@@ -171,10 +177,13 @@ class SimulatedTiering:
         num_slots: int,
         tiers: Sequence[TierOptions] = (TierOptions(name="disk"),),
         world_size: int = 1,
+        make_stores: MakeStores = EagerStores,
         **options: Any,
     ) -> None:
         self.num_slots = num_slots
         self.options = tuple(tiers)
+        self.namespace: Mapping[str, str] = {}
+        self._make_stores = make_stores
         self.config = OffloadConfig(host_bytes=1, **options)
         self.media = [[SimulatedMedium() for _ in range(world_size)] for _ in self.options]
         self.manager: TieringManager
@@ -186,7 +195,7 @@ class SimulatedTiering:
         """A scheduler side with an empty host memory."""
         host = make_manager(self.config.policy, self.num_slots, record_events=True)
         self.transfers, self.queues = [], []
-        side = scheduler_side(self.config, environment, host, self.options)
+        side = scheduler_side(self.config, environment, host, self.options, make_stores=self._make_stores)
         assert isinstance(side.manager, TieringManager)
         self.manager = side.manager
         self.lower = self.manager.lower
@@ -206,9 +215,232 @@ class SimulatedTiering:
             self.transfers.append(HeldTransfers(regions[0], rows, environment.clock))
             return self.transfers[-1]
 
-        tiers = TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock, environment.rank)
+        per_chunk, clock, rank = self.config.blocks_per_chunk, environment.clock, environment.rank
+        tiers = TierWorker(queues, rows, per_chunk, clock, rank, self.namespace)
         return OffloadingWorker(make_transfers, tiers)
 
     def all_queues(self) -> list[HeldQueue]:
         """Every queue of the engine made last."""
         return [queue for queues in self.queues for queue in queues]
+
+
+HANG_S = 60.0
+"""Length in virtual seconds of the stretches for which ``Fault.HANGS`` is drawn."""
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class MediumPlan:
+    """A tier below host memory.
+
+    Attributes:
+        options: how it is used.
+        max_chunks: most chunks that it holds; the oldest are evicted first.
+        latency_s: least virtual seconds that a job takes; drawn for each job, up to twice as much. A tier with an index takes
+            none to be looked up.
+        chunk_s: further seconds for each of the job's chunks.
+    """
+
+    options: TierOptions
+    max_chunks: int
+    latency_s: float
+    chunk_s: float
+
+    def describe(self) -> str:
+        """A description in one line, for people."""
+        options = self.options
+        return (
+            f"{options.name}: {self.max_chunks} chunks, {self.latency_s:g} s + {self.chunk_s:g} s each, "
+            f"admission={options.admission.value}, write={options.write_mode.value}, "
+            f"max_daily_chunks={options.max_daily_chunks}, max_inflight_chunks={options.max_inflight_chunks}, "
+            f"has_index={options.has_index}, num_asked_at_once={options.num_asked_at_once}"
+        )
+
+
+@dataclass(slots=True)
+class _Pending:
+    job: TierJob
+    ends: float
+
+
+class LinkedQueue:
+    """One worker's queue to its shard of a medium, in virtual time. Satisfies ``JobQueue``.
+
+    Args:
+        medium: the shard.
+        plan: how fast the medium is.
+        source: decides when a fault strikes, and tells the time.
+        is_gone: tells whether every access fails at the moment.
+        slowness: gives the factor by which jobs submitted now take longer.
+    """
+
+    def __init__(
+        self,
+        medium: SimulatedMedium,
+        plan: MediumPlan,
+        source: FaultSource,
+        is_gone: Callable[[], bool],
+        slowness: Callable[[], float],
+    ) -> None:
+        self._health = MediumHealth(plan.options.name, source.clock, BreakerConfig(), has_index=plan.options.has_index)
+        self._medium = medium
+        self._plan = plan
+        self._source = source
+        self._is_gone = is_gone
+        self._slowness = slowness
+        self._hangs = {access: Spells(source, Fault.HANGS, HANG_S) for access in Access}
+        self._pending: list[_Pending] = []
+        self._ended: list[TierJob] = []
+
+    def submit(self, job: TierJob) -> bool:
+        """Take a job. Returns ``False`` if the queue is full, or the medium keeps failing."""
+        if self._source.strikes(Fault.FULL) or not self._health.admit(job.kind):
+            return False
+        now, plan = self._source.clock(), self._plan
+        job.queued_at = now
+        access = ACCESS_OF[job.kind]
+        takes_s = plan.latency_s * (1 + self._source.random.random()) + plan.chunk_s * len(job.keys)
+        if access is Access.LOOK_UP and plan.options.has_index:
+            takes_s = 0.0
+        if self._source.strikes(Fault.LATE):
+            takes_s += self._source.random.choice((0.05, 0.5, 3.0))
+        takes_s *= self._slowness()
+        self._pending.append(_Pending(job, _NEVER if self._hangs[access]() else now + takes_s))
+        return True
+
+    def poll(self) -> Sequence[TierJob]:
+        """The jobs that ended or passed their deadline."""
+        now = self._source.clock()
+        for pending in [pending for pending in self._pending if min(pending.ends, pending.job.deadline) <= now]:
+            if pending.job.status:
+                continue  # one before it got its access suspended
+            if pending.ends > pending.job.deadline:
+                self._end(pending, JobStatus.EXPIRED, self._source.random.randrange(len(pending.job.keys) + 1))
+            elif self._is_gone():
+                self._end(pending, JobStatus.FAILED, 0)
+            elif self._source.strikes(Fault.FAILED):
+                self._end(pending, JobStatus.FAILED, self._source.random.randrange(len(pending.job.keys) + 1))
+            else:
+                self._end(pending, JobStatus.DONE, len(pending.job.keys))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def num_bytes(self) -> int:
+        """Nothing: fingerprints take no room."""
+        return 0
+
+    def health(self) -> TierHealth:
+        """The health of the medium, judged as a real queue does."""
+        return self._health.report()
+
+    def cancel(self, job_id: int) -> None:
+        """End a job; part of it may have been done."""
+        for pending in [pending for pending in self._pending if pending.job.job_id == job_id]:
+            self._end(pending, JobStatus.CANCELLED, self._source.random.randrange(len(pending.job.keys) + 1))
+
+    def shutdown(self) -> None:
+        """End everything."""
+        for pending in list(self._pending):
+            self._end(pending, JobStatus.CANCELLED, 0)
+
+    def next_event(self) -> float:
+        """Virtual time at which the next job ends; infinity if there is none."""
+        return min((min(pending.ends, pending.job.deadline) for pending in self._pending), default=_NEVER)
+
+    def _end(self, pending: _Pending, status: JobStatus, num_done: int) -> None:
+        """Carry out the first chunks of a job, spoil the buffers of the others, and judge the medium by it."""
+        self._pending.remove(pending)
+        job = pending.job
+        for at, key in enumerate(job.keys):
+            buffer = job.buffers[at] if job.buffers else None
+            if at < num_done:
+                if job.kind is JobKind.LOAD and key in self._medium.chunks and self._source.strikes(Fault.CORRUPT):
+                    self._medium.corrupt(key)
+                answer = job.answers[at] = self._medium.access(job.kind, key, buffer)
+                if pending.ends < _NEVER:  # what a medium that hangs has done, nobody learns
+                    self._health.note_answers(job, [answer])
+            elif job.kind is JobKind.LOAD and buffer is not None:
+                buffer[:] = bytes([GARBAGE_BYTE]) * len(buffer)
+        job.status, job.reason = status, f"simulated: {status.value}"
+        if (access := self._health.note_end(job)) is not None:
+            for other in [other for other in self._pending if ACCESS_OF[other.job.kind] is access]:
+                self._fail(other)
+        self._ended.append(job)
+
+    def _fail(self, pending: _Pending) -> None:
+        """End a job because its access is suspended, without judging by it."""
+        self._pending.remove(pending)
+        pending.job.status = JobStatus.FAILED
+        for buffer in pending.job.buffers if pending.job.kind is JobKind.LOAD else ():
+            buffer[:] = bytes([GARBAGE_BYTE]) * len(buffer)
+        self._ended.append(pending.job)
+
+
+class MakeHostTransfers(Protocol):
+    """Makes a worker's copies between its paged KV and its shard of host memory."""
+
+    def __call__(self, region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
+        """The transfers."""
+        ...
+
+
+class TieredOffloading:
+    """Makes offloading connectors over media that outlive engines. Host memory does not. Satisfies ``KVConnectorFactory``.
+
+    Args:
+        num_slots: chunks that host memory holds.
+        media: the tiers below, the fastest first.
+        make_transfers: makes a worker's transfers between device and host memory.
+        make_queue: makes a worker's queue to its shard of a medium.
+        options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        media: Sequence[MediumPlan],
+        make_transfers: MakeHostTransfers,
+        make_queue: Callable[[SimulatedMedium, MediumPlan], LinkedQueue],
+        **options: Any,
+    ) -> None:
+        self.config = OffloadConfig(host_bytes=1, **options)
+        self._num_slots = num_slots
+        self._plans = media
+        self._make_transfers = make_transfers
+        self._make_queue = make_queue
+        self._num_epochs = 0
+        # Shards by tier and rank.
+        self._shards: dict[tuple[int, int], SimulatedMedium] = {}
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        """A scheduler side with an empty host memory."""
+        host = make_manager(self.config.policy, self._num_slots, record_events=environment.emits_events)
+        options = [plan.options for plan in self._plans]
+        return scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        """A worker side with an empty host memory, and the rank's shards of the media."""
+        num_rows = self._num_slots * self.config.blocks_per_chunk
+        rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
+        queues = {
+            plan.options.name: self._make_queue(self._shard(at, environment.rank), plan)
+            for at, plan in enumerate(self._plans)
+        }
+
+        def make_transfers(regions: Sequence[Any]) -> TransferWorker:
+            return self._make_transfers(as_array(regions[0]), rows, environment)
+
+        return OffloadingWorker(
+            make_transfers, TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock, environment.rank)
+        )
+
+    def open_namespace(self) -> None:
+        """Engines made from now on find nothing of what was stored so far."""
+        self._shards.clear()
+
+    def _next_epoch(self) -> bytes:
+        self._num_epochs += 1
+        return self._num_epochs.to_bytes(8, "little")
+
+    def _shard(self, tier: int, rank: int) -> SimulatedMedium:
+        return self._shards.setdefault((tier, rank), SimulatedMedium(self._plans[tier].max_chunks))

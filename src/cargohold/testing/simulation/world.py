@@ -9,20 +9,15 @@ from random import Random
 from cargohold.cache import OffloadManager
 from cargohold.protocol import KVConnectorFactory, WorkerEnvironment
 from cargohold.testing.simulation.clock import VirtualClock, layout_of
-from cargohold.testing.simulation.connectors import TierPlan
+from cargohold.testing.simulation.connectors import SimulatedOffloading, TierPlan
 from cargohold.testing.simulation.engine import SimulatedEngine
 from cargohold.testing.simulation.faults import Fault, FaultSource, Spells, Stalls
-from cargohold.testing.simulation.faulty_connector import FaultyFactory
-from cargohold.testing.simulation.faulty_manager import FaultyManager
-from cargohold.testing.simulation.faulty_transfers import ChecksummedTransfers, FaultyTransfers
-from cargohold.testing.simulation.links import LinkTransfers
-from cargohold.testing.simulation.lower import LinkedQueue, MediumPlan, TieredOffloading
-from cargohold.testing.simulation.offloading import SimulatedOffloading
+from cargohold.testing.simulation.faulty import ChecksummedTransfers, FaultyFactory, FaultyManager, FaultyTransfers
 from cargohold.testing.simulation.oracles import Oracle, StatsOracle, WishOracle
 from cargohold.testing.simulation.replica import Replica
 from cargohold.testing.simulation.scenario import Scenario
-from cargohold.testing.simulation.tiers import SimulatedMedium
-from cargohold.testing.simulation.transfers import ByteRows, CopiesInFlight, WatchedTransfers
+from cargohold.testing.simulation.tiers import LinkedQueue, MediumPlan, SimulatedMedium, TieredOffloading
+from cargohold.testing.simulation.transfers import ByteRows, CopiesInFlight, LinkTransfers, WatchedTransfers
 from cargohold.transfer import TransferWorker
 
 DAMAGING = (Fault.TORN, Fault.CORRUPT)

@@ -19,8 +19,8 @@ from cargohold.testing.simulation.oracles import Oracle
 from cargohold.testing.simulation.replica import Replica
 from cargohold.testing.simulation.run import NO_TIMELINE, Run, RunResult, Timeline, quiet_logging
 from cargohold.testing.simulation.scenario import ANY, Scenario, draw_scenario
-from cargohold.testing.simulation.traffic import Ask, without_used_ids
 from cargohold.testing.simulation.transfers import CopiesInFlight
+from cargohold.testing.simulation.workloads import Ask, without_used_ids
 from cargohold.testing.simulation.world import World
 from cargohold.testing.vllm.configuration import (
     ASYNC,

@@ -2,8 +2,13 @@
 
 from cargohold.testing.simulation.oracles.base import Oracle, OracleError
 from cargohold.testing.simulation.oracles.blocks import CopyOracle, EventOracle, Index, PoolOracle
-from cargohold.testing.simulation.oracles.patience import PatienceOracle
-from cargohold.testing.simulation.oracles.requests import ContainmentOracle, Expectation, RequestOracle, StatsOracle
+from cargohold.testing.simulation.oracles.requests import (
+    ContainmentOracle,
+    Expectation,
+    PatienceOracle,
+    RequestOracle,
+    StatsOracle,
+)
 from cargohold.testing.simulation.oracles.tiers import LimitOracle, LookUpOracle, TierOracle
 from cargohold.testing.simulation.oracles.wishes import WishOracle
 

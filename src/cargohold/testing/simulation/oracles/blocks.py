@@ -18,7 +18,7 @@ from cargohold.protocol import (
     KVCacheBlockView,
     KVEvent,
 )
-from cargohold.testing.simulation.faulty_manager import FaultyManager
+from cargohold.testing.simulation.faulty import FaultyManager
 from cargohold.testing.simulation.oracles.base import Oracle
 from cargohold.testing.simulation.replica import Replica, guards_of, live_sides, offloading_sides
 

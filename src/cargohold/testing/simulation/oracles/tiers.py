@@ -16,7 +16,7 @@ from cargohold.connector.offloading.jobs import JobTable, Load
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import ConnectorGuard, RequestView
 from cargohold.testing.simulation.clock import VirtualClock
-from cargohold.testing.simulation.faulty_manager import FaultyManager
+from cargohold.testing.simulation.faulty import FaultyManager
 from cargohold.testing.simulation.oracles.base import Oracle
 from cargohold.testing.simulation.replica import Replica, num_stuck_jobs, offloading_sides
 from cargohold.tiers.scheduler_side import TieringManager

@@ -17,7 +17,7 @@ from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import ConnectorGuard, KVConnectorOutput, TransferOutcome
 from cargohold.testing.simulation.connectors import TierPlan
-from cargohold.testing.simulation.faulty_manager import FaultyManager
+from cargohold.testing.simulation.faulty import FaultyManager
 from cargohold.testing.simulation.oracles.base import Oracle
 from cargohold.testing.simulation.replica import Replica, offloading_sides
 
