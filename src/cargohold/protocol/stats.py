@@ -37,6 +37,8 @@ def labelled(counter: str, *labels: str) -> str:
 
 def last_name(counter: str) -> str:
     """Return a counter's name without the dotted connector names in front of it."""
+    if "." not in counter:
+        return counter
     name, separator, labels = counter.partition(SEPARATOR)
     return name.rpartition(".")[2] + separator + labels
 

@@ -216,7 +216,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if self._shared.hints:
             self._shared.hints.note_used(state)
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
-        sources: Counter[str] = Counter()
+        sources: Mapping[str, int] = {}
         if num_external_tokens:
             sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
         state.end_waiting()
@@ -407,10 +407,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         return released
 
     def _note_lookup(
-        self, state: RequestState, num_computed_tokens: int, sources: Counter[str], why_no_more: str
+        self, state: RequestState, num_computed_tokens: int, sources: Mapping[str, int], why_no_more: str
     ) -> None:
         num_tokens = state.request.num_tokens
-        num_missing = num_tokens - num_computed_tokens - sources.total()
+        num_missing = num_tokens - num_computed_tokens - sum(sources.values())
         left = (
             f"{num_missing} were left to compute, {why_no_more}"
             if num_missing

@@ -316,7 +316,8 @@ class SchedulerSide:
             return
         if step_failed:
             output = replace(output, finished=replace(output.finished, step_failed=True))
-        self._stats.update(dict(output.stats))
+        if output.stats:
+            self._stats.update(dict(output.stats))
         output = self._without_synchronous(output)
         if not output.is_empty():
             self.guard.update_connector_output(output)
@@ -386,6 +387,8 @@ class SchedulerSide:
     def _without_synchronous(self, output: KVConnectorOutput) -> KVConnectorOutput:
         """Note the loads that ended; return the output as the connector expects it, to which synchronous loads need no end."""
         ended = output.finished.finished_recving
+        if not ended:
+            return output  # in most steps
         loads = {request_id: self._loading.pop(request_id, None) for request_id in ended}
         own = frozenset(request_id for request_id, load in loads.items() if load is None or not load.ends_in_step)
         if len(own) == len(ended):
