@@ -430,7 +430,8 @@ class EagerStores:
             return
         block_ids, rows = self._places(offered, handle)
         shared.holder.hold(block_ids)
-        store = Store(shared.jobs.new_id(), self._note_taken(offered, handle), handle, block_ids)
+        store = Store(shared.jobs.new_id(), frozenset(), handle, block_ids)
+        store.request_ids = self._note_taken(offered, store.keys)
         yield start_store(shared, store, rows)
 
     def _promise(self, offered: Sequence[_Offered]) -> None:
@@ -469,9 +470,9 @@ class EagerStores:
             starts = [start_of[key] for key in handle.keys]
         return rows_to_store(block_ids, starts, handle.slots, per_chunk)
 
-    def _note_taken(self, offered: Sequence[_Offered], handle: StoreHandle) -> AbstractSet[str]:
+    def _note_taken(self, offered: Sequence[_Offered], taken: AbstractSet[OffloadKey]) -> AbstractSet[str]:
         """Count the chunks that the manager takes, and remember them for events; return the requests that they are of."""
-        taken, events = frozenset(handle.keys), self._shared.events
+        events = self._shared.events
         request_ids: set[str] = set()
         num_again = 0
         for offer in offered:
