@@ -99,6 +99,7 @@ def test_the_manual_lists_every_option_with_its_default(heading: str, kind: type
     listed = options_in_table(heading)
     if kind is EngineConfig:
         assert listed.pop("offload") == listed.pop("record") == "`None`"
+        assert listed.pop("traces") == "`False`"
     assert listed.keys() == fields.keys()
     for name, default in listed.items():
         if re.fullmatch(r"`\w+`|[0-9.]+", default):

@@ -15,7 +15,7 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.desk import Job, Outputs, client_of, hall_of
+from cargohold.serve.desk import Job, Outputs, client_of, hall_of, trace_of
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
 from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
 from cargohold.serve.interfaces.bodies import Body, StopStrings, text_of
@@ -147,7 +147,11 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     llm = _begin(request, body)
     prompt = await make_prompt(llm, partial(body.tokens, llm))
     client = client_of(request)
-    options: RequestOptions = {"salt": client.salt(body.cache_salt), "kv_transfer_params": body.kv_transfer_params}
+    options: RequestOptions = {
+        "salt": client.salt(body.cache_salt),
+        "kv_transfer_params": body.kv_transfer_params,
+        "trace_headers": trace_of(request),
+    }
     request_id = f"msg_{hall_of(request).desk.records.new_id()}"
     job = Job(request_id, request.url.path, client, [prompt], [body.sampling()], options, body.stream)
     head = {"id": request_id, "type": "message", "role": "assistant", "model": body.model}
