@@ -277,7 +277,7 @@ class TierManager(OffloadManager):
         """
         keys, missed, num_others = offer.keys, placement.missed, len(placement.keys)
         if self._shares is not None:
-            self._shares.tenant, self._shares.is_wanted = self._shares.share_of(offer.tenant), offer.is_wanted
+            self._shares.tenant, self._shares.level = self._shares.share_of(offer.tenant), offer.level
         # No more are deferred than will find a slot: a request that is longer than the tier is not offered for ever.
         num_waiting = placement.num_waiting - len(placement.deferred)
         at = 0
