@@ -13,9 +13,9 @@ from cargohold.cache.keys import ChunkKeys
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.shares import HELD, NORMAL
 from cargohold.connector.offloading.handoff import Handoff
-from cargohold.connector.offloading.waiting import Waiting
 from cargohold.errors import RequestError
 from cargohold.protocol import Hint, KVCacheLayout, RequestView
+from cargohold.tiers.scheduler_side import Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +211,9 @@ class RequestState:
 
     def end_waiting(self) -> None:
         """Forget the wait for lower tiers, and release the chunks held for the request."""
-        waiting, self.waiting = self.waiting, None
-        if waiting is not None:
-            waiting.release()
+        if self.waiting is not None:
+            self.waiting.end()
+            self.waiting = None
 
     def note_offered(self, group: int, next_chunk: int) -> None:
         """Note that a group's chunks before ``next_chunk`` were offered for storing."""
