@@ -17,6 +17,7 @@ from cargohold.protocol.guard import ConnectorGuard
 from cargohold.protocol.hints import (
     HINTS_KEY,
     MAX_HINTS,
+    MAX_PRIORITY,
     Hint,
     HintEnd,
     HintEvent,
@@ -77,6 +78,7 @@ from cargohold.protocol.worker_guard import WorkerConnectorGuard
 __all__ = [
     "HINTS_KEY",
     "MAX_HINTS",
+    "MAX_PRIORITY",
     "MEDIUM_DEVICE",
     "MEDIUM_HOST",
     "MEDIUM_STORAGE",

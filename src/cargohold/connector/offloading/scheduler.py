@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadManager
+from cargohold.connector.offloading.ahead import Prefetches
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.handoff import Handoff
 from cargohold.connector.offloading.hints import Hints
@@ -87,6 +88,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         if lower is not None:
             only_if_faster = config.restore == RESTORE_IF_FASTER
             self._prefetcher = Prefetcher(lower.host, lower, environment, only_if_faster=only_if_faster)
+            hints = self._shared.hints
+            hints.ahead = Prefetches(self._prefetcher, lower.host, environment.clock, hints.end_ahead)
             if environment.emits_events:
                 self._lower_events = [
                     TierEvents(tier, MEDIUM_STORAGE, chunk_tokens, tier.options.locality) for tier in lower.tiers
@@ -227,6 +230,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         released only once the workers have stopped.
         """
         if self._prefetcher is not None:
+            if self._shared.hints.ahead:
+                self._shared.hints.ahead.step()  # behind the requests, which the engine has asked for
             self._prefetcher.begin_step(step)
         if self._shared.hints:
             self._shared.hints.expire()
@@ -282,6 +287,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         Also whether lower tiers need further steps for a short while; see ``LowerTiers.is_settling``.
         """
         is_busy = bool(self._shared.jobs.num_awaited or self._lingering) or self._stores.has_pending_work
+        is_busy |= bool(self._shared.hints.ahead)
         return is_busy or (self._lower is not None and self._lower.is_settling)
 
     # --- on demand ----------------------------------------------------------------------------------------------------
