@@ -66,6 +66,7 @@ class Request:
     block_hashes = ()
     kv_transfer_params = None
     adapter = None
+    salt = None
 
     tenant = None
 

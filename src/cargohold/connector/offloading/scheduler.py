@@ -11,6 +11,7 @@ from typing import Any, Final
 from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.ahead import Prefetches
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
+from cargohold.connector.offloading.events import tier_events
 from cargohold.connector.offloading.handoff import Handoff
 from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, RequestHolder, Store, TouchHolder
@@ -18,12 +19,10 @@ from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.connector.offloading.shared import Shared, TierEvents
+from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
 from cargohold.protocol import (
-    MEDIUM_HOST,
-    MEDIUM_STORAGE,
     AttentionKind,
     BlockIds,
     CacheReport,
@@ -73,8 +72,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         lower: LowerTiers | None = None,
     ) -> None:
         holder = LockHolder() if environment.applies_locks else RequestHolder()
-        chunk_tokens = [group.block_tokens * config.blocks_per_chunk for group in environment.layout.groups]
-        events = TierEvents(manager, MEDIUM_HOST, chunk_tokens) if environment.emits_events else None
+        events = tier_events(environment, manager, lower)
         jobs = JobTable(environment.clock)
         self._shared = Shared(
             config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
@@ -83,17 +81,12 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._requests: dict[str, RequestState] = {}
         self._shared.hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
         self._lower = lower
-        self._lower_events: list[TierEvents] = []
         self._prefetcher = None
         if lower is not None:
             only_if_faster = config.restore == RESTORE_IF_FASTER
             self._prefetcher = Prefetcher(lower.host, lower, environment, only_if_faster=only_if_faster)
             hints = self._shared.hints
             hints.ahead = Prefetches(self._prefetcher, lower.host, environment.clock, hints.end_ahead)
-            if environment.emits_events:
-                self._lower_events = [
-                    TierEvents(tier, MEDIUM_STORAGE, chunk_tokens, tier.options.locality) for tier in lower.tiers
-                ]
         self._lookup = TierLookup(
             manager if lower is None else lower.host,
             self._shared.jobs,
@@ -101,6 +94,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
             full_hits=environment.full_hits,
             prefetcher=self._prefetcher,
+            events=events,
         )
         lower_names = () if lower is None else [tier.name for tier in lower.tiers]
         self._loads = Loads(self._shared, self._requests, lower_names)
@@ -124,6 +118,11 @@ class OffloadingScheduler(KVConnectorScheduler):
     def requests(self) -> Mapping[str, RequestState]:
         """The requests that the connector knows, by id: for inspection."""
         return self._requests
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Number of engine blocks in a chunk: for inspection."""
+        return self._shared.config.blocks_per_chunk
 
     @property
     def max_store_blocks(self) -> int:
@@ -295,10 +294,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def take_events(self) -> Iterable[KVEvent]:
         """Return the events of chunks that became available in the tiers or were removed, if anyone listens."""
         events = self._shared.events
-        own = [] if events is None else events.take()
-        for lower in self._lower_events:
-            own += lower.take()
-        return own
+        return () if events is None else events.take()
 
     def take_hint_events(self) -> Iterable[HintEvent]:
         """Return how hints have ended since the last call."""

@@ -515,8 +515,8 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
             shared.hints.note_stored(store.handle.keys)
     else:
         store.handle.forfeit()
-        if shared.events is not None:
-            shared.events.forget(store.handle.keys)
         shared.stats["stores_failed"] += 1
         reason = "spoiled by a step that failed" if store.is_spoiled else outcome.name.lower()
         shared.failures.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)
+    if shared.events is not None:
+        shared.events.note_ended(store.handle.keys)

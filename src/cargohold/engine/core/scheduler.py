@@ -118,7 +118,12 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._clock = clock
-        self.kv = KVCacheManager(layout, prefix_caching=config.prefix_caching, emit_events=config.emit_events)
+        self.kv = KVCacheManager(
+            layout,
+            prefix_caching=config.prefix_caching,
+            emit_events=config.emit_events,
+            emit_salted_events=config.emit_salted_events,
+        )
         self._roster = Roster(config.policy, self.kv)
         self.connector = ConnectorGuard(connector, layout.num_blocks, len(layout.groups))
         if with_context:

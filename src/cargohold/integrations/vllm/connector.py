@@ -416,6 +416,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             shares_loads=shares_loads(self._kv_cache_config, layout.groups),
             shares_load_ends=shares_load_ends(self._vllm_config, layout.groups),
             emits_events=bool(events is not None and events.enable_kv_cache_events),
+            emits_salted_events=self._settings.adapter.kv_events_salted,
             full_hits=all(map(bears_full_hits, layout.groups)),
             keeps_partial_loads=False,
             # Told by request that a load failed, vLLM frees all of the request's blocks. Told by block, it computes into them.

@@ -9,11 +9,12 @@ from cargohold.tiers.scheduler_side.plan import HostStates, Wanted, sources_per_
 from cargohold.tiers.scheduler_side.prefetch import Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask, random_epoch
-from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions
+from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, AllChunksRemoved, TierEvent, TieringConfig, TierOptions
 
 __all__ = [
     "UNKNOWN",
     "Admission",
+    "AllChunksRemoved",
     "Chain",
     "Fetch",
     "HostStates",
@@ -22,6 +23,7 @@ __all__ = [
     "Prefetcher",
     "Promises",
     "TierCommand",
+    "TierEvent",
     "TierOptions",
     "TierTask",
     "TieringConfig",

@@ -38,7 +38,6 @@ PROGRESS_S = 3.0
 
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
-_NO_NAMESPACE: Mapping[str, str] = MappingProxyType({})
 
 
 class LowerTiers:
@@ -75,7 +74,7 @@ class LowerTiers:
         self.config = config
         self.clock = SteppedClock(clock)
         self.host = host
-        self.namespace: Mapping[str, str] = _NO_NAMESPACE
+        self.namespace: Mapping[str, str] = {}
         self._tasks = TaskTable(self.clock, new_epoch)
         self.tiers = [
             TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
@@ -136,6 +135,10 @@ class LowerTiers:
     @property
     def _is_loading(self) -> bool:
         return any(task.kind is JobKind.LOAD for task in self._tasks)
+
+    def is_asked_for(self, key: OffloadKey) -> bool:
+        """Whether a chunk is on its way from or to a tier, or a tier is being asked whether it has it."""
+        return key in self._fetches.arriving or any(writes.is_busy_with(key) for writes in self.writes)
 
     def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, skipped: Container[int] = ()) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
@@ -295,7 +298,7 @@ class LowerTiers:
         self,
         answers: Mapping[int, tuple[bytes, int]],
         health: Mapping[tuple[int, int], TierHealth],
-        namespace: Mapping[str, str] = _NO_NAMESPACE,
+        namespace: Mapping[str, str] | None = None,
     ) -> None:
         """Take in what some or all workers say of their jobs' chunks, and of their tiers. ``end`` ends a job.
 

@@ -28,7 +28,7 @@ half for loads: what is not known by then to be there counts as absent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -90,6 +90,10 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = MappingProxyType(
 """The phase after each event. All other events are impossible. Once the request is admitted or ends, its wait is forgotten."""
 
 
+def _tell_nobody() -> None:
+    pass
+
+
 class Notes(Protocol):
     """Takes lines for people: what was decided, and why."""
 
@@ -120,6 +124,7 @@ class Waiting:
         is_limited: whether its time was compared with that of computing.
         num_announced: number of leading tokens that another engine has announced and that have not been given up.
         num_come: number of leading tokens that had come when it was looked at last.
+        on_ask: called before tiers are asked for its chunks, or chunks are fetched.
     """
 
     wanted: Wanted
@@ -139,6 +144,7 @@ class Waiting:
     is_limited: bool = False
     num_announced: int = 0
     num_come: int = 0
+    on_ask: Callable[[], None] = _tell_nobody
 
     def go(self, event: Event) -> None:
         """Go on to the next phase."""
@@ -231,19 +237,28 @@ class Prefetcher:
         """What the chunks' bytes depend on in the first shared tier; empty until a worker has said it."""
         return self._lower.namespace
 
-    def begin(self, wanted: Wanted, notes: Notes, num_announced: int = 0, *, is_ahead: bool = False) -> Waiting:
+    def begin(
+        self,
+        wanted: Wanted,
+        notes: Notes,
+        num_announced: int = 0,
+        on_ask: Callable[[], None] = _tell_nobody,
+        *,
+        is_ahead: bool = False,
+    ) -> Waiting:
         """Begin to wait for chunks that lower tiers may have. The wait may be over at once.
 
         Args:
             wanted: what is wanted.
             notes: takes lines for whoever waits.
             num_announced: number of leading tokens whose chunks will come if they are not there yet.
+            on_ask: called before tiers are asked for its chunks, or chunks are fetched.
             is_ahead: whether no request waits for it yet, so that it does not matter whether computing is faster.
         """
         timeout_s = self._lower.config.restore_timeout_s
         excuse = f"lower tiers took longer than {timeout_s:g} s"
-        planner = self._ahead_planner if is_ahead else self._planner
-        waiting = Waiting(wanted, notes, planner, self._clock(), timeout_s, excuse, num_announced=num_announced)
+        planner, now = self._ahead_planner if is_ahead else self._planner, self._clock()
+        waiting = Waiting(wanted, notes, planner, now, timeout_s, excuse, num_announced=num_announced, on_ask=on_ask)
         for tier in self._lower.tiers:
             if tier.trouble:
                 notes.append(tier.trouble)
@@ -338,6 +353,7 @@ class Prefetcher:
             unknown.clear()
             hit = waiting.planner.deep_hit(wanted, wanted.limit_tokens, unknown, waiting.skipped)
         if hit.undecided:
+            waiting.on_ask()
             self._ask(waiting, list(dict.fromkeys(unknown)))
             return
         if self._is_to_come(waiting, hit.num_tokens):
@@ -349,6 +365,7 @@ class Prefetcher:
         for note in notes:
             waiting.notes.append(note)
         if plan.chains:
+            waiting.on_ask()
             self._fetch(waiting, plan)
         else:
             waiting.go(Event.NOTHING)

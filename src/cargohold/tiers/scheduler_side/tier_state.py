@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
+from itertools import compress
+from typing import TypeAlias
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
@@ -67,6 +69,14 @@ class TieringConfig:
     restore_timeout_s: float = 5.0
     store_timeout_s: float = 30.0
     record_events: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AllChunksRemoved:
+    """An event: none of a tier's chunks can be found any more."""
+
+
+TierEvent: TypeAlias = ManagerEvent | AllChunksRemoved
 
 
 class Presence:
@@ -141,8 +151,6 @@ ANSWERS_PER_SLOT = 4
 MIN_ANSWERS = 2**16
 """Number of answers remembered even if host memory is small: enough for the longest prompts, at some 200 bytes each."""
 MAX_ANSWERS = 2**18
-MAX_ANNOUNCED = 2**18
-"""Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
 MAX_ANSWER_AGE_S = 10.0
 """Seconds for which an answer of the tier counts: it may evict chunks, and other engines may write to it."""
 REMEASURE_S = 30.0
@@ -192,10 +200,7 @@ class TierState:
         self.look_up_gain = LookUpGain()
         self.probing: set[OffloadKey] = set()
         self.stats: Counter[str] = Counter()
-        # Chunks announced as present, if events are recorded; those heard of last are last.
-        self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if config.record_events else None
-        self._max_announced = MAX_ANNOUNCED if options.max_chunks is None else min(MAX_ANNOUNCED, options.max_chunks)
-        self._events: list[ManagerEvent] = []
+        self._events: list[TierEvent] | None = [] if config.record_events else None
 
     @property
     def name(self) -> str:
@@ -250,7 +255,7 @@ class TierState:
             self.clear()
         elif not self._can_be_relied_on:
             # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
-            self._withdraw()
+            self._note_events(AllChunksRemoved())
 
     def _admits(self, access: Access) -> bool:
         """Whether a job may be handed out that shows whether this access works: one at a time while it is half-open."""
@@ -319,44 +324,33 @@ class TierState:
         self.presence.note(keys, are_there)
         self.announce(keys, are_there)
 
-    def take_events(self) -> list[ManagerEvent]:
-        """Return the events since the last call, in order: chunks that the tier was found to have, or not to have any more."""
-        events, self._events = self._events, []
+    def take_events(self) -> list[TierEvent]:
+        """Return the events since the last call, in order: chunks that the tier was found to have, or not to have.
+
+        A chunk may be found, or found absent, several times in a row.
+        """
+        events = self._events or []
+        if events:
+            self._events = []
         return events
 
     def clear(self) -> None:
         """Forget what the tier holds, for a reset or because it is off."""
         self.presence.clear()
-        self._withdraw()
-
-    def _withdraw(self) -> None:
-        """Announce all announced chunks as removed."""
-        if self._announced:
-            self._events.append(ChunksRemoved(tuple(self._announced)))
-            self._announced.clear()
+        self._note_events(AllChunksRemoved())
 
     def announce(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
-        """Announce which chunks the tier was found to have, and which not to have any more."""
-        announced = self._announced
+        """Record which chunks the tier was found to have, and which not to have."""
         # While loads are suspended, chunks may still be written, but nobody could load them. They are announced when found.
-        if announced is None or self.is_off or not self._can_be_relied_on:
+        if self._events is None or self.is_off or not self._can_be_relied_on:
             return
-        stored, removed = [], []
-        for key, is_there in zip(keys, are_there, strict=True):
-            if is_there:
-                if key not in announced:
-                    stored.append(key)
-                    announced[key] = None
-                announced.move_to_end(key)
-            elif key in announced:
-                removed.append(key)
-                del announced[key]
-        # The tier evicts by itself and does not report it, so old announcements are withdrawn.
-        forgotten = [announced.popitem(last=False)[0] for _ in range(len(announced) - self._max_announced)]
-        if stored:
-            self._events.append(ChunksStored(tuple(stored)))
-        if removed or forgotten:
-            self._events.append(ChunksRemoved((*removed, *forgotten)))
+        there = tuple(compress(keys, are_there))
+        absent = tuple(key for key, is_there in zip(keys, are_there, strict=True) if not is_there)
+        self._note_events(ChunksStored(there), ChunksRemoved(absent))
+
+    def _note_events(self, *events: TierEvent) -> None:
+        if self._events is not None:
+            self._events += events
 
 
 def parents_in(keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:
