@@ -133,6 +133,16 @@ class Hints:
         return bool(self._grants)
 
     @property
+    def grants(self) -> Sequence[Grant]:
+        """The grants in force: for inspection."""
+        return list(self._grants.values())
+
+    def level_of(self, key: OffloadKey) -> int:
+        """Return the level that a chunk has, or gets when it comes."""
+        grants = self._of.get(key)
+        return NORMAL if grants is None else _counting(grants).level
+
+    @property
     def num_pinned(self) -> int:
         """Number of chunks that leases cover."""
         return self.budgets.num_used(Budget.PINNED)
@@ -409,10 +419,15 @@ class Hints:
             if grants is None:
                 by_level.setdefault((NORMAL, None), []).append(key)
             else:
-                grant = next((grant for grant in grants if grant.is_lease), grants[-1])
+                grant = _counting(grants)
                 by_level.setdefault((grant.level, grant.tenant), []).append(key)
         for (level, tenant), same in by_level.items():
             self._manager.rank(same, level, tenant)
+
+
+def _counting(grants: Sequence[Grant]) -> Grant:
+    """Return the grant that counts where several meet: a lease, or else the newest."""
+    return next((grant for grant in grants if grant.is_lease), grants[-1])
 
 
 def _level_of(hint: Hint) -> int:

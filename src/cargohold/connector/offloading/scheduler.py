@@ -118,6 +118,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         return self._shared.manager
 
     @property
+    def hints(self) -> Hints:
+        """Leases and priorities: for inspection."""
+        return self._shared.hints
+
+    @property
     def requests(self) -> Mapping[str, RequestState]:
         """The requests that the connector knows, by id: for inspection."""
         return self._requests
