@@ -27,11 +27,8 @@ from cargohold.cache.shares import HELD, Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
-<<<<<<< HEAD
 from cargohold.connector.offloading.events import TierEvents
-=======
 from cargohold.connector.offloading.hints import Budgets, Hints
->>>>>>> hints-dev
 from cargohold.connector.offloading.jobs import JobTable, Load, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import BlocksToLoad, BlocksToStore, Loads, blocks_to_load, blocks_to_store

@@ -128,6 +128,11 @@ class Shares(ReplacementPolicy):
         if quotas:
             policy.table.count_owners(len(self._shares))
 
+    @property
+    def num_aside(self) -> int:
+        """Number of chunks whose level is not ``NORMAL``."""
+        return len(self._shares[0].policy.runs.aside)
+
     def share_of(self, tenant: str | None) -> int:
         """Return the number of a tenant's share."""
         return self._number_of.get(tenant, 0)

@@ -96,6 +96,16 @@ class TierManager(OffloadManager):
         self._num_pins = 0
         self._num_removed = 0
 
+    @property
+    def table(self) -> ChunkTable:
+        """The chunks: for inspection."""
+        return self._table
+
+    @property
+    def shares(self) -> Shares | None:
+        """What hints and quotas add to the policy, if there are any: for inspection."""
+        return self._shares
+
     def admit_all(self) -> None:  # noqa: D102
         self.policy.admit_all()
 

@@ -21,11 +21,7 @@ from cargohold.testing.simulation.oracles import (
     CopyOracle,
     EventOracle,
     Expectation,
-<<<<<<< HEAD
-=======
     HintOracle,
-    Index,
->>>>>>> hints-dev
     LimitOracle,
     LookUpOracle,
     Oracle,

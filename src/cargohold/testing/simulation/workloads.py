@@ -9,12 +9,8 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-<<<<<<< HEAD
-from cargohold.connector.offloading.config import RESTORE_IF_FASTER
-from cargohold.connector.offloading.handoff import HANDOFF
-=======
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig, TenantQuota
->>>>>>> hints-dev
+from cargohold.connector.offloading.handoff import HANDOFF
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.protocol import AttentionKind, Hint, HintKind
 from cargohold.testing.simulation.clock import GroupPlan
@@ -469,7 +465,7 @@ def stops(load: Workload) -> None:
 
 
 def hints(load: Workload) -> None:
-    """Clients and routers give hints of every kind, also floods, contradictory, late and foreign ones; tenants have quotas."""
+    """Clients and routers give hints of every kind, also floods, contradictory and foreign ones; tenants have quotas."""
     writer, random = load.writer, load.random
     documents = [writer.text(12, 40) for _ in range(random.randint(3, 8))]
     num_slots = random.randint(8, 30)
@@ -516,7 +512,8 @@ WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
         write.__name__.replace("_", "-"): write
         for write in (
             small, shared_prefix, multi_turn, agents, aborts, retries, queues, preemption, tiny_pool, windows,
-            mixed_groups, recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance, stops, hints,
+            mixed_groups, recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance,
+            stops, hints,
         )
     }
 )  # fmt: skip

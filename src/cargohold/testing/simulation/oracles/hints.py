@@ -59,9 +59,9 @@ class HintOracle(Oracle):
             manager = _tier_manager(side.manager)
             if manager is not None:
                 self._check_quotas(side, manager)
-                aside = _aside(manager)
-                if aside and not hints.grants:
-                    self.fail(f"{side.name}: {len(aside)} chunks are out of order although there are no hints")
+                num_aside = 0 if manager.shares is None else manager.shares.num_aside
+                if num_aside and not hints.grants:
+                    self.fail(f"{side.name}: {num_aside} chunks are out of order although there are no hints")
 
     def _check_quotas(self, side: OffloadingScheduler, manager: TierManager) -> None:
         used = manager.usage()
@@ -71,7 +71,7 @@ class HintOracle(Oracle):
 
     def _watch(self, side: OffloadingScheduler, manager: TierManager) -> None:
         """Look at every eviction as it happens. Not raised there: guards would catch that."""
-        table: Any = manager._table
+        table: Any = manager.table
         evict_end = table.evict_end
 
         def watched(slots: list[int], num_chunks: int) -> tuple[list[int], list[int]]:
@@ -90,7 +90,7 @@ class HintOracle(Oracle):
         table.evict_end = watched
 
     def _check_reserved(self, manager: TierManager, owner: int, used: list[int], *, is_lowered: bool) -> None:
-        shares = manager._shares
+        shares = manager.shares
         if shares is None or owner in (0, shares.tenant) or is_lowered:
             return
         tenant, limits = list(manager.quotas.items())[owner - 1]
@@ -103,7 +103,3 @@ def _tier_manager(manager: object) -> TierManager | None:
     while isinstance(manager, FaultyManager | TieringManager):
         manager = manager.inner
     return manager if isinstance(manager, TierManager) else None
-
-
-def _aside(manager: TierManager) -> dict[int, Any]:
-    return {} if manager._shares is None else manager._shares._shares[0].policy.runs.aside
