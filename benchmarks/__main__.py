@@ -17,6 +17,7 @@ NAMES = (
     "engine",
     "restore",
     "serve",
+    "soak",
     "transfers",
     "lazy",
     "ranks",

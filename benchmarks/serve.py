@@ -28,6 +28,7 @@ MODEL = "smollm2"
 HOST_BYTES = "1GiB"
 NUM_BLOCKS = 1200
 NAME = "served"
+OPTIONS = ("--host-bytes", HOST_BYTES, "--num-device-blocks", str(NUM_BLOCKS))
 ANSWER_S = 900.0
 """Others may use the machine, too."""
 
@@ -167,10 +168,9 @@ def _explained(port: int, request_id: str) -> Any:
 
 
 @contextmanager
-def serving(model: str) -> Iterator[tuple[int, psutil.Process]]:
+def serving(model: str, options: Sequence[str] = OPTIONS) -> Iterator[tuple[int, psutil.Process]]:
     """The server, in a process of its own; yields its port and the process."""
-    options = ["--port", "0", "--host-bytes", HOST_BYTES, "--num-device-blocks", str(NUM_BLOCKS)]
-    command = [sys.executable, "-m", "cargohold", "serve", model, "--served-model-name", NAME, *options]
+    command = [sys.executable, "-m", "cargohold", "serve", model, "--served-model-name", NAME, "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603  # our own command
     try:
         assert process.stderr is not None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
+from weakref import WeakKeyDictionary
 
 from cargohold.base_llm import BaseLLM, Prompt, RequestOptions, all_asked, check_names
 from cargohold.engine.engine_thread import Answer, Asked, Mailbox
@@ -46,7 +48,7 @@ class AsyncLLM(BaseLLM):
         check_names("generate", ("prompts", "sampling", "progress"), options)
         asked = all_asked(prompts, sampling, options)
         done: dict[int, RequestOutput] = {}
-        async with aclosing(self._serve(asked)) as outputs:
+        async with aclosing(self._serve(asked, wants_pieces=False)) as outputs:
             async for at, output in outputs:
                 if output.finished:
                     done[at] = output
@@ -74,11 +76,16 @@ class AsyncLLM(BaseLLM):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        wants_pieces: bool = True,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Complete prompts, yielding outputs of all of them as they come; see ``LLM.stream_each``. Close it as ``stream``."""
-        check_names("stream_each", ("prompts", "sampling"), options)
-        return self._serve(all_asked(prompts, sampling, options))
+        """Complete prompts, yielding outputs of all of them as they come; see ``LLM.stream_each``. Close it as ``stream``.
+
+        Unless it ``wants_pieces``, the reader wakes up for the first and the last output of each only.
+        """
+        check_names("stream_each", ("prompts", "sampling", "wants_pieces"), options)
+        return self._serve(all_asked(prompts, sampling, options), wants_pieces=wants_pieces)
 
     async def chat(
         self,
@@ -121,13 +128,16 @@ class AsyncLLM(BaseLLM):
     ) -> None:
         await self.close()
 
-    async def _serve(self, asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    async def _serve(
+        self, asked: Sequence[Asked], *, wants_pieces: bool = True
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Have requests served, and yield their outputs as they come, each with the position of its request in ``asked``.
 
-        However the generator ends, requests that have not finished are aborted.
+        Of each, the first and the last are enough unless it ``wants_pieces``. However the generator ends, requests that have
+        not finished are aborted.
         """
         arrived = asyncio.Event()
-        mailbox = Mailbox(len(asked), _in_loop(arrived.set))
+        mailbox = Mailbox(len(asked), _waking(arrived), wants_pieces=wants_pieces)
         try:
             if asked:
                 self._engine.submit(asked, mailbox)
@@ -151,6 +161,37 @@ class AsyncLLM(BaseLLM):
         answers = asyncio.Queue[Answer[T]]()
         self._engine.ask_settled(question, _in_loop(answers.put_nowait), timeout_s)
         return (await answers.get()).get()
+
+
+class _Bell:
+    """Wakes those who wait in one event loop. However many a step wakes, the loop is interrupted once."""
+
+    def __init__(self) -> None:
+        self._due: deque[asyncio.Event] = deque()
+        self._is_rung = False
+
+    def ring(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        """Set an event of that loop soon. For other threads."""
+        self._due.append(event)
+        if not self._is_rung:  # otherwise the loop has not looked at what is due: it looks after it has said so
+            self._is_rung = True
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
+                loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self._is_rung = False
+        while self._due:
+            self._due.popleft().set()
+
+
+_bells: WeakKeyDictionary[asyncio.AbstractEventLoop, _Bell] = WeakKeyDictionary()
+
+
+def _waking(event: asyncio.Event) -> Callable[[], None]:
+    """A function for other threads, which sets an event of the running event loop."""
+    loop = asyncio.get_running_loop()
+    bell = _bells.setdefault(loop, _Bell())
+    return lambda: bell.ring(loop, event)
 
 
 def _in_loop(call: Callable[..., object]) -> Callable[..., None]:

@@ -75,7 +75,7 @@ class LLM(BaseLLM):
         check_names("generate", ("prompts", "sampling", "progress"), options)
         asked = all_asked(prompts, sampling, options)
         done: dict[int, RequestOutput] = {}
-        with closing(self._serve(asked)) as outputs:
+        with closing(self._serve(asked, wants_pieces=False)) as outputs:
             for at, output in outputs:
                 if output.finished:
                     done[at] = output
@@ -168,13 +168,14 @@ class LLM(BaseLLM):
     ) -> None:
         self.close()
 
-    def _serve(self, asked: Sequence[Asked]) -> Generator[tuple[int, RequestOutput]]:
+    def _serve(self, asked: Sequence[Asked], *, wants_pieces: bool = True) -> Generator[tuple[int, RequestOutput]]:
         """Have requests served, and yield their outputs as they come, each with the position of its request in ``asked``.
 
-        However the generator ends, requests that have not finished are aborted.
+        Of each, the first and the last are enough unless it ``wants_pieces``. However the generator ends, requests that have
+        not finished are aborted.
         """
         arrived = SimpleQueue[None]()
-        mailbox = Mailbox(len(asked), lambda: arrived.put(None))
+        mailbox = Mailbox(len(asked), lambda: arrived.put(None), wants_pieces=wants_pieces)
         try:
             if asked:
                 self._engine.submit(asked, mailbox)

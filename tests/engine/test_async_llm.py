@@ -69,6 +69,20 @@ def test_answers_are_those_of_the_other_door(
     serve(use)
 
 
+def test_who_wants_no_pieces_hears_of_the_beginning_and_of_the_end(serve: Serve) -> None:
+    async def use(llm: AsyncLLM) -> None:
+        prompts = [PROMPT, PROMPT[1:]]
+        heard = [out async for out in llm.stream_each(prompts, LONG, wants_pieces=False)]
+        for at, expected in enumerate(await llm.generate(prompts, LONG)):
+            first, *others = [out for where, out in heard if where == at]
+            assert not first.finished and [out.finished for out in others][-1]
+            # Whoever wakes up for one request also hears of the other.
+            assert len(others) <= 3
+            assert others[-1].token_ids == expected.token_ids
+
+    serve(use)
+
+
 def test_a_conversation_is_answered(chat_model: str) -> None:
     async def use() -> str:
         async with AsyncLLM(chat_model) as llm:

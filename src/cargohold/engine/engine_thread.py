@@ -61,33 +61,43 @@ class Mailbox:
 
     Args:
         num_requests: requests of the call.
-        notify: called in the engine's thread after every change. Must not wait, or raise.
+        notify: called in the engine's thread after a step that put something in. Must not wait, or raise.
+        wants_pieces: whether the reader is to hear of every output, or of the first and the last of each request.
     """
 
-    def __init__(self, num_requests: int, notify: Callable[[], object]) -> None:
+    def __init__(self, num_requests: int, notify: Callable[[], object], *, wants_pieces: bool = True) -> None:
         self._unread: dict[int, RequestOutput] = {}
+        self._silent: set[int] | None = None if wants_pieces else set()
         self._num_unfinished = num_requests
         self._error: BaseException | None = None
-        self._notify = notify
+        self.notify = notify
 
     @property
     def is_done(self) -> bool:
         """Whether the last output of every request was taken."""
         return self._num_unfinished == 0
 
-    def put(self, at: int, output: RequestOutput) -> None:
-        """Add an output of the request at that position, in place of its last one if that was not taken."""
+    def put(self, at: int, output: RequestOutput) -> bool:
+        """Add an output of the request at that position, in place of its last one if that was not taken.
+
+        Returns:
+            Whether the reader is to be notified.
+        """
         # Not looked at and replaced: the reader may take it in between, and would then get its text twice.
         before = self._unread.pop(at, None)
         if before is not None:
             output = replace(output, new_text=before.new_text + output.new_text)
         self._unread[at] = output
-        self._notify()
+        if self._silent is None or output.finished or at not in self._silent:
+            if self._silent is not None:
+                self._silent.add(at)
+            return True
+        return False
 
     def fail(self, error: BaseException) -> None:
         """End the call: whoever takes outputs gets this error when the others are taken."""
         self._error = error
-        self._notify()
+        self.notify()
 
     def take(self) -> Iterator[tuple[int, RequestOutput]]:
         """Take out the outputs that are there, each with the position of its request. Raises the error that ended the call."""
@@ -343,12 +353,17 @@ class EngineThread:
         self._deliver(self._engine.take_outputs())
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        heard: dict[int, Mailbox] = {}
         for output in outputs:
             if output.request_id in self._receivers:
                 mailbox, at = self._receivers[output.request_id]
                 if output.finished:
                     del self._receivers[output.request_id]
-                mailbox.put(at, output)
+                if mailbox.put(at, output):
+                    heard[id(mailbox)] = mailbox
+        # Readers wake up when all outputs are there: each costs this thread a turn of the interpreter.
+        for mailbox in heard.values():
+            mailbox.notify()
 
     def _answer(self, question: _Question) -> None:
         if self._end is not None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from http import HTTPStatus
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
+from fastapi import Request
+from prometheus_client import CollectorRegistry
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
@@ -19,12 +24,10 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.errors import EngineDeadError
+from cargohold.errors import CargoholdError, EngineDeadError
 from cargohold.serve.errors import ApiError, invalid
 from cargohold.serve.records import Records
-from cargohold.serve.settings import Client
-
-logger = logging.getLogger(__name__)
+from cargohold.serve.settings import Client, ServeConfig
 
 T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
@@ -50,6 +53,7 @@ class Job:
         prompts: token ids, one list per answer.
         sampling: one per answer.
         options: for all of them.
+        is_streamed: whether the client wants every piece as it comes.
     """
 
     request_id: str
@@ -58,6 +62,7 @@ class Job:
     prompts: list[list[int]]
     sampling: list[SamplingParams]
     options: RequestOptions
+    is_streamed: bool = False
 
 
 class Desk:
@@ -123,7 +128,7 @@ class Desk:
             record = self.records.begin(job.request_id, job.endpoint, job.client, len(job.prompts))
             state = "gone"
             try:
-                outputs = llm.stream_each(job.prompts, job.sampling, **job.options)
+                outputs = llm.stream_each(job.prompts, job.sampling, wants_pieces=job.is_streamed, **job.options)
                 async with aclosing(outputs):
                     async for at, output in outputs:
                         record.sequences[at].update(output)
@@ -180,3 +185,128 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+_INTERVAL_S: Final = 1.0
+_MAX_LINES: Final = 50
+
+
+# --- looking at the engine --------------------------------------------------------------------------------------------
+
+
+class LogLines(logging.Handler):
+    """The last warnings and errors of the log: they say what is suspended, and why."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: deque[dict[str, Any]] = deque(maxlen=_MAX_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Remember a line."""
+        with suppress(TypeError, ValueError):  # a line that cannot be written is none
+            self._lines.append({"time": record.created, "level": record.levelname, "text": record.getMessage()})
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines, the latest first."""
+        return list(reversed(self._lines))
+
+
+class Watch:
+    """The engine's counters as they were a second ago.
+
+    Args:
+        desk: has the model.
+
+    Attributes:
+        stats: the counters; empty before there are any.
+        log: the last warnings.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self.stats: Mapping[str, float] = {}
+        self.log = LogLines()
+        self._desk = desk
+
+    async def run(self) -> None:
+        """Look again and again, until this is cancelled."""
+        logger = logging.getLogger("cargohold")
+        logger.addHandler(self.log)
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(_INTERVAL_S)
+        finally:
+            logger.removeHandler(self.log)
+
+    async def look(self, timeout_s: float | None = None) -> None:
+        """Look now. A step may take longer than ``timeout_s``: then the counters stay as they were."""
+        llm = self._desk.loaded
+        if llm is None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.stats = await llm.stats()
+        except TimeoutError:
+            pass
+        except EngineDeadError as error:
+            self._desk.note_end(error)
+        except CargoholdError:
+            pass  # a connector that cannot count; its requests are told what is wrong with it
+
+
+# --- what all requests are served with --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hall:
+    """What requests are served with.
+
+    Attributes:
+        desk: admits them.
+        config: the server's options.
+        watch: looks at the engine.
+        registry: what Prometheus reads.
+        started: when, in seconds since 1970.
+    """
+
+    desk: Desk
+    config: ServeConfig
+    watch: Watch
+    registry: CollectorRegistry
+    started: float = field(default_factory=time.time)
+
+    def names(self) -> list[str]:
+        """The names that clients may ask for the model by."""
+        return self._names(self.desk.llm)
+
+    @property
+    def shown_name(self) -> str | None:
+        """The name of the model for people; ``None`` while it is loaded."""
+        return None if self.desk.loaded is None else self._names(self.desk.loaded)[0]
+
+    def check_model(self, name: str) -> str:
+        """Return the name. Raises ``ApiError`` 404 if the model is not served under it."""
+        if name not in self.names():
+            message = f"there is no model {name!r:.200} here, but {self.shown_name!r}"
+            raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+        return name
+
+    def _names(self, llm: AsyncLLM) -> list[str]:
+        return list(self.config.served_names) or [_short(llm.plan.info.name)]
+
+
+def hall_of(request: Request) -> Hall:
+    """What this request is served with."""
+    hall: Hall = request.app.state.hall
+    return hall
+
+
+def client_of(request: Request) -> Client:
+    """Who has sent the request, as the gate has found out."""
+    client: Client = request.state.client
+    return client
+
+
+def _short(model: str) -> str:
+    """The name of a directory or a file without what is before it; any other name as it is."""
+    return Path(model).name if Path(model).exists() else model

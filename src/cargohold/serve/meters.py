@@ -10,10 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from cargohold.protocol import is_level
-from cargohold.serve.desk import Desk, State
+from cargohold.serve.cache import Vessel, vessels
+from cargohold.serve.desk import Desk, State, Watch
 from cargohold.serve.records import Record
-from cargohold.serve.vessels import Vessel, vessels
-from cargohold.serve.watch import Watch
 
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 

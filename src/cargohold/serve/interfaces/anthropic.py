@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
@@ -15,16 +15,16 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.desk import Job, Outputs
+from cargohold.serve.desk import Job, Outputs, client_of, hall_of
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
-from cargohold.serve.hall import client_of, hall_of
-from cargohold.serve.interfaces.conversations import text_of
-from cargohold.serve.interfaces.fields import Body, StopStrings
-from cargohold.serve.interfaces.serving import cached_tokens, checked, make_prompt, streamed, whole, with_errors
+from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
+from cargohold.serve.interfaces.bodies import Body, StopStrings, text_of
+from cargohold.serve.interfaces.tools import AnswerReader, Part, ToolCall
 
 router = APIRouter()
 
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens"}
+_NOTHING_SAID: Final = {"type": "text", "text": ""}
 
 
 class AnthropicMessage(BaseModel):
@@ -97,8 +97,16 @@ class Prompt(Body):
         messages = [{"role": "system", "content": system}] if system else []
         for at, message in enumerate(self.messages):
             messages += message.for_template(f"messages[{at}]")
-        tools = None if choice == "none" else [tool.for_template() for tool in self.tools or ()]
-        return llm.chat_prompt(messages, tools=tools)
+        return llm.chat_prompt(messages, tools=[tool.for_template() for tool in self.offered()])
+
+    def offered(self) -> list[AnthropicTool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice is not None and self.tool_choice.get("type") == "none" else self.tools or []
+
+    def new_reader(self) -> AnswerReader:
+        """What tells calls of these tools from text."""
+        wants_one = self.tool_choice is not None and self.tool_choice.get("disable_parallel_tool_use") is True
+        return AnswerReader([tool.name for tool in self.offered()], 1 if wants_one else None)
 
 
 class MessagesBody(Prompt):
@@ -141,12 +149,16 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     client = client_of(request)
     options: RequestOptions = {"salt": client.salt(body.cache_salt), "kv_transfer_params": body.kv_transfer_params}
     request_id = f"msg_{hall_of(request).desk.records.new_id()}"
-    job = Job(request_id, request.url.path, client, [prompt], [body.sampling()], options)
+    job = Job(request_id, request.url.path, client, [prompt], [body.sampling()], options, body.stream)
     head = {"id": request_id, "type": "message", "role": "assistant", "model": body.model}
+    reader = body.new_reader()
     if body.stream:
-        return await streamed(request, job, lambda outputs: with_errors(_events(outputs, head, llm), _error_event))
+        return await streamed(
+            request, job, lambda outputs: with_errors(_events(outputs, head, llm, reader), _error_event)
+        )
     (output,) = await whole(request, job)
-    answer = {**head, "content": [{"type": "text", "text": output.text}], **_stop(output), "usage": _usage(output, llm)}
+    content = _blocks(reader.read(output.text, finished=True))
+    answer = {**head, "content": content, **_stop(output, reader), "usage": _usage(output, llm)}
     return json_response(answer | _transfer_params(output))
 
 
@@ -159,22 +171,73 @@ def _begin(request: Request, body: Prompt) -> AsyncLLM:
     return llm
 
 
-async def _events(outputs: Outputs, head: dict[str, Any], llm: AsyncLLM) -> AsyncGenerator[bytes]:
-    has_begun = False
+def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The blocks of a message: text, and calls where they were made."""
+    blocks: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, ToolCall):
+            blocks.append({**_use(part), "input": msgspec.Raw(part.arguments.encode())})
+        elif blocks and blocks[-1]["type"] == "text":
+            blocks[-1]["text"] += part
+        else:
+            blocks.append({"type": "text", "text": part})
+    return blocks or [_NOTHING_SAID]
+
+
+def _use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
+
+
+class _BlockEvents:
+    """Writes the blocks of a message piece by piece."""
+
+    def __init__(self) -> None:
+        self._number = -1
+        self._is_in_text = False
+
+    def write(self, parts: Sequence[Part]) -> bytes:
+        """The events that say these parts."""
+        return b"".join(event for part in parts for event in self._events(part))
+
+    def end(self) -> bytes:
+        """What ends the last block. A message that says nothing has an empty one."""
+        return b"".join([] if self._number >= 0 else self._events("")) + self._close_text()
+
+    def _events(self, part: Part) -> list[bytes]:
+        if isinstance(part, str):
+            begin = [] if self._is_in_text else [self._begin(_NOTHING_SAID)]
+            self._is_in_text = True
+            return [*begin, self._delta({"type": "text_delta", "text": part})]
+        begin = [self._close_text(), self._begin(_use(part))]
+        delta = self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+        return [*begin, delta, _event("content_block_stop", index=self._number)]
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        self._number += 1
+        return _event("content_block_start", index=self._number, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._number, delta=delta)
+
+    def _close_text(self) -> bytes:
+        was_in_text, self._is_in_text = self._is_in_text, False
+        return _event("content_block_stop", index=self._number) if was_in_text else b""
+
+
+async def _events(outputs: Outputs, head: dict[str, Any], llm: AsyncLLM, reader: AnswerReader) -> AsyncGenerator[bytes]:
+    has_begun, blocks = False, _BlockEvents()
     async for _, output in outputs:
         if not has_begun:
             has_begun = True
             nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             message = {**head, **nothing, "usage": {**_usage(output, llm), "output_tokens": 0}}
             yield _event("message_start", message=message)
-            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        if output.new_text:
-            yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": output.new_text})
+        if written := blocks.write(reader.read(output.new_text, finished=output.finished)):
+            yield written
         if output.finished:
-            delta = {**_stop(checked(output)), **_transfer_params(output)}
-            yield _event("content_block_stop", index=0)
-            yield _event("message_delta", delta=delta, usage=_usage(output, llm))
-            yield _event("message_stop")
+            delta = {**_stop(checked(output), reader), **_transfer_params(output)}
+            yield blocks.end()
+            yield _event("message_delta", delta=delta, usage=_usage(output, llm)) + _event("message_stop")
 
 
 def _event(kind: str, **facts: Any) -> bytes:
@@ -185,8 +248,10 @@ def _error_event(error: ApiError) -> bytes:
     return _event("error", error=anthropic_body(error)["error"])
 
 
-def _stop(output: RequestOutput) -> dict[str, Any]:
+def _stop(output: RequestOutput, reader: AnswerReader) -> dict[str, Any]:
     reason = "stop_sequence" if output.stop_string is not None else _STOP_REASONS.get(output.finish_reason or "")
+    if reason == "end_turn" and reader.num_calls:
+        reason = "tool_use"
     return {"stop_reason": reason, "stop_sequence": output.stop_string}
 
 

@@ -18,16 +18,15 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.desk import Job, Outputs
+from cargohold.serve.desk import Hall, Job, Outputs, client_of, hall_of
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
-from cargohold.serve.hall import Hall, client_of, hall_of
-from cargohold.serve.interfaces.conversations import Message, ToolChoice, offered_tools
-from cargohold.serve.interfaces.fields import OpenAIBody
-from cargohold.serve.interfaces.serving import cached_tokens, checked, make_prompt, streamed, whole, with_errors
+from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
+from cargohold.serve.interfaces.bodies import Message, OpenAIBody, ToolChoice, offered_tools, tool_names
+from cargohold.serve.interfaces.tools import AnswerReader, Part, ToolCall, calls_in, text_in
 
 router = APIRouter()
 
-Choice = Callable[[int, str, str | None], dict[str, Any]]
+Choice = Callable[[int, Sequence[Part], str | None], dict[str, Any]]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -53,6 +52,7 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -90,7 +90,8 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     make = partial(llm.chat_prompt, messages, tools=tools, template_options=body.chat_template_kwargs)
     prompt = await make_prompt(llm, make)
     sampling = body.sampling(body.max_completion_tokens or body.max_tokens or llm.plan.scheduler.max_model_len)
-    form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", _message_choice, _delta_choice)
+    new_reader = partial(AnswerReader, tool_names(tools), 1 if body.parallel_tool_calls is False else None)
+    form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", _message_choice, _delta_choice, new_reader)
     return await _answer(request, body, form, [prompt] * len(sampling), sampling)
 
 
@@ -101,7 +102,8 @@ class Form:
     Attributes:
         prefix: of ids.
         kind, chunk_kind: what an answer says that it is, whole and in parts.
-        choice, part: one answer, whole and in parts, of its number, its text and its finish reason.
+        choice, part: one answer, whole and in parts, of its number, what it says, and its finish reason.
+        new_reader: makes what reads an answer.
     """
 
     prefix: str
@@ -109,19 +111,32 @@ class Form:
     chunk_kind: str
     choice: Choice
     part: Choice
+    new_reader: Callable[[], AnswerReader] = AnswerReader
 
 
-def _text_choice(at: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": at, "text": text, "logprobs": None, "finish_reason": reason}
+def _text_choice(at: int, parts: Sequence[Part], reason: str | None) -> dict[str, Any]:
+    return {"index": at, "text": text_in(parts), "logprobs": None, "finish_reason": reason}
 
 
-def _message_choice(at: int, text: str, reason: str | None) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text, "refusal": None}
+def _message_choice(at: int, parts: Sequence[Part], reason: str | None) -> dict[str, Any]:
+    text, calls = text_in(parts), [_call(call) for call in calls_in(parts)]
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if calls:
+        message["tool_calls"] = calls
     return {"index": at, "message": message, "logprobs": None, "finish_reason": reason}
 
 
-def _delta_choice(at: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": at, "delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason}
+def _delta_choice(at: int, parts: Sequence[Part], reason: str | None) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if text := text_in(parts):
+        delta["content"] = text
+    if calls := calls_in(parts):
+        delta["tool_calls"] = [{"index": call.number, **_call(call)} for call in calls]
+    return {"index": at, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _begin(request: Request, body: OpenAIBody) -> AsyncLLM:
@@ -149,13 +164,16 @@ async def _answer(
         "kv_transfer_params": body.kv_transfer_params,
     }
     request_id = f"{form.prefix}-{hall_of(request).desk.records.new_id()}"
-    job = Job(request_id, request.url.path, client, prompts, sampling, options)
+    job = Job(request_id, request.url.path, client, prompts, sampling, options, body.stream)
     head = {"id": request_id, "created": int(time.time()), "model": body.model}
     if body.stream:
         wants_usage = body.stream_options is not None and body.stream_options.include_usage
         return await streamed(request, job, lambda outputs: _with_end(_events(outputs, form, head, job, wants_usage)))
     outputs = await whole(request, job)
-    choices = [form.choice(at, output.text, output.finish_reason) for at, output in enumerate(outputs)]
+    choices = []
+    for at, output in enumerate(outputs):
+        reader = form.new_reader()
+        choices.append(form.choice(at, reader.read(output.text, finished=True), _finish_reason(output, reader)))
     usage = _usage([output.metrics for output in outputs], job)
     answer = {**head, "object": form.kind, "choices": choices, "usage": usage}
     return json_response(answer | _transfer_params(outputs))
@@ -166,13 +184,15 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     head = {**head, "object": form.chunk_kind}
     last: dict[int, RequestOutput] = {}
+    readers = [form.new_reader() for _ in job.prompts]
     if form.part is _delta_choice:  # who is to speak, before anything is said
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         for at in range(len(job.prompts)):
             yield _event({**head, "choices": [{"index": at, **role}]})
     async for at, output in outputs:
-        if output.new_text or output.finished:
-            yield _event({**head, "choices": [form.part(at, output.new_text, checked(output).finish_reason)]})
+        parts = readers[at].read(output.new_text, finished=output.finished)
+        if parts or output.finished:
+            yield _event({**head, "choices": [form.part(at, parts, _finish_reason(checked(output), readers[at]))]})
         if output.finished:
             last[at] = output
     in_order = [last[at] for at in sorted(last)]
@@ -180,6 +200,10 @@ async def _events(
         yield _event({**head, "choices": [], **params})
     if wants_usage:
         yield _event({**head, "choices": [], "usage": _usage([output.metrics for output in in_order], job)})
+
+
+def _finish_reason(output: RequestOutput, reader: AnswerReader) -> str | None:
+    return "tool_calls" if reader.num_calls and output.finish_reason == "stop" else output.finish_reason
 
 
 async def _with_end(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cargohold.engine.core.config import SchedulerConfig
-from cargohold.engine.core.request import FinishReason, Request, RequestTimes
+from cargohold.engine.core.request import FinishReason, Request
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep, StepOutput
 from cargohold.engine.executor import Worker
 from cargohold.engine.executor.base import merge_outputs
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.protocol import (
     NULL_CONNECTOR,
     Clock,
@@ -23,6 +22,7 @@ from cargohold.protocol import (
 )
 from cargohold.testing.simulation.clock import VirtualClock
 from cargohold.testing.simulation.fingerprints import WRONG_TOKEN, FingerprintRunner, PrefixChains
+from cargohold.testing.simulation.replica import NO_OUTPUT, Replica
 from cargohold.testing.simulation.transfers import CopiesInFlight
 
 
@@ -65,17 +65,13 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
-NO_OUTPUT = StepOutput()
-"""The output of a step that has not been made yet."""
-
-
 def root_of_salt(salt: str | None) -> int:
     """The number that fingerprints of requests with this salt start from, so that reading another tenant's KV is noticed."""
     return 1 if salt is None else 1 + int.from_bytes(salt.encode()[:7], "little")
 
 
-class SimulatedEngine:
-    """An engine replica whose every step is checked for wrong tokens. Satisfies ``Replica``.
+class SimulatedEngine(Replica):
+    """The real scheduler and connector around a fingerprint model.
 
     Args:
         layout: the paged KV cache; see ``layout_of``. It has ``world_size`` workers.
@@ -88,11 +84,8 @@ class SimulatedEngine:
         config: fields of ``SchedulerConfig`` that differ from small defaults.
 
     Attributes:
-        requests: all requests so far, by id.
         outputs: the last update of each request that has ended.
         runners, worker_sides: the workers' models and connectors, by rank.
-        last_step: the step made last, or being made, and its output.
-        dedupes_blocks: whether the device pool keeps each prefix at most once.
     """
 
     dedupes_blocks = True
@@ -109,13 +102,14 @@ class SimulatedEngine:
         as_tensors: bool = False,
         **config: Any,
     ) -> None:
-        self.clock = clock or VirtualClock()
-        self._pass_time = self.clock.advance if isinstance(self.clock, VirtualClock) else _let_it_pass
-        self.layout = layout
-        self.config = SchedulerConfig(**{**DEFAULTS, **config})
+        clock = clock or VirtualClock()
+        ranks = range(layout.world_size)
+        copies = [CopiesInFlight(rank) for rank in ranks] if copies is None else copies
+        super().__init__(layout, SchedulerConfig(**{**DEFAULTS, **config}), clock, copies, layout.hash_block_tokens)
+        self._pass_time = clock.advance if isinstance(clock, VirtualClock) else _let_it_pass
         environment = SchedulerEnvironment(
             layout,
-            self.clock,
+            clock,
             max_step_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
             prefix_caching=self.config.prefix_caching,
@@ -124,27 +118,31 @@ class SimulatedEngine:
             give_up_loads_after_s=self.config.give_up_loads_after_s,
         )
         self.connector = factory.make_scheduler_side(environment)
-        self.scheduler = Scheduler(self.config, layout, self.connector, self.clock, with_context=with_context)
-        self.requests: dict[str, Request] = {}
+        self._scheduler = Scheduler(self.config, layout, self.connector, clock, with_context=with_context)
         self.outputs: dict[str, RequestUpdate] = {}
-        self.chains = PrefixChains(
+        self._chains = PrefixChains(
             lambda request_id: self.requests[request_id].all_token_ids,
             lambda request_id: root_of_salt(self.requests[request_id].salt),
         )
-        ranks = range(layout.world_size)
-        self.copies = [CopiesInFlight(rank) for rank in ranks] if copies is None else copies
         self.runners = [
-            FingerprintRunner(layout, self.chains, VOCAB_SIZE, rank, copies=self.copies[rank], as_tensors=as_tensors)
+            FingerprintRunner(layout, self.chains, VOCAB_SIZE, rank, copies=copies[rank], as_tensors=as_tensors)
             for rank in ranks
         ]
-        self.worker_sides = [factory.make_worker_side(WorkerEnvironment(layout, rank, self.clock)) for rank in ranks]
+        self.worker_sides = [factory.make_worker_side(WorkerEnvironment(layout, rank, clock)) for rank in ranks]
         self.executor = SimulatedExecutor(
             [Worker(runner, side) for runner, side in zip(self.runners, self.worker_sides, strict=True)],
             self.scheduler.connector.get_finished_count(),
         )
-        self.num_steps = 0
-        self.last_step = (SchedulerStep(), NO_OUTPUT)
-        self.on_update: Callable[[RequestUpdate], None] = lambda _: None
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler that production runs."""
+        return self._scheduler
+
+    @property
+    def chains(self) -> PrefixChains:
+        """See the port."""
+        return self._chains
 
     @property
     def runner(self) -> FingerprintRunner:
@@ -166,39 +164,8 @@ class SimulatedEngine:
         """Transfers that some workers have reported and others have not."""
         return self.executor.aggregator.num_incomplete
 
-    def add(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        max_tokens: int = 1,
-        *,
-        priority: int = 0,
-        salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
-        stop_token_ids: Sequence[int] = (),
-    ) -> Request:
-        """Queue a request. Raises ``RequestError`` if the connector refuses it."""
-        request = Request(
-            request_id=request_id,
-            all_token_ids=list(token_ids),
-            num_prompt_tokens=len(token_ids),
-            sampling=SamplingParams(max_tokens=max_tokens),
-            seed=0,
-            times=RequestTimes(arrived=self.clock()),
-            hash_block_tokens=self.layout.hash_block_tokens,
-            priority=priority,
-            salt=salt,
-            kv_transfer_params=kv_transfer_params,
-            stop_token_ids=frozenset(stop_token_ids),
-        )
-        self.requests[request_id] = request
-        self.chains.forget(request_id)
+    def _queue(self, request: Request) -> None:
         self.scheduler.add_request(request)
-        return request
-
-    def load_weights(self, version: int) -> None:
-        """Compute KV with another version of the weights from now on."""
-        self.chains.use_weights(version)
 
     def abort(self, request_id: str) -> None:
         """End a request."""

@@ -1,18 +1,21 @@
-"""The interface of an engine replica for a run, its oracles and its timeline: with our scheduler in it, or with vLLM's."""
+"""An engine replica as a run, its oracles and its timeline see it: with our scheduler in it, or with vLLM's."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.config import SchedulerConfig
-from cargohold.engine.core.request import Request
+from cargohold.engine.core.request import Request, RequestTimes
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.sampling_params import SamplingParams
 from cargohold.protocol import (
+    Clock,
     ConnectorGuard,
     ForwardingScheduler,
     KVCacheBlockView,
@@ -20,7 +23,11 @@ from cargohold.protocol import (
     KVConnectorScheduler,
     KVEvent,
 )
+from cargohold.testing.simulation.fingerprints import PrefixChains
 from cargohold.testing.simulation.transfers import CopiesInFlight
+
+NO_OUTPUT: Final = StepOutput()
+"""The output of a step that has not been made yet."""
 
 
 class ReplicaPool(Protocol):
@@ -115,69 +122,68 @@ class ReplicaScheduler(Protocol):
         ...
 
 
-class Replica(Protocol):
+class Replica(ABC):
     """An engine replica in virtual time, checked for wrong tokens in every step.
 
+    Args:
+        layout: the paged KV cache.
+        config: its limits and policies.
+        clock: time in seconds.
+        copies: per rank, the copies in flight.
+        hash_block_tokens: tokens per block hash of its requests.
+
     Attributes:
+        requests: all requests so far by id, in the state that their clients know of.
+        num_steps: steps made.
+        last_step: the step made last, or being made, and its output.
         on_update: called with each update of a request.
+        dedupes_blocks: whether the device pool keeps each prefix at most once.
     """
 
-    on_update: Callable[[RequestUpdate], None]
+    dedupes_blocks: ClassVar[bool]
+
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        config: SchedulerConfig,
+        clock: Clock,
+        copies: Sequence[CopiesInFlight],
+        hash_block_tokens: int,
+    ) -> None:
+        self.layout = layout
+        self.config = config
+        self.clock = clock
+        self.copies = copies
+        self.requests: dict[str, Request] = {}
+        self.num_steps = 0
+        self.last_step = (SchedulerStep(), NO_OUTPUT)
+        self.on_update: Callable[[RequestUpdate], None] = lambda _: None
+        self._hash_block_tokens = hash_block_tokens
 
     @property
-    def layout(self) -> KVCacheLayout:
-        """The paged KV cache."""
-        ...
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """Its limits and policies."""
-        ...
-
-    @property
+    @abstractmethod
     def scheduler(self) -> ReplicaScheduler:
         """Its scheduler."""
-        ...
 
     @property
-    def copies(self) -> Sequence[CopiesInFlight]:
-        """Per rank, the copies in flight."""
-        ...
+    @abstractmethod
+    def chains(self) -> PrefixChains:
+        """The fingerprints of its requests' prefixes."""
 
     @property
-    def requests(self) -> Mapping[str, Request]:
-        """All requests so far, by id."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Steps made."""
-        ...
-
-    @property
-    def last_step(self) -> tuple[SchedulerStep, StepOutput]:
-        """The step made last, or being made, and its output."""
-        ...
-
-    @property
-    def dedupes_blocks(self) -> bool:
-        """Whether the device pool keeps each prefix at most once."""
-        ...
-
-    @property
+    @abstractmethod
     def shares_loads(self) -> bool:
         """Whether blocks loaded for one request are found by others on the device."""
-        ...
 
     @property
+    @abstractmethod
     def shares_load_ends(self) -> bool:
         """Whether at least those are found with which others can continue where the load ends."""
-        ...
 
     @property
+    @abstractmethod
     def num_half_reported(self) -> int:
         """Transfers that some workers have reported and others have not."""
-        ...
 
     def add(
         self,
@@ -189,29 +195,49 @@ class Replica(Protocol):
         salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
-    ) -> object:
+    ) -> Request:
         """Queue a request. Raises ``RequestError`` if it is refused."""
-        ...
+        request = Request(
+            request_id=request_id,
+            all_token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            seed=0,
+            times=RequestTimes(arrived=self.clock()),
+            hash_block_tokens=self._hash_block_tokens,
+            priority=priority,
+            salt=salt,
+            kv_transfer_params=kv_transfer_params,
+            stop_token_ids=frozenset(stop_token_ids),
+        )
+        self.requests[request_id] = request
+        self.chains.forget(request_id)
+        self._queue(request)
+        return request
+
+    @abstractmethod
+    def _queue(self, request: Request) -> None:
+        """Hand a request to the scheduler. Raises ``RequestError`` if it is refused."""
 
     def load_weights(self, version: int) -> None:
         """Compute KV with another version of the weights from now on."""
-        ...
+        self.chains.use_weights(version)
 
+    @abstractmethod
     def abort(self, request_id: str) -> None:
         """End a request."""
-        ...
 
+    @abstractmethod
     def step(self) -> tuple[SchedulerStep, StepOutput]:
-        """Make one step. Raises ``WrongTokenError`` if a request reads wrong KV in it."""
-        ...
+        """Make one step. Raises ``WrongTokenError`` if a request reads wrong KV in it and the step's result is used."""
 
+    @abstractmethod
     def cached_prefixes(self) -> set[tuple[bytes, int | None]]:
         """Hash and group of every prefix that the device pool can find."""
-        ...
 
+    @abstractmethod
     def shutdown(self) -> None:
         """Stop the replica."""
-        ...
 
 
 # --- finds the connectors that an engine's connector is made of -------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -25,6 +25,7 @@ from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOut
 from cargohold.testing.simulation.clock import VirtualClock, layout_of
 from cargohold.testing.simulation.engine import STEP_S, VOCAB_SIZE
 from cargohold.testing.simulation.fingerprints import PrefixChains
+from cargohold.testing.simulation.replica import NO_OUTPUT, Replica
 from cargohold.testing.simulation.scenario import Shape
 from cargohold.testing.simulation.transfers import CopiesInFlight
 from cargohold.testing.vllm.configuration import (
@@ -36,7 +37,7 @@ from cargohold.testing.vllm.configuration import (
     kv_cache_config,
     vllm_config,
 )
-from cargohold.testing.vllm.requests import RequestBook, SchedulerView
+from cargohold.testing.vllm.requests import NO_HASHES, RequestBook, SchedulerView
 from cargohold.testing.vllm.worker import SimulatedWorker, WriteFirstRunner
 
 
@@ -131,8 +132,8 @@ class _InFlight:
     answer: Any = None
 
 
-class VllmEngine:
-    """An engine replica for a ``Run`` of ``cargohold.testing.simulation``. Satisfies its ``Replica``.
+class VllmEngine(Replica):
+    """vLLM's scheduler and the adapter around a fingerprint model.
 
     Args:
         shape: the engine, as ``recipe`` has fitted it for vLLM.
@@ -141,7 +142,6 @@ class VllmEngine:
         random: decides what real time would decide: when workers run, and when aborts arrive.
 
     Attributes:
-        requests: all requests so far by id, in the state that their clients know of.
         vllm: vLLM's scheduler.
         side: the adapter's scheduler side.
         workers: by rank.
@@ -152,21 +152,28 @@ class VllmEngine:
 
     def __init__(self, shape: Shape, *, clock: VirtualClock, copies: Sequence[CopiesInFlight], random: Random) -> None:
         options = shape.scheduler
-        self.clock = clock
-        self.copies = copies
-        self.layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
-        self.config = SchedulerConfig(
+        layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
+        config = SchedulerConfig(
             **{name: value for name, value in options.items() if name not in (ASYNC, MATCH_UNIT, RETAINED)},
             load_timeout_s=LOAD_TIMEOUT_S,
         )
-        self.num_steps = 0
-        self.last_step = (SchedulerStep(), StepOutput())
-        self.on_update: Callable[[RequestUpdate], None] = lambda _: None
+        super().__init__(layout, config, clock, copies, NO_HASHES)
         self._random = random
+        self._pass_time = clock.advance
         self._late_aborts: list[str] = []
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if options[ASYNC] else 1
         self._start(shape)
+
+    @property
+    def scheduler(self) -> SchedulerView:
+        """VLLM's scheduler, with the names of the port."""
+        return self._scheduler
+
+    @property
+    def chains(self) -> PrefixChains:
+        """See the port."""
+        return self._chains
 
     @property
     def shares_loads(self) -> bool:
@@ -183,38 +190,8 @@ class VllmEngine:
         """Transfers that the adapter has heard of from some workers and not from others."""
         return int(self.side._aggregator.num_incomplete)
 
-    @property
-    def requests(self) -> Mapping[str, Request]:
-        """See above."""
-        return self._book.own
-
-    def add(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        max_tokens: int = 1,
-        *,
-        priority: int = 0,
-        salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
-        stop_token_ids: Sequence[int] = (),
-    ) -> None:
-        """Queue a request."""
-        request = self._book.make(
-            request_id,
-            token_ids,
-            max_tokens,
-            priority=priority,
-            salt=salt,
-            kv_transfer_params=kv_transfer_params,
-            stop_token_ids=stop_token_ids,
-        )
-        self._chains.forget(request_id)
-        self.vllm.add_request(request)
-
-    def load_weights(self, version: int) -> None:
-        """Compute KV with another version of the weights from now on."""
-        self._chains.use_weights(version)
+    def _queue(self, request: Request) -> None:
+        self.vllm.add_request(self._book.make(request))
 
     def abort(self, request_id: str) -> None:
         """End a request, either at once or, at random, just before the next step's result is accounted for."""
@@ -229,7 +206,7 @@ class VllmEngine:
         Raises:
             WrongTokenError: the model has read KV that is not what the block table says.
         """
-        self.last_step = (SchedulerStep(), StepOutput())
+        self.last_step = (SchedulerStep(), NO_OUTPUT)
         # One step is made even if vLLM has nothing to do: the caller may wait for something that an idle vLLM would not do.
         while not self._in_flight or (len(self._in_flight) < self._depth and self.vllm.has_requests()):
             self._in_flight.append(_InFlight(self.vllm.schedule()))
@@ -238,7 +215,7 @@ class VllmEngine:
                 self._run_workers(len(self._in_flight))
         self._run_workers(1)
         # Before the connector hears that the step has ended: it measures how long steps take.
-        self.clock.advance(STEP_S)
+        self._pass_time(STEP_S)
         self.last_step = self._account(self._in_flight.popleft())
         self.num_steps += 1
         return self.last_step
@@ -270,7 +247,7 @@ class VllmEngine:
                 ran = [worker.execute(message) for worker in self.workers]
                 flight.step = ran[0][0]
                 flight.answer = self._aggregated([pickle.loads(answer) for _, answer in ran])  # noqa: S301  # our own
-                self.last_step = (flight.step, StepOutput())
+                self.last_step = (flight.step, NO_OUTPUT)
                 self._check_tokens()
 
     def _account(self, flight: _InFlight) -> tuple[SchedulerStep, StepOutput]:
@@ -314,7 +291,7 @@ class VllmEngine:
     def _start(self, shape: Shape) -> None:
         config, caches = vllm_config(shape), kv_cache_config(shape)
         scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, config)
-        self._book = RequestBook(self.clock, hash_tokens, self._tell)
+        self._book = RequestBook(self.requests, hash_tokens, self._tell)
         self._chains = PrefixChains(self._book.tokens, self._book.root)
         scheduler_class = RepeatableAsyncScheduler if self._depth > 1 else RepeatableScheduler
         self.vllm: Any = scheduler_class(
@@ -336,4 +313,4 @@ class VllmEngine:
             for rank in range(shape.world_size)
         ]
         self.aggregator = KVOutputAggregator.from_connector(self.vllm.connector, shape.world_size)
-        self.scheduler = SchedulerView(self.vllm, self.side, lambda: bool(self._in_flight))
+        self._scheduler = SchedulerView(self.vllm, self.side, lambda: bool(self._in_flight))

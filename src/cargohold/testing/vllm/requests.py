@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -13,9 +13,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus as VllmStatus
 
-from cargohold.engine.core.request import FinishReason, Request, RequestStatus, RequestTimes
+from cargohold.engine.core.request import FinishReason, Request, RequestStatus
 from cargohold.engine.core.scheduler import RequestUpdate
-from cargohold.engine.sampling_params import SamplingParams as OwnSamplingParams
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.blocks import BlockView
 from cargohold.integrations.vllm.scheduler import EXPLAIN, SchedulerSide
@@ -26,7 +25,6 @@ from cargohold.protocol import (
     BlockRemoved,
     BlockStored,
     CacheReport,
-    Clock,
     ConnectorGuard,
     KVCacheGroup,
     KVEvent,
@@ -35,7 +33,8 @@ from cargohold.testing.simulation.engine import VOCAB_SIZE, root_of_salt
 from cargohold.testing.simulation.fingerprints import tokens_alone
 
 _HASH: Final = "sha256"
-_NO_HASHES: Final = 1 << 30
+NO_HASHES: Final = 1 << 30
+"""Tokens per block hash of our own requests: vLLM hashes its own."""
 _NOTHING_RESTORED: Final = CacheReport()
 _BEYOND: Final = 4
 """Tokens known beyond the end of an answer: vLLM may compute further steps before it notices the end."""
@@ -45,22 +44,20 @@ class RequestBook:
     """Makes vLLM's requests, and keeps for each one a request of our own, which has what its client knows.
 
     Args:
-        clock: virtual time.
+        own: our requests so far by id, with what their clients have been told.
         hash_tokens: tokens per block hash of vLLM's.
         tell: called with every update that a client gets.
 
     Attributes:
-        own: our requests so far by id, with what their clients have been told.
         failed_loads: ids of requests of which a load has failed.
     """
 
-    def __init__(self, clock: Clock, hash_tokens: int, tell: Callable[[RequestUpdate], None]) -> None:
-        self._clock = clock
+    def __init__(self, own: Mapping[str, Request], hash_tokens: int, tell: Callable[[RequestUpdate], None]) -> None:
+        self._own = own
         self._tell = tell
         self._hasher = get_request_block_hasher(hash_tokens, hash_function())
         self._live: dict[str, Any] = {}
         self._tokens: dict[str, list[int]] = {}
-        self.own: dict[str, Request] = {}
         self.failed_loads: set[str] = set()
 
     def tokens(self, request_id: str) -> Sequence[int]:
@@ -69,45 +66,35 @@ class RequestBook:
 
     def root(self, request_id: str) -> int:
         """The number that the request's chain of fingerprints starts from."""
-        return root_of_salt(self.own[request_id].salt)
+        return root_of_salt(self._own[request_id].salt)
 
-    def make(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        max_tokens: int,
-        *,
-        priority: int,
-        salt: str | None,
-        kv_transfer_params: Mapping[str, Any] | None,
-        stop_token_ids: Collection[int],
-    ) -> Any:
-        """A request for vLLM."""
-        self.own[request_id] = _own_request(request_id, token_ids, max_tokens, salt, kv_transfer_params, self._clock())
-        answer = tokens_alone(token_ids, max_tokens + _BEYOND, VOCAB_SIZE, root_of_salt(salt))
-        self._tokens[request_id] = [*token_ids, *answer]
+    def make(self, own: Request) -> Any:
+        """VLLM's request for one of ours."""
+        max_tokens, salt = own.sampling.max_tokens, own.salt
+        answer = tokens_alone(own.all_token_ids, max_tokens + _BEYOND, VOCAB_SIZE, root_of_salt(salt))
+        self._tokens[own.request_id] = [*own.all_token_ids, *answer]
         request = VllmRequest(
-            request_id=request_id,
-            prompt_token_ids=list(token_ids),
+            request_id=own.request_id,
+            prompt_token_ids=list(own.all_token_ids),
             sampling_params=SamplingParams(
                 max_tokens=max_tokens,
                 temperature=0.0,
                 ignore_eos=True,
-                stop_token_ids=list(stop_token_ids),
-                extra_args={"kv_transfer_params": {**(kv_transfer_params or {}), EXPLAIN: True}},
+                stop_token_ids=sorted(own.stop_token_ids),
+                extra_args={"kv_transfer_params": {**(own.kv_transfer_params or {}), EXPLAIN: True}},
             ),
             pooling_params=None,
-            arrival_time=self._clock(),
+            arrival_time=own.times.arrived,
             cache_salt=salt,
-            priority=priority,
+            priority=own.priority,
             block_hasher=self._hasher,
         )
-        self._live[request_id] = request
+        self._live[own.request_id] = request
         return request
 
     def take(self, news: Any) -> None:
         """Take one of vLLM's outputs: new tokens of a request, or its end, or both."""
-        request = self.own[news.request_id]
+        request = self._own[news.request_id]
         if news.prefill_stats is not None:
             request.num_first_device_tokens = news.prefill_stats.num_local_cached_tokens
         if news.new_token_ids:
@@ -120,7 +107,7 @@ class RequestBook:
 
     def end(self, request_id: str, reason: FinishReason, report: CacheReport = _NOTHING_RESTORED) -> None:
         """Note that a request has ended, and tell its client."""
-        request = self.own[request_id]
+        request = self._own[request_id]
         if reason is FinishReason.ERROR and request_id in self.failed_loads:
             request.error = "its load failed"
         request.finish_reason = reason
@@ -132,28 +119,7 @@ class RequestBook:
         """Note which requests are loading, for timelines that people read."""
         for request_id, request in self._live.items():
             is_loading = request.status is VllmStatus.WAITING_FOR_REMOTE_KVS
-            self.own[request_id].status = RequestStatus.LOADING if is_loading else RequestStatus.WAITING
-
-
-def _own_request(
-    request_id: str,
-    token_ids: Sequence[int],
-    max_tokens: int,
-    salt: str | None,
-    kv_transfer_params: Mapping[str, Any] | None,
-    now: float,
-) -> Request:
-    return Request(
-        request_id=request_id,
-        all_token_ids=list(token_ids),
-        num_prompt_tokens=len(token_ids),
-        sampling=OwnSamplingParams(max_tokens=max_tokens),
-        seed=0,
-        times=RequestTimes(arrived=now),
-        hash_block_tokens=_NO_HASHES,  # vLLM has its own
-        salt=salt,
-        kv_transfer_params=kv_transfer_params,
-    )
+            self._own[request_id].status = RequestStatus.LOADING if is_loading else RequestStatus.WAITING
 
 
 @cache

@@ -14,9 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from cargohold.async_llm import AsyncLLM
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
-from cargohold.serve.desk import Job, Outputs, unless_gone
+from cargohold.serve.desk import Job, Outputs, hall_of, unless_gone
 from cargohold.serve.errors import ApiError, api_error, invalid
-from cargohold.serve.hall import hall_of
 
 Events = Callable[[Outputs], AsyncGenerator[bytes]]
 
