@@ -145,7 +145,11 @@ def step_cost() -> str:
     """What connectors cost vLLM's scheduler per step, while requests generate."""
     found = result("generating")["rows"][0]
     beyond = found["generating_us_per_step_beyond_no_connector"]
-    rows = [("Cargohold", "cargohold", OURS), ("with a disk", "cargohold, a disk below", OURS), ("vLLM's own", "vllm", OTHERS)]
+    rows = [
+        ("Cargohold", "cargohold", OURS),
+        ("with a disk", "cargohold, a disk below", OURS),
+        ("vLLM's own", "vllm", OTHERS),
+    ]
     note = f"{found['requests']} requests that generate; microseconds beyond what vLLM's scheduler takes alone"
     shown = [(label, beyond[name], colour) for label, name, colour in rows]
     return bars("What a connector costs the scheduler, per step", note, shown, "µs")
