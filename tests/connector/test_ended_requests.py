@@ -1,4 +1,4 @@
-"""Chunks of requests that have ended: stored after their end, and handed over for remote decode."""
+"""Chunks of requests that have ended, stored after their end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.stores import Leftovers
 from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
 from cargohold.engine.core.scheduler import EngineContext
-from cargohold.protocol import (
-    TransferOutcome,
-)
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt
-from tests.connector.offloading import HOLDS, keys_of
+from tests.connector.offloading import keys_of
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
@@ -152,53 +149,3 @@ def test_chunks_of_an_ended_request_are_dropped_once_their_blocks_are_reused() -
     finish(engine, offloading)
     assert offloading.manager.num_ready == 6, "what was being copied when the request ended"
     assert offloading.manager.lookup_run(keys_of(prompt(0, 49), 12)) == bytes([READY]) * 6
-
-
-@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
-def test_one_engine_prefills_and_another_decodes(windows: tuple[int | None, ...]) -> None:
-    offloading = SimulatedOffloading(200)
-    prefill = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
-    decode = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
-    prefill.add("r", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": True})
-    finish(prefill, offloading)
-    params = prefill.outputs["r"].kv_transfer_params
-    assert params == {"do_remote_prefill": True, "num_offloaded_tokens": 40}
-    decode.add("r", prompt(0, 41), 8, kv_transfer_params=params)
-    finish(decode, offloading)
-    assert decode.outputs["r"].cache_report.restored_tokens == {"host": 40}
-    assert decode.tokens("r") == alone(prompt(0, 41), 8)
-    assert decode.tokens("r")[:1] == prefill.tokens("r")
-
-
-@pytest.mark.parametrize("holds", HOLDS)
-def test_remote_decode_keeps_all_of_a_long_prompt_even_if_one_step_computes_it(holds: str) -> None:
-    """Found by reading: what exceeded the limit on blocks held by stores was announced as missing, or lost."""
-    offloading = SimulatedOffloading(200)
-    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=256, **HOLDS[holds])
-    engine.add("r", prompt(0, 201), 1, kv_transfer_params={"do_remote_decode": True})
-    finish(engine, offloading)
-    assert engine.outputs["r"].kv_transfer_params == {"do_remote_prefill": True, "num_offloaded_tokens": 200}
-    assert offloading.manager.num_ready == 50
-
-
-def test_remote_decode_is_not_promised_chunks_that_found_no_slot_or_were_lost() -> None:
-    offloading = SimulatedOffloading(4)
-    engine = SimulatedEngine(simulated_layout(60), offloading)
-    engine.add("too long", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": True})
-    finish(engine, offloading)
-    num_there = len(offloading.manager.lookup_run(keys_of(prompt(0, 41), 10)))
-    assert 0 < num_there <= 4
-    told = {"do_remote_prefill": True, "num_offloaded_tokens": 4 * num_there}
-    assert engine.outputs["too long"].kv_transfer_params == told
-    offloading = SimulatedOffloading(60)
-    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=8)
-    (transfers,) = offloading.transfers
-    transfers.auto = False
-    engine.add("unlucky", prompt(0, 41), 1, kv_transfer_params={"do_remote_decode": True})
-    for _ in range(3):
-        engine.step()
-    lost = transfers.pending[1]
-    transfers.complete(lost, TransferOutcome.FAILED)
-    transfers.auto = True
-    finish(engine, offloading)
-    assert engine.outputs["unlucky"].kv_transfer_params == {"do_remote_prefill": True, "num_offloaded_tokens": 8}

@@ -267,8 +267,9 @@ def test_tiers_are_closed_again_when_one_behind_them_cannot_be_opened(layout: KV
     good, bad = (DiskTierConfig(directory=str(tmp_path / name), max_bytes="8MiB") for name in ("good", "a file"))
     environment = WorkerEnvironment(layout, 0, VirtualClock())
     with pytest.raises(ConfigError, match="a file") as caught:
-        open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good, bad]), environment)
-    open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good]), environment)["disk"].shutdown()
+        open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good, bad]), environment, namespace_of(layout, 0, 1))
+    opened = open_queues(OffloadConfig(host_bytes="1MiB", tiers=[good]), environment, namespace_of(layout, 0, 1))
+    opened["disk"].shutdown()
     del caught
 
 

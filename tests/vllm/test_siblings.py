@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,14 +36,16 @@ def test_what_a_step_computed_behind_a_siblings_failed_load_is_never_found(
 
 
 def test_a_prefill_engine_may_answer_a_request_through_another_connector_too(
-    vllm_model: Callable[[str], str], start: Callable[..., Any]
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Found by review: vLLM's engine ended at the first request, since both connectors answered ``do_remote_prefill``."""
-    engine = start(vllm_model("llama"), **beside(SIBLING, OURS))
+    tiers = [{"kind": "shared", "url": f"file://{tmp_path}"}]
+    ours = {**OURS, "kv_connector_extra_config": {**OURS["kv_connector_extra_config"], "tiers": tiers}}
+    engine = start(vllm_model("llama"), **beside(SIBLING, ours))
     (prompt,) = make_prompts(1, 330)
     with wishing(answer={"do_remote_prefill": True, "remote_port": 1}):
         (answer,) = engine.ask([prompt], 1, wishes={"do_remote_decode": True})
-    assert answer.params["num_offloaded_tokens"] == 320
+    assert answer.params["cargohold_handoff"]["num_tokens"] == 320
     assert answer.params["do_remote_prefill"] and answer.params["remote_port"] == 1
 
 

@@ -120,15 +120,27 @@ def test_embeddings_for_which_vllm_must_see_all_tokens_are_made_without(
     assert "offloading is off" in caplog.text and "its pooling or attention" in caplog.text
 
 
-def test_a_role_in_which_vllm_does_not_protect_what_is_loaded_is_refused(
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_producer_stores_and_loads_where_vllm_protects_loads(
+    vllm_model: Callable[[str], str],
+    start: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    async_scheduling: bool,
+) -> None:
+    # While steps overlap, its scheduler defers the freeing of blocks that a step in flight still writes for consumers alone.
+    role = {"kv_role": "kv_producer"}
+    engine = start(vllm_model("llama"), EAGER, transfer=role, async_scheduling=async_scheduling)
+    assert restored(ask_twice(engine, make_prompts(2, 330))) == (0 if async_scheduling else 640)
+    assert ("nothing is loaded" in caplog.text) == async_scheduling
+    assert engine.side.guard.inner.manager.num_ready > 0
+
+
+def test_a_consumer_stores_nothing(
     vllm_model: Callable[[str], str], start: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Its scheduler defers the freeing of blocks that a step in flight still writes for consumers alone.
-    engine = start(vllm_model("llama"), EAGER, transfer={"kv_role": "kv_producer"})
-    assert restored(ask_twice(engine, make_prompts(2, 330))) == 0
-    assert "kv_role=kv_producer" in caplog.text and "use kv_both" in caplog.text
     engine = start(vllm_model("llama"), EAGER, transfer={"kv_role": "kv_consumer"})
-    assert restored(ask_twice(engine, make_prompts(2, 330))) == 640
+    assert restored(ask_twice(engine, make_prompts(2, 330))) == 0
+    assert "nothing is stored, and there is no tier" in caplog.text
 
 
 def test_lazy_offloading_without_a_prefix_cache_is_told_of_by_vllms_own_option(

@@ -55,5 +55,14 @@ def open_tier(
         ConfigError: the medium cannot be used with these options, there is no key for encryption, or a package is not
             installed. A store that does not answer is no error: it may come back.
     """
+    return config.open(_codec(config, namespace, time_ns), chunk_bytes, num_shards)
+
+
+def namespace_in(config: TierConfig, namespace: Namespace) -> Namespace:
+    """Return the namespace of chunks in a tier: the given one, with the id of the tier's encryption key."""
+    return _codec(config, namespace, time.time_ns).namespace
+
+
+def _codec(config: TierConfig, namespace: Namespace, time_ns: Callable[[], int]) -> ChunkCodec:
     key = None if config.encryption_key is None else read_key(config.encryption_key)
-    return config.open(ChunkCodec(namespace, key, time_ns), chunk_bytes, num_shards)
+    return ChunkCodec(namespace, key, time_ns)

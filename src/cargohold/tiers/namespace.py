@@ -89,6 +89,15 @@ class Namespace:
         """Return all fields, the format version and the full digest, for people and tools."""
         return {**self._facts(), "digest": self.digest.hex()}
 
+    def outline(self) -> dict[str, str]:
+        """Return the id, and a short digest of each field: enough to tell in which of them two namespaces differ.
+
+        But for the label, which changes nothing, and ``details_bytes``, which follows from the layout.
+        """
+        facts = self._facts()
+        del facts["label"], facts["details_bytes"]
+        return {"id": self.id, **{name: digest_facts({name: fact})[:4].hex() for name, fact in facts.items()}}
+
     def _facts(self) -> dict[str, str]:
         return {**as_facts(asdict(self)), "format": str(FORMAT_VERSION)}
 

@@ -38,6 +38,7 @@ class OffloadConfig:
         restore_timeout_s: maximum time that a request waits for lower tiers; chunks that have not come by then are computed.
         shutdown_timeout_s: maximum time to finish writes to lower tiers when the engine stops; chunks whose writes have not
             ended by then are not there after a restart.
+        read_only: whether nothing is stored: for engines that only use what others have stored in tiers that they share.
     """
 
     host_bytes: int | str
@@ -51,6 +52,7 @@ class OffloadConfig:
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
     shutdown_timeout_s: float = 3.0
+    read_only: bool = False
 
     def __post_init__(self) -> None:
         limit = memory_limit_bytes()
@@ -87,6 +89,7 @@ class OffloadConfig:
             is_number(self.shutdown_timeout_s) and 0 <= self.shutdown_timeout_s <= MAX_SHUTDOWN_S,
             f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}",
         )
+        self._require("read_only", isinstance(self.read_only, bool), "True or False")
 
     @property
     def num_host_bytes(self) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.stores import EagerStores, MakeStores
+from cargohold.connector.offloading.stores import EagerStores, MakeStores, NoStores
 from cargohold.connector.offloading.worker import OffloadingWorker, TierWorker
 from cargohold.errors import ConfigError
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
 from cargohold.tiers.chunk_format import room_for_details
+from cargohold.tiers.factory import namespace_in
 from cargohold.tiers.namespace import digest_model
 from cargohold.tiers.scheduler_side import (
     Admission,
@@ -90,17 +91,16 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
         options.append(
             _options(tier, tier.kind if seen[tier.kind] == 1 else f"{tier.kind}{seen[tier.kind]}", chunk_bytes)
         )
-    return options
+    return [replace(of_tier, is_read_only=config.read_only) for of_tier in options]
 
 
-def open_queues(config: OffloadConfig, environment: WorkerEnvironment) -> dict[str, TierQueue]:
-    """Open each tier on a worker; return a queue per tier with threads of its own, by name. Reads the model's weights.
+def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace: Namespace) -> dict[str, TierQueue]:
+    """Open each tier on a worker, for chunks of a namespace; return a queue per tier with threads of its own, by name.
 
     Raises:
         ConfigError: a tier cannot be opened; no tier is left open then.
     """
     layout = environment.layout
-    namespace = namespace_of(layout, environment.rank, config.blocks_per_chunk)
     queues: dict[str, TierQueue] = {}
     try:
         for tier, options in zip(config.tiers, tier_options(config, layout), strict=True):
@@ -161,6 +161,8 @@ def scheduler_side(
         make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.
         new_epoch: makes a new name at each reset; it becomes part of the chunks' names in lower tiers.
     """
+    if config.read_only:
+        make_stores = _no_stores
     if not tiers:
         return OffloadingScheduler(config, environment, host, make_stores=make_stores)
     tiering = TieringConfig(
@@ -172,6 +174,10 @@ def scheduler_side(
     lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
     manager = TieringManager(host, lower)
     return OffloadingScheduler(config, environment, manager, make_stores=make_stores, lower=lower)
+
+
+def _no_stores(*_: object) -> NoStores:
+    return NoStores()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +209,12 @@ class OffloadingFactory:
 
         if not self.config.tiers:
             return OffloadingWorker(make_transfers)
-        queues = open_queues(self.config, environment)
+        namespace = namespace_of(layout, environment.rank, per_chunk)
+        queues = open_queues(self.config, environment, namespace)
+        shared = next((tier for tier in self.config.tiers if tier.locality == "REMOTE"), None)
+        outline = None if shared is None else namespace_in(shared, namespace).outline()
         return OffloadingWorker(
-            make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock, environment.rank)
+            make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock, environment.rank, outline)
         )
 
     def num_slots(self, layout: KVCacheLayout) -> int:

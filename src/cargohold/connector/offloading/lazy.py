@@ -21,7 +21,7 @@ from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared
-from cargohold.connector.offloading.stores import end_store, start_store
+from cargohold.connector.offloading.stores import EagerStores, end_store, start_store
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, ContractError
 from cargohold.protocol import (
@@ -57,6 +57,7 @@ class LazyOffloadConfig:
         restore: see ``OffloadConfig``.
         restore_timeout_s: see ``OffloadConfig``.
         shutdown_timeout_s: see ``OffloadConfig``.
+        read_only: see ``OffloadConfig``.
     """
 
     host_bytes: int | str
@@ -69,6 +70,7 @@ class LazyOffloadConfig:
     restore: str = RESTORE_IF_FASTER
     restore_timeout_s: float = 5.0
     shutdown_timeout_s: float = 3.0
+    read_only: bool = False
 
     def __post_init__(self) -> None:
         self.common()
@@ -87,6 +89,7 @@ class LazyOffloadConfig:
             restore=self.restore,
             restore_timeout_s=self.restore_timeout_s,
             shutdown_timeout_s=self.shutdown_timeout_s,
+            read_only=self.read_only,
         )
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:
@@ -177,6 +180,8 @@ class LazyStores:
         self._requests = requests
         self._lookahead = lookahead
         self._scout: FreeQueueScout | None = None
+        # Stores what other engines were promised, as it is computed.
+        self._promised = EagerStores(shared, requests)
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -184,11 +189,14 @@ class LazyStores:
         """Do nothing: what the device has and the tier lacks is found when it comes near eviction."""
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
-        """Yield the store of the blocks that would be evicted next.
+        """Yield the stores of chunks that another engine is promised, and that of the blocks that would be evicted next.
 
         Blocks are not free while they are copied. So many stay free as running requests need in the next step. If they found
         none, some would be preempted, and all of their tokens computed again.
         """
+        shares = [share for share in step.scheduled if self._requests[share.request_id].is_handed_off]
+        if shares or self._promised.has_pending_work:
+            yield from self._promised.plan_for(shares)
         context = self._context()
         if self._scout is None:
             self._scout = FreeQueueScout(context, self._is_kept, self._lookahead)
@@ -202,6 +210,9 @@ class LazyStores:
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """End a store: put its blocks back at the head of the free queue, where they were. Saved ones can go without loss."""
+        if store.request_ids:
+            self._promised.end(store, outcome)
+            return
         end_store(self._shared, store, outcome)
         context = self._context()
         blocks = [context.get_block(block_id) for block_id in store.block_ids]  # the next victim first
@@ -211,12 +222,14 @@ class LazyStores:
                 self._scout.note_saved(block)
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Do nothing: the request's blocks are found when they come near eviction."""
+        """Remember what another engine was promised; all other blocks are found when they come near eviction."""
+        if state.is_handed_off:
+            self._promised.end_request(state, block_ids)
 
     @property
     def has_pending_work(self) -> bool:
-        """``False``: nothing is evicted while no request runs."""
-        return False
+        """Whether promised chunks are still to be stored. Nothing is evicted while no request runs."""
+        return self._promised.has_pending_work
 
     def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
         """Yield the store of ``unsafe`` blocks, which are in eviction order.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cargohold.blocks import READY, GroupUnits, longest_hit
-from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import Lookup, RequestState
-from cargohold.connector.offloading.states import ExpectedStates, HostStates
+from cargohold.connector.offloading.states import HostStates
 
 
 class TierLookup:
@@ -64,16 +64,6 @@ class TierLookup:
         if prefetcher is not None and prefetcher.begins_to_wait(state, num_computed_tokens, limit, lookup.num_tokens):
             return None
         return None if lookup.undecided else lookup.num_tokens
-
-    def num_loadable_tokens(self, state: RequestState) -> int:
-        """Return how many leading tokens of a request can be loaded once the stores in flight have ended, if all succeed."""
-        state.extend_keys()
-        storing = set[OffloadKey]().union(*[store.keys for store in self._jobs.stores() if not store.is_spoiled])
-        groups = [
-            GroupUnits(keys.group, keys.chunk_tokens, ExpectedStates(self._manager, keys, storing))
-            for keys in state.keys
-        ]
-        return longest_hit(groups, state.request.num_tokens).num_tokens
 
     def why_no_more(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int

@@ -66,6 +66,8 @@ class LowerSide:
     def note_answers(self, output: KVConnectorOutput) -> None:
         """Take in what some or all workers say of their jobs' chunks. ``end`` tells when a job has ended on all workers."""
         if isinstance(output.worker_meta, TierReport):
+            if output.worker_meta.namespace:
+                self.tiers.namespace = output.worker_meta.namespace
             for job_id, (succeeded, num_workers) in output.worker_meta.answers.items():
                 self.tiers.note_answers(job_id, succeeded, num_workers)
             for (rank, at), health in output.worker_meta.health.items():

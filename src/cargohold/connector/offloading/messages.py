@@ -80,10 +80,12 @@ class TierReport:
         answers: how jobs that ended went, by job id: one byte per chunk, 1 if all workers that are merged here were successful,
             else 0; and the number of these workers. Workers may report the same job in different steps.
         health: the health of tiers by rank of the worker and index of the tier, where it has changed.
+        namespace: with the first report of the first worker, the outline of its namespace; else empty.
     """
 
     answers: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     health: dict[tuple[int, int], TierHealth] = field(default_factory=dict)
+    namespace: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: TierReport) -> TierReport:
         """Return both reports, merged: a chunk succeeded only if it did in both."""
@@ -91,4 +93,4 @@ class TierReport:
         for job_id, (theirs, num_workers) in other.answers.items():
             mine, num_mine = merged.get(job_id, (theirs, 0))
             merged[job_id] = both(mine, theirs), num_mine + num_workers
-        return TierReport(merged, self.health | other.health)
+        return TierReport(merged, self.health | other.health, self.namespace or other.namespace)

@@ -20,6 +20,9 @@ If the request is not admitted for long, its chunks are not held any more, and i
 Requests that wait do not hold more than half of host memory together. Further ones stand in line, and fetch their chunks when
 those before them are admitted.
 
+Chunks that another engine has announced (``Handoff``) may still be on their way to a tier. The request asks for them again and
+again, less often the longer it has waited, as long as there is time for questions.
+
 A deadline ends the wait at every point, in time in which the engine steps: chunks that have not come by then are computed.
 It is twice the time that computing is expected to take, where that is known, and at most ``restore_timeout_s``. While the
 engine has no place for the request, its deadline is put off: the request would have to wait anyway. Half of the time is for
@@ -54,6 +57,9 @@ MAX_COMPUTE_RATIO = 2.0
 MAX_TIMEOUT_PART = 0.5
 """Part of ``restore_timeout_s`` that a load may take by its estimate, because estimates err."""
 _NOT_ENOUGH_TIME = "there was not enough time to learn from {} whether it has more chunks"
+MIN_POLL_S = 0.005
+"""Seconds until a request looks again for announced chunks; later, a part of the time that it has waited already."""
+POLL_PART = 0.2
 LOOK_AGAIN_S = 0.02
 """Seconds until a request that waits for slots or for other requests' chunks looks again whether it can have them."""
 
@@ -144,6 +150,7 @@ class Prefetcher:
             asked_in=self._num_steps,
             has_place=self._has_place,
             max_tokens=int(self._lower.max_look_up / sum([1 / keys.chunk_tokens for keys in state.keys])),
+            num_announced=0 if state.params.handoff is None else state.params.handoff.num_tokens,
         )
         waiting.note_asked(num_computed_tokens, limit_tokens)
         state.notes += [tier.trouble for tier in self._lower.tiers if tier.trouble]
@@ -195,6 +202,8 @@ class Prefetcher:
             is_time = waiting.is_answered if waiting.probes else self._now >= waiting.look_at
         if not is_time:
             return
+        if waiting.num_announced and not waiting.probes and waiting.phase is Phase.ASK:
+            self._look_for_announced(state, waiting)
         # Requests before it may have changed what host memory has.
         if waiting.wish is None or waiting.wish.version != self._host.generation:
             self._wish(state, waiting)
@@ -216,6 +225,8 @@ class Prefetcher:
         if self._skip_slow(state, waiting, len(unknown)):
             unknown.clear()
             hit = self._deep_hit(state, waiting, waiting.limit_tokens, unknown)
+        if self._is_to_come(state, waiting, hit):
+            return
         if hit.undecided:
             waiting.wish = Wish(list(dict.fromkeys(unknown)), None, self._host.generation)
             return
@@ -224,6 +235,31 @@ class Prefetcher:
             waiting.wish = Wish((), plan, self._host.generation)
         else:
             waiting.go(Event.NOTHING)
+
+    def _look_for_announced(self, state: RequestState, waiting: Waiting) -> None:
+        """Forget that announced chunks were not there when a tier was asked last: they may have come since."""
+        handoff = state.params.handoff
+        assert handoff is not None, "announced by nobody"
+        difference = handoff.difference(self._lower.namespace)
+        if difference:
+            state.notes.append(
+                f"what was announced was computed by an engine that differs in its {difference}, so it cannot be used here"
+            )
+            waiting.num_announced = 0
+            return
+        for keys in state.keys:
+            announced = keys.keys[: waiting.num_announced // keys.chunk_tokens]
+            self._lower.forget_absent(announced)
+
+    def _is_to_come(self, state: RequestState, waiting: Waiting, hit: PrefixHit) -> bool:
+        """Whether to look again soon, because announced chunks have not come yet and there is time to wait for them."""
+        if waiting.phase is not Phase.ASK or hit.undecided or not self._lower.is_readable:
+            return False
+        chunk_tokens = max([keys.chunk_tokens for keys in state.keys])
+        if not waiting.misses_announced(hit.num_tokens, chunk_tokens) or self._now >= waiting.ask_until:
+            return False
+        waiting.look_at = self._now + max(MIN_POLL_S, POLL_PART * (self._now - waiting.begun_at))
+        return True
 
     def _ask(self, waiting: Waiting, unknown: Sequence[OffloadKey]) -> None:
         """Ask the tiers for chunks of which it is not known whether they are there."""
@@ -335,10 +371,16 @@ class Prefetcher:
         The questions are answered all the same, for later requests.
         """
         unanswered = {probe.tier for probe in waiting.probes if not probe.has_ended}
+        if waiting.num_announced and not waiting.skipped:
+            waited_s = self._now - waiting.begun_at
+            state.notes.append(
+                f"{waiting.num_announced} tokens were announced; {waiting.num_come} had come after {waited_s:.3g} s"
+            )
         for at, tier in enumerate(self._lower.tiers):
             if at not in waiting.skipped and tier.is_readable and (at in unanswered or not tier.options.has_index):
                 state.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
         waiting.skipped.update(range(len(self._lower.tiers)))
+        waiting.num_announced = 0
         waiting.wish = None
         if waiting.probes:
             waiting.probes = [probe for probe in waiting.probes if probe.has_ended]
@@ -361,7 +403,8 @@ class Prefetcher:
                     waiting.skipped.add(at)
                     state.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
                     continue
-                part = 1.0 if num_found else tier.look_up_gain.expected  # a tier that has the first chunks may have all
+                # A tier that has the first chunks may have all, and so may one for which they were announced.
+                part = 1.0 if num_found or waiting.num_announced else tier.look_up_gain.expected
                 if (ask_s := tier.look_up_s(num_unknown, num_found, part)) is not None:
                     asked.append((at, tier, part, ask_s))
         compute_s = self._compute_s(state, waiting.num_computed_tokens, waiting.limit_tokens) if asked else None

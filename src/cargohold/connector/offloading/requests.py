@@ -9,6 +9,7 @@ from reprlib import repr as shown  # a client may send values of any size, and w
 from typing import Any, Final, NamedTuple
 
 from cargohold.cache.keys import ChunkKeys
+from cargohold.connector.offloading.handoff import Handoff
 from cargohold.connector.offloading.waiting import Waiting
 from cargohold.errors import RequestError
 from cargohold.protocol import KVCacheLayout, RequestView
@@ -19,7 +20,9 @@ class TransferParams:
     """The parameters of one request.
 
     Attributes:
-        do_remote_decode: whether another engine will decode: all of the prompt's KV is then kept in the tier, hits included.
+        do_remote_decode: whether another engine will decode: all of the prompt's KV is then kept in the tier, hits included,
+            and written to shared tiers at once.
+        handoff: what the engine that has computed the prompt has announced; ``None`` if there was none.
         max_load_tokens: maximum number of tokens to load; ``None`` for no limit.
         max_store_tokens: maximum number of leading tokens to store; ``None`` for no limit.
     """
@@ -27,6 +30,7 @@ class TransferParams:
     do_remote_decode: bool = False
     max_load_tokens: int | None = None
     max_store_tokens: int | None = None
+    handoff: Handoff | None = None
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None, request_id: str) -> TransferParams:
@@ -47,7 +51,8 @@ class TransferParams:
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
                 raise RequestError(f"kv_transfer_params: {key}={shown(limit)} must be an integer from 0", request_id)
             limits[key] = limit
-        return cls(remote, limits["max_load_tokens"], limits["max_store_tokens"])
+        handoff = Handoff.parse(params, request_id)
+        return cls(remote, limits["max_load_tokens"], limits["max_store_tokens"], handoff)
 
 
 # --- the scheduler side's state of each request -----------------------------------------------------------------------
@@ -93,6 +98,7 @@ class RequestState:
         due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups.
         lookup: the last look-up's answer.
         waiting: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
+        is_handed_off: whether its chunks are promised to another engine.
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
         restored_tokens: tokens loaded so far, by the tier they came from.
         notes: what was decided and why, the last ``MAX_NOTES``.
@@ -106,6 +112,7 @@ class RequestState:
     hit_tokens: int = 0
     lookup: Lookup | None = None
     waiting: Waiting | None = None
+    is_handed_off: bool = False
     was_admitted: bool = False
     restored_tokens: Counter[str] = field(default_factory=Counter)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
+from cargohold.connector.offloading.handoff import Handoff
 from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, RequestHolder, Store, TouchHolder
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
@@ -73,6 +74,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._shared = Shared(
             config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
         )
+        self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
         self._lower = None
         if lower is not None:
@@ -131,12 +133,14 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
         shared = self._shared
         state = RequestState.create(request, shared.layout, shared.config.blocks_per_chunk)
+        promises = shared.promises
+        state.is_handed_off = state.params.do_remote_decode and promises is not None and promises.is_possible
         self._requests[request.request_id] = state
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
 
-        Returns the ``kv_transfer_params`` for the engine that goes on with the decoding, if the request asked for that.
+        Returns the announcement for the engine that goes on with the decoding, if the request asked for that.
         """
         keeps_blocks = self._needs_request(request.request_id)
         if keeps_blocks:
@@ -144,10 +148,23 @@ class OffloadingScheduler(KVConnectorScheduler):
         state = self._requests[request.request_id]
         state.end_waiting()
         self._stores.end_request(state, block_ids)
-        if not state.params.do_remote_decode:
-            return keeps_blocks, None
-        num_tokens = self._lookup.num_loadable_tokens(state)
-        return keeps_blocks, {"do_remote_prefill": True, "num_offloaded_tokens": num_tokens}
+        return keeps_blocks, self._announcement(state) if state.params.do_remote_decode else None
+
+    def _announcement(self, state: RequestState) -> Mapping[str, Any] | None:
+        """Return what another engine is told of a request that has ended; ``None`` if none could find it."""
+        promises = self._shared.promises
+        if self._lower is None or promises is None or not promises.is_possible:
+            state.notes.append("nothing is handed off to another engine: no tier is shared with any")
+            return None
+        state.extend_keys()
+        handoff = Handoff.announce(state.keys, state.request.num_tokens, promises, self._lower.tiers.namespace)
+        if promises.obstacle:
+            state.notes.append(f"nothing is handed off to another engine: {promises.obstacle}")
+        else:
+            state.notes.append(
+                f"handed off {handoff.num_tokens} tokens, of which another engine can read {handoff.num_readable_tokens} now"
+            )
+        return handoff.params()
 
     def explain(self, request_id: str) -> CacheReport:
         """Return what was decided for the request, and why; forget the request."""

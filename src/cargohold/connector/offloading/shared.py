@@ -22,6 +22,7 @@ from cargohold.protocol import (
     SchedulerContext,
 )
 from cargohold.rate_limited_log import SparingLog
+from cargohold.tiers.scheduler_side import Promises
 
 
 class EventSource(Protocol):
@@ -140,6 +141,7 @@ class Shared:
         events: KV events of the tier; ``None`` if nobody listens.
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         context: the engine's block pool; ``None`` if the engine gives none.
+        promises: chunks promised to other engines; ``None`` if there are no lower tiers.
         stats: counters since they were last taken.
         failures: log of transfers that failed.
         max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
@@ -154,6 +156,7 @@ class Shared:
     events: TierEvents | None = None
     keeps_partial_loads: bool = True
     context: SchedulerContext | None = None
+    promises: Promises | None = None
     stats: Counter[str] = field(default_factory=Counter)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     max_store_blocks: int = field(init=False)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Final
 
-from cargohold.blocks import ABSENT, NOT_YET, READY
+from cargohold.blocks import ABSENT, NOT_YET
 from cargohold.cache.keys import ChunkKeys
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.tiers.scheduler_side import UNKNOWN, LowerTiers
@@ -29,34 +28,6 @@ class HostStates:
     def window(self, first: int, end: int) -> bytes:
         """Return the states of chunks ``[first, end)``."""
         return self._manager.lookup(self._keys[first:end])
-
-
-class ExpectedStates:
-    """Presence in the manager's own tier once all stores in flight have succeeded.
-
-    Args:
-        manager: the manager of the tier.
-        keys: the request's chunks.
-        storing: chunks that are being stored; they count as ready.
-    """
-
-    def __init__(self, manager: OffloadManager, keys: ChunkKeys, storing: AbstractSet[OffloadKey]) -> None:
-        self._manager = manager
-        self._keys = keys.keys
-        self._storing = storing
-
-    def run(self, first: int, end: int) -> bytes:
-        """Return the states of chunks ``[first, end)``.
-
-        Those behind the first absent one do not matter, but this is called only once per request, so it need not be fast.
-        """
-        return self.window(first, end)
-
-    def window(self, first: int, end: int) -> bytes:
-        """Return the states of chunks ``[first, end)``."""
-        keys = self._keys[first:end]
-        states = self._manager.lookup(keys)
-        return bytes(READY if key in self._storing else at for key, at in zip(keys, states, strict=True))
 
 
 class DeepStates:

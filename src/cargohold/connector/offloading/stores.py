@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final, Protocol, TypeAlias
 
+from cargohold.blocks import READY
 from cargohold.cache.keys import ChunkKeys
 from cargohold.cache.manager import OffloadKey, StoreHandle, StoreOffer
 from cargohold.connector.offloading.jobs import Store
@@ -26,7 +27,8 @@ from cargohold.connector.offloading.loads import BlocksToStore, blocks_to_store,
 from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
-from cargohold.protocol import NULL_BLOCK_ID, BlockIds, SchedulerContext, StepView, TransferOutcome
+from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
+from cargohold.tiers.scheduler_side.tier_state import parents_in
 
 MAX_LEFTOVERS: Final = 256
 """Maximum number of ended requests remembered; beyond it, those that ended first are forgotten."""
@@ -43,12 +45,22 @@ class Leftover:
         tables: its block tables when it ended.
         contents: per group, the block hash and group that each block held then, beginning with the first chunk not offered.
         starts: per group, the number of the block that the first entry of ``contents`` is about.
+        held: blocks that are held because another engine was promised their KV.
+        held_until: time until which they are held.
     """
 
     state: RequestState
     tables: tuple[tuple[int, ...], ...]
     contents: tuple[list[_BlockContent], ...]
     starts: tuple[int, ...]
+    held: tuple[int, ...] = ()
+    held_until: float = 0.0
+
+    def known_blocks(self) -> tuple[int, ...]:
+        """Return the blocks of the chunks not offered yet whose contents are known."""
+        known = zip(self.tables, self.starts, self.contents, strict=True)
+        blocks = chain.from_iterable(table[start : start + len(contents)] for table, start, contents in known)
+        return tuple(block_id for block_id in blocks if block_id != NULL_BLOCK_ID)
 
     def end_chunk(self, group: int, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
         """Return the number of the chunk before which all chunks not offered yet still hold the same KV.
@@ -73,7 +85,7 @@ class Leftovers:
     """Ended requests whose chunks are still to be offered, the one that ended first in front."""
 
     def __init__(self) -> None:
-        self._leftovers: deque[Leftover] = deque(maxlen=MAX_LEFTOVERS)
+        self._leftovers: deque[Leftover] = deque()
 
     def __len__(self) -> int:
         return len(self._leftovers)
@@ -81,8 +93,13 @@ class Leftovers:
     def __iter__(self) -> Iterator[Leftover]:
         return iter(tuple(self._leftovers))
 
-    def add(self, state: RequestState, tables: BlockIds, num_tokens: int, context: SchedulerContext) -> None:
-        """Remember a request that ended, if the prefix cache knows some of its unstored blocks.
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that are held."""
+        return sum([len(leftover.held) for leftover in self._leftovers])
+
+    def add(self, state: RequestState, tables: BlockIds, num_tokens: int, context: SchedulerContext) -> Leftover | None:
+        """Remember a request that ended, if the prefix cache knows some of its unstored blocks; return what is remembered.
 
         Only chunks within its first ``num_tokens`` tokens are remembered.
         """
@@ -93,10 +110,15 @@ class Leftovers:
             end = min(num_tokens // keys.chunk_tokens, len(keys.keys)) * per_chunk
             starts.append(first * per_chunk)
             contents.append(_contents(table[first * per_chunk : end], context))
-        if any(contents):
-            self._leftovers.append(
-                Leftover(state, tuple(tuple(table) for table in tables), tuple(contents), tuple(starts))
-            )
+        if not any(contents):
+            return None
+        leftover = Leftover(state, tuple(tuple(table) for table in tables), tuple(contents), tuple(starts))
+        self._leftovers.append(leftover)
+        return leftover
+
+    def pop_surplus(self) -> Leftover | None:
+        """Forget and return the request that ended first, if more than ``MAX_LEFTOVERS`` are remembered."""
+        return self._leftovers.popleft() if len(self._leftovers) > MAX_LEFTOVERS else None
 
     def remove(self, leftover: Leftover) -> None:
         """Forget a request of which no chunk is left to be offered."""
@@ -223,7 +245,7 @@ class EagerStores:
     @property
     def has_pending_work(self) -> bool:
         """Whether chunks of ended requests are still to be offered. They may wait for ever for what stuck copies hold."""
-        return len(self._leftovers) > 0 and not self._shared.jobs.num_stuck
+        return len(self._leftovers) > 0 and (not self._shared.jobs.num_stuck or self._leftovers.num_held > 0)
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -240,12 +262,16 @@ class EagerStores:
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
+        return self.plan_for(step.scheduled)
+
+    def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[StoreJob]:
+        """Yield the stores of ``plan`` for some requests' parts of a step."""
         if self._leftovers:
             yield from self._plan_leftovers()
         offered: list[_Offered] = []
         num_allowed = self._shared.num_storable_chunks()
         requests = self._requests
-        for share in step.scheduled:
+        for share in shares:
             state = requests[share.request_id]
             num_computed = share.num_computed_tokens + share.num_scheduled_tokens
             if num_computed < state.due_tokens:
@@ -265,6 +291,8 @@ class EagerStores:
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """Release the store's blocks; let its chunks be found if they were copied."""
         end_store(self._shared, store, outcome)
+        if outcome is not TransferOutcome.DONE and self._shared.promises is not None:
+            self._shared.promises.give_up(store.keys)
         self._shared.holder.release(store.block_ids)
         if store.is_spoiled:  # only now that it has given up its slots can its chunks be stored again
             for request_id in store.request_ids & self._requests.keys():
@@ -273,8 +301,40 @@ class EagerStores:
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember the request's chunks that could not be stored yet, if the context can tell later what their blocks hold."""
         context, num_tokens = self._shared.context, self._num_wanted_tokens(state)
+        leftover = None
         if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
-            self._leftovers.add(state, block_ids, num_tokens, context)
+            leftover = self._leftovers.add(state, block_ids, num_tokens, context)
+        if state.is_handed_off:
+            self._hold(state, leftover)
+        while (surplus := self._leftovers.pop_surplus()) is not None:
+            self._let_go(surplus)
+
+    def _hold(self, state: RequestState, leftover: Leftover | None) -> None:
+        """Hold the blocks of promised chunks that are not stored yet, until they are; or give up what was promised of them."""
+        shared = self._shared
+        assert shared.promises is not None, "nothing is handed off without tiers"
+        blocks = () if leftover is None else leftover.known_blocks()
+        if leftover is None or len(blocks) + self._leftovers.num_held > shared.max_store_blocks:
+            self._break_promise(state)
+            return
+        shared.holder.hold(blocks)
+        leftover.held, leftover.held_until = blocks, shared.promises.deadline()
+
+    def _let_go(self, leftover: Leftover) -> None:
+        """Release what is held for a request that has ended; what was not stored by now is not promised any more."""
+        held, leftover.held = leftover.held, ()
+        self._shared.holder.release(held)
+        if leftover.state.is_handed_off:
+            self._break_promise(leftover.state)
+
+    def _break_promise(self, state: RequestState) -> None:
+        state.is_handed_off = False
+        unstored = zip(state.keys, state.next_chunk, strict=True)
+        if self._shared.promises is not None:
+            self._shared.promises.give_up(key for keys, at in unstored for key in keys.keys[at:])
+
+    def _has_passed(self, deadline: float) -> bool:
+        return self._shared.promises is None or self._shared.promises.has_passed(deadline)
 
     def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
         """Return the number of a group's first chunk that the device has and the tier lacks; ``None`` if there is none."""
@@ -287,6 +347,8 @@ class EagerStores:
     def _plan_leftovers(self) -> Iterator[StoreJob]:
         assert self._shared.context is not None, "without it there are none"
         for leftover in self._leftovers:
+            if leftover.held and self._has_passed(leftover.held_until):
+                self._let_go(leftover)
             is_done = True
             for group, first in enumerate(leftover.state.next_chunk):
                 # Look no further than what can be stored now: all leftovers together may be as long as the device pool.
@@ -298,6 +360,7 @@ class EagerStores:
                 is_done &= leftover.state.next_chunk[group] >= end and end - first < limit
             if is_done:
                 self._leftovers.remove(leftover)
+                self._let_go(leftover)
             if not self._shared.num_storable_chunks():
                 return
 
@@ -347,6 +410,7 @@ class EagerStores:
         if not offered:
             return
         shared = self._shared
+        self._promise(offered)
         handle = shared.manager.prepare_stores([offer.for_manager() for offer in offered])
         self._note_offered(offered, handle)
         if not handle.keys:
@@ -357,11 +421,28 @@ class EagerStores:
         store = Store(shared.jobs.new_id(), self._note_taken(offered, handle), handle, block_ids)
         yield start_store(shared, store, rows)
 
+    def _promise(self, offered: Sequence[_Offered]) -> None:
+        """Promise the chunks of requests that another engine decodes: those that are there are not evicted from now on."""
+        for offer in offered:
+            if offer.state.is_handed_off and self._shared.promises is not None:
+                self._shared.promises.make(offer.keys, parents_in(offer.state.keys[offer.group].keys[: offer.end]))
+
+    def _without_slot(self, offer: _Offered, handle: StoreHandle) -> AbstractSet[OffloadKey]:
+        """Return the promised chunks that found no slot, and make room for them: they are offered again in the next step."""
+        promises, shared = self._shared.promises, self._shared
+        if promises is None or not offer.state.is_handed_off:
+            return frozenset()
+        there = frozenset(handle.keys).union(*[store.keys for store in shared.jobs.stores()])
+        rest = [key for key in offer.keys if key in promises and key not in there]
+        without = {key for key, state in zip(rest, shared.manager.lookup(rest), strict=True) if state != READY}
+        promises.make_room(len(without))
+        return without
+
     def _note_offered(self, offered: Sequence[_Offered], handle: StoreHandle) -> None:
         """Let each request go on behind what was offered, or from the first chunk that is to be offered again."""
         deferred = frozenset(handle.deferred)
         for offer in offered:
-            next_chunk = offer.next_chunk(deferred)
+            next_chunk = offer.next_chunk(deferred | self._without_slot(offer, handle))
             self._shared.stats["stores_deferred"] += next_chunk < offer.end
             offer.state.note_offered(offer.group, next_chunk)
 
@@ -393,6 +474,27 @@ class EagerStores:
         self._allowance = min(self._allowance + num_computed - num_again, self._shared.manager.capacity)
         self._shared.stats["stored_again_chunks"] += num_again
         return request_ids
+
+
+class NoStores:
+    """Stores nothing, for ``read_only``. Satisfies ``StorePlanner``."""
+
+    has_pending_work = False
+
+    def begin_request(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> None:
+        """Do nothing."""
+
+    def plan(self, step: StepView) -> Iterator[StoreJob]:
+        """Yield nothing."""
+        return iter(())
+
+    def end(self, store: Store, outcome: TransferOutcome) -> None:
+        """Do nothing: there are no stores."""
+
+    def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Do nothing."""
 
 
 def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob:

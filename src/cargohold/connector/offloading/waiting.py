@@ -95,6 +95,8 @@ class Waiting:
         look_at: time before which it is not looked at again if it awaits no answer, because looking costs time.
         fetch: its chunks on their way; ``None`` before slots were reserved for them.
         is_limited: whether its deadline was compared with the time that computing takes.
+        num_announced: number of leading tokens that another engine has announced and that have not been given up.
+        num_come: number of leading tokens that had come when it was looked at last.
     """
 
     begun_at: float
@@ -113,6 +115,8 @@ class Waiting:
     look_at: float = 0.0
     fetch: Fetch | None = None
     is_limited: bool = False
+    num_announced: int = 0
+    num_come: int = 0
 
     def go(self, event: Event) -> None:
         """Go on to the next phase."""
@@ -157,6 +161,11 @@ class Waiting:
         limit_tokens = min(limit_tokens, num_computed_tokens + self.max_tokens)
         if (self.num_computed_tokens, self.limit_tokens) != (num_computed_tokens, limit_tokens):
             self.num_computed_tokens, self.limit_tokens, self.wish = num_computed_tokens, limit_tokens, None
+
+    def misses_announced(self, num_tokens: int, chunk_tokens: int) -> bool:
+        """Whether chunks that were announced have not come yet, if ``num_tokens`` leading tokens have; note this number."""
+        self.num_come = num_tokens
+        return num_tokens + chunk_tokens <= min(self.num_announced, self.limit_tokens)
 
     def put_off(self, seconds: float) -> None:
         """Put off the deadline: for so long the request did not wait for lower tiers."""

@@ -68,10 +68,17 @@ class TierWorker:
         rows_per_slot: number of rows that make a slot.
         clock: monotonic time in seconds.
         rank: the worker's rank.
+        namespace: the outline of what the chunks' bytes depend on in the first shared tier; empty if there is none.
     """
 
-    def __init__(
-        self, queues: Mapping[str, JobQueue], rows: ByteRows, rows_per_slot: int, clock: Clock, rank: int = 0
+    def __init__(  # made in one place
+        self,
+        queues: Mapping[str, JobQueue],
+        rows: ByteRows,
+        rows_per_slot: int,
+        clock: Clock,
+        rank: int = 0,
+        namespace: Mapping[str, str] | None = None,
     ) -> None:
         self._names, self._queues = tuple(queues), tuple(queues.values())
         self._chunks = rows.reshape(len(rows) // rows_per_slot, -1)
@@ -82,6 +89,8 @@ class TierWorker:
         self._knows_bytes = False
         self._answers: dict[int, tuple[bytes, int]] = {}
         self._refused: list[TierCommand] = []
+        # Told once, by one worker: the others' differ only in the part of the model that they have.
+        self._untold = dict(namespace or {}) if rank == 0 else {}
         # The queue of each job in flight.
         self._queue_of: dict[int, JobQueue] = {}
         self._stats: Counter[str] = Counter()
@@ -128,7 +137,8 @@ class TierWorker:
             self._stats[f"{name}_suspensions"] += now.num_open > before.num_open
             self._stats[f"num_{name}_suspended"] += now.num_open - before.num_open
         self._health = health
-        return TierReport(answers, news) if answers or news else None
+        namespace, self._untold = self._untold, {}
+        return TierReport(answers, news, namespace) if answers or news or namespace else None
 
     def take_stats(self) -> Stats:
         """Return the bytes moved and the chunks that failed their check, per tier, since the last call, and changed levels."""

@@ -21,6 +21,7 @@ from cargohold.integrations.vllm.layout import (
     block_bytes,
     dropped_tokens,
     make_layout,
+    may_load,
     shares_load_ends,
     shares_loads,
     smallest_block_tokens,
@@ -46,7 +47,13 @@ logger = logging.getLogger(__name__)
 
 _NEEDS = {
     "cache_config": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),
-    "kv_transfer_config": ("is_kv_consumer", "kv_connector_extra_config", "kv_load_failure_policy", "kv_role"),
+    "kv_transfer_config": (
+        "is_kv_consumer",
+        "is_kv_producer",
+        "kv_connector_extra_config",
+        "kv_load_failure_policy",
+        "kv_role",
+    ),
     "load_config": ("load_format",),
     "model_config": (
         "dtype",
@@ -68,6 +75,16 @@ _SERVED_POOLS: Final[WeakSet[Any]] = WeakSet()
 _SUDDEN_END = (
     "with --shutdown-timeout 0, its default, `vllm serve` kills its engine when it is stopped, and what is being written to a "
     "tier then is lost; 10 is enough for that"
+)
+
+
+_LOADS_NOTHING = (
+    "in kv_role=kv_producer, vLLM does not protect loads while steps overlap (--async-scheduling), so nothing is loaded; use "
+    "kv_both to load, too"
+)
+_HAS_NOTHING = (
+    "in kv_role=kv_consumer, nothing is stored, and there is no tier in which other engines could store; use kv_both, or add a "
+    "tier that they share"
 )
 
 
@@ -101,7 +118,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._mean_block_bytes = 0.0
         self._events = EventTranslator(())  # until there is a scheduler side
         replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
-        self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config).of_replica(replica)
+        transfer = vllm_config.kv_transfer_config
+        settings = Settings.parse(transfer.kv_connector_extra_config).of_replica(replica)
+        self._settings = settings.of_role(stores=transfer.is_kv_producer)
         self._is_scheduler = role is compat.KVConnectorRole.SCHEDULER
         self._obstacles: list[str] = []
         self._groups: tuple[KVCacheGroup, ...] = ()
@@ -118,6 +137,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         elif not is_off:
             if self._settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
                 logger.info("%s", _SUDDEN_END)
+            if not may_load(vllm_config):
+                logger.warning("%s", _LOADS_NOTHING)
+            if not transfer.is_kv_producer and not settings.has_tiers:
+                logger.warning("%s", _HAS_NOTHING)
             # vLLM's scheduler reads this option right after it has made the connector.
             vllm_config.kv_transfer_config.kv_load_failure_policy = self._settings.adapter.load_failure_policy
 
@@ -408,6 +431,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             adapter.load_timeout_s,
             adapter.follow_resets,
             dropped_tokens(self._vllm_config, layout.groups),
+            loads=may_load(self._vllm_config),
             marks_load_ends=environment.shares_load_ends and not environment.shares_loads,
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.

@@ -52,11 +52,6 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
         reports_requests: whether this version lets a failed load be reported by request.
     """
     obstacles = _parallel_obstacles(vllm_config.parallel_config) + _latent_obstacles(vllm_config, kv_cache_config)
-    if not vllm_config.kv_transfer_config.is_kv_consumer:
-        # vLLM would free blocks that a step in flight still writes, and might give them to a load.
-        obstacles.append(
-            f"in kv_role={vllm_config.kv_transfer_config.kv_role} vLLM does not protect loads; use kv_both"
-        )
     if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
         obstacles.append(
             "vLLM itself reuses no prefix of this model: its pooling or attention needs all tokens at once"
@@ -83,6 +78,16 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
             "0.30 and later can"
         )
     return Translation(() if obstacles else tuple(groups), tuple(obstacles))
+
+
+def may_load(vllm_config: Any) -> bool:
+    """Whether vLLM protects loads in its role.
+
+    Where steps overlap, a step in flight may still write blocks of a request that has ended. For consumers vLLM frees them
+    only then (``defer_block_free``); for a producer it would give them to a load at once.
+    """
+    do_steps_overlap = getattr(vllm_config, "max_concurrent_batches", 2) > 1
+    return bool(vllm_config.kv_transfer_config.is_kv_consumer or not do_steps_overlap)
 
 
 def make_layout(

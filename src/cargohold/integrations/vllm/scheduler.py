@@ -67,6 +67,7 @@ class SideOptions:
         follow_resets: whether a reset of vLLM's prefix cache drops what is kept, too.
         dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
             load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
+        loads: whether anything is loaded; see ``layout.may_load``.
         marks_load_ends: whether to mark the end of a load for vLLM's prefix cache, which would not keep the windows and states
             there otherwise.
     """
@@ -74,6 +75,7 @@ class SideOptions:
     load_timeout_s: float
     follow_resets: bool = True
     dropped_tokens: int = 0
+    loads: bool = True
     marks_load_ends: bool = False
 
 
@@ -108,6 +110,7 @@ class SchedulerSide:
         self._clock = clock
         self._timeout_s = options.load_timeout_s
         self._dropped_tokens = options.dropped_tokens
+        self._loads = options.loads
         self._marks_load_ends = options.marks_load_ends
         self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
@@ -337,7 +340,7 @@ class SchedulerSide:
     def _may_load_for(self, request: Any) -> bool:
         """Whether the connector is to be asked about a request."""
         request_id = request.request_id
-        is_ours = request_id in self._requests and request_id not in self._failed
+        is_ours = self._loads and request_id in self._requests and request_id not in self._failed
         return is_ours and not _wants_all_computed(request) and not self._resets.is_due()
 
     def _destinations(self, request_id: str, tables: BlockIds, num_external_tokens: int) -> tuple[int, ...]:

@@ -84,6 +84,13 @@ class Settings:
             return replace(self, offload=[_of_replica(child, replica) for child in self.offload])
         return replace(self, offload=_of_replica(self.offload, replica))
 
+    def of_role(self, *, stores: bool) -> Self:
+        """The settings of an engine in one of vLLM's roles: consumers store nothing."""
+        if stores:
+            return self
+        children = [replace(child, read_only=True) if _is_ours(child) else child for child in self._children]
+        return replace(self, offload=children if isinstance(self.offload, Sequence) else children[0])
+
     @property
     def has_tiers(self) -> bool:
         """Whether something is kept that could outlive the server."""

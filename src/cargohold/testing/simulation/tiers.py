@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 from cargohold.cache import OffloadKey, make_manager
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.factory import scheduler_side
+from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.worker import TierWorker
 from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
 from cargohold.testing.simulation.faults import Fault, FaultSource, Spells
@@ -161,9 +162,11 @@ class SimulatedTiering:
         num_slots: chunks that host memory holds.
         tiers: how each tier is used, the fastest first.
         world_size: workers, each with a shard of every medium.
+        make_stores: decides which chunks are copied down; see ``scheduler_side``.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
+        namespace: the outline of the namespace that workers of further engines report.
         media: the media, per tier and rank.
         manager, lower: manager and lower tiers of the engine made last.
         transfers, queues: of the engine made last, transfers per rank, and queues per rank and tier.
@@ -174,10 +177,13 @@ class SimulatedTiering:
         num_slots: int,
         tiers: Sequence[TierOptions] = (TierOptions(name="disk"),),
         world_size: int = 1,
+        make_stores: MakeStores = EagerStores,
         **options: Any,
     ) -> None:
         self.num_slots = num_slots
         self.options = tuple(tiers)
+        self.namespace: Mapping[str, str] = {}
+        self._make_stores = make_stores
         self.config = OffloadConfig(host_bytes=1, **options)
         self.media = [[SimulatedMedium() for _ in range(world_size)] for _ in self.options]
         self.manager: TieringManager
@@ -189,7 +195,7 @@ class SimulatedTiering:
         """A scheduler side with an empty host memory."""
         host = make_manager(self.config.policy, self.num_slots, record_events=True)
         self.transfers, self.queues = [], []
-        side = scheduler_side(self.config, environment, host, self.options)
+        side = scheduler_side(self.config, environment, host, self.options, make_stores=self._make_stores)
         assert isinstance(side.manager, TieringManager)
         self.manager = side.manager
         self.lower = self.manager.lower
@@ -209,7 +215,8 @@ class SimulatedTiering:
             self.transfers.append(HeldTransfers(regions[0], rows, environment.clock))
             return self.transfers[-1]
 
-        tiers = TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock, environment.rank)
+        per_chunk, clock, rank = self.config.blocks_per_chunk, environment.clock, environment.rank
+        tiers = TierWorker(queues, rows, per_chunk, clock, rank, self.namespace)
         return OffloadingWorker(make_transfers, tiers)
 
     def all_queues(self) -> list[HeldQueue]:

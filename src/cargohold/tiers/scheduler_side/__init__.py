@@ -5,6 +5,7 @@ from cargohold.tiers.scheduler_side.fetches import Chain, Fetch
 from cargohold.tiers.scheduler_side.known import Pace
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.manager import TieringManager
+from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.writing import random_epoch
@@ -16,6 +17,7 @@ __all__ = [
     "Fetch",
     "LowerTiers",
     "Pace",
+    "Promises",
     "TierCommand",
     "TierOptions",
     "TierTask",

@@ -26,6 +26,7 @@ from cargohold.tiers.health import TierHealth
 from cargohold.tiers.port import JobKind
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
 from cargohold.tiers.scheduler_side.known import SteppedClock
+from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTask
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
 from cargohold.tiers.scheduler_side.writing import Dispatch, Upkeep, random_epoch
@@ -37,6 +38,7 @@ PROGRESS_S = 3.0
 
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
+_NO_NAMESPACE: Mapping[str, str] = MappingProxyType({})
 
 
 class LowerTiers:
@@ -52,6 +54,8 @@ class LowerTiers:
     Attributes:
         host: as given.
         tiers: the state of each tier.
+        promises: the chunks that other engines were promised.
+        namespace: what the chunks' bytes depend on in the first shared tier, as the first worker says; empty until it has.
         config: as given.
         max_look_up: maximum number of chunks in one look-up. All of its answers must be remembered until the last has come. If
             they were not, the first chunks would be asked for again, and push out the answers for the last, without end.
@@ -70,6 +74,7 @@ class LowerTiers:
         self.config = config
         self.clock = SteppedClock(clock)
         self.host = host
+        self.namespace: Mapping[str, str] = _NO_NAMESPACE
         self._tasks = TaskTable(self.clock)
         self.tiers = [
             TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
@@ -79,6 +84,7 @@ class LowerTiers:
         self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
         self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s)
         self._upkeep = Upkeep(self.tiers, self._tasks)
+        self.promises = Promises(host, self.tiers, self.clock, config.restore_timeout_s)
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
 
@@ -113,13 +119,13 @@ class LowerTiers:
     def is_settling(self) -> bool:
         """Whether the engine should keep stepping even if there is nothing to compute.
 
-        Chunks that were stored lately are still to be written down, or loads are in flight, without whose end a reset is
-        not possible.
+        Chunks that were stored lately or are promised are still to be written down, or loads are in flight, without whose end
+        a reset is not possible.
         """
         now = self.clock()
         if self._tasks and now >= self._progressed_at + PROGRESS_S:
             return False
-        if self._is_loading:
+        if self._is_loading or self.promises:
             return True
         if now >= self._settles_at:
             return False
@@ -210,6 +216,13 @@ class LowerTiers:
             self._tasks.want(probe)
         return probes
 
+    def forget_absent(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget which of these chunks shared tiers did not have: another engine may have written them since."""
+        for tier in self.tiers:
+            if tier.options.locality != "LOCAL":
+                answers = zip(keys, tier.presence.last(keys), strict=True)
+                tier.presence.forget([key for key, is_there in answers if is_there is False])
+
     def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Fetch | None:
         """Fetch chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
 
@@ -222,6 +235,7 @@ class LowerTiers:
     def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Learn that host memory has new chunks: they are to be written down."""
         self._note_new(self.tiers, keys, parents)
+        self.promises.note_ready(keys)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """Learn that a request uses these chunks, in prefix order."""
@@ -241,6 +255,7 @@ class LowerTiers:
         self._tasks.cancel(lambda _: True)
         for tier in self.tiers:
             tier.clear()
+        self.promises.note_reset()
         self._dispatch.rename()
 
     # --- for workers --------------------------------------------------------------------------------------------------
@@ -248,6 +263,7 @@ class LowerTiers:
     def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
         """Return the commands for the workers in this step. Call it once in every step."""
         self._fetches.release_expired()
+        self.promises.give_up_late()
         if not self._tasks:
             self._progressed_at = self.clock()
         return (*self._dispatch.requested(new_id, self._turn_away), *self._dispatch.writes(new_id))
@@ -294,7 +310,9 @@ class LowerTiers:
             assert len(tier.backlog) <= self.host.capacity, "the backlog is longer than it may be"
         self._fetches.check()
         num_read = sum(len(task.keys) for task in tasks if task.kind is JobKind.STORE)
-        assert num_read + self._fetches.num_held <= self.host.num_pins, "a chunk is held without a pin"
+        self.promises.check()
+        num_held = self._fetches.num_held + self.promises.num_pins
+        assert num_read + num_held <= self.host.num_pins, "a chunk is held without a pin"
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -335,6 +353,7 @@ class LowerTiers:
                 tier.end_writing(task, succeeded)
                 if is_told:
                     tier.note_presence(task.keys, succeeded)
+                self.promises.note_written(task.keys)
 
     def _end_look_up(self, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
         tier = self.tiers[task.tier]
@@ -362,6 +381,7 @@ class LowerTiers:
         tier.stats["loaded_chunks"] += sum(succeeded)
         tier.stats["not_loaded_chunks"] += len(succeeded) - sum(succeeded)
         arrived = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
+        self.promises.note_ready(arrived)
         # Chunks that came from a slower tier are worth writing to the faster ones.
         self._note_new(self.tiers[: task.tier], arrived, dict(zip(task.keys, task.parents, strict=True)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
@@ -32,6 +32,7 @@ class TierOptions:
         has_index: whether the tier keeps an index of its chunks. Then it answers probes without asking its medium, and its
             policy must be told of the use of chunks that host memory gives back, or it would evict them.
         locality: whether it is local or shared; see ``TierConfig``.
+        is_read_only: whether nothing is written to it.
         max_inflight_chunks: maximum number of chunks being written at the same time; each keeps its slot in host memory.
         max_asked_chunks: maximum number of chunks in probes, touches and loads in flight at the same time.
         num_asked_at_once: number of chunks for which it answers in one round trip; ``None`` for any number. See
@@ -45,6 +46,7 @@ class TierOptions:
     max_daily_chunks: int | None = None
     has_index: bool = True
     locality: Locality | None = None
+    is_read_only: bool = False
     max_inflight_chunks: int = 64
     max_asked_chunks: int = 65536
     num_asked_at_once: int | None = None
@@ -109,6 +111,7 @@ class TierState:
         look_up_pace: how long it takes to ask a tier without an index which chunks it has.
         look_up_gain: how many of the chunks that requests ask it for it has.
         backlog: chunks that wait to be written to it.
+        promised: chunks that wait to be written to it before all others, because another engine was promised them.
         stats: counters since they were last taken.
         probing: chunks in probes that it has not answered.
         touching: chunks in touches that it has not answered.
@@ -133,6 +136,7 @@ class TierState:
         self.look_up_pace = Pace(clock, REMEASURE_S)
         self.look_up_gain = LookUpGain()
         self.backlog = Backlog(host_capacity)
+        self.promised = Backlog(host_capacity)
         self.probing: set[OffloadKey] = set()
         self.touching: set[OffloadKey] = set()
         self.num_writing = 0
@@ -272,10 +276,28 @@ class TierState:
 
         A chunk that the tier had at its last answer, however old, is taken to be there still: ``Upkeep`` checks that.
         """
-        if self.is_off:
+        if self.is_off or self.options.is_read_only:
             return []
         known = zip(keys, self.presence.last(keys), strict=True)
         return [key for key, is_there in known if is_there is not True and key not in self._writing]
+
+    def is_to_write(self, key: OffloadKey) -> bool:
+        """Whether a promised chunk waits to be written, or is being written."""
+        return key in self.promised or key in self._writing
+
+    def will_take(self, keys: Sequence[OffloadKey]) -> Iterator[OffloadKey]:
+        """Yield the promised chunks among ``keys`` that will be written here, unless something fails.
+
+        Those that are being written, and as many more, in this order, as the daily allowance lasts for; none of these if
+        writes are suspended.
+        """
+        waiting = [key for key in keys if key not in self._writing]
+        num_left = len(waiting) if self.health.of(Access.WRITE) is not BreakerState.OPEN else 0
+        if self._allowance is not None:
+            num_others = len(self.promised) - sum(key in self.promised for key in waiting)
+            num_left = min(num_left, max(0, self._allowance.available - num_others))
+        taken = frozenset(waiting[:num_left])
+        return (key for key in keys if key in self._writing or key in taken)
 
     def is_asked_for(self, key: OffloadKey) -> bool:
         """Whether the tier is being asked for a chunk, or the chunk is being written or waits to be."""
@@ -297,11 +319,12 @@ class TierState:
 
     @property
     def num_writable(self) -> int:
-        """Number of chunks to hand out for writing now."""
+        """Number of chunks to hand out for writing now, promised ones first."""
         num_waiting = len(self.backlog)
         if self.options.write_mode is WriteMode.BACK:
             # So many may wait: the rest of host memory can be evicted without loss.
-            num_waiting -= self._max_dirty
+            num_waiting = max(0, num_waiting - self._max_dirty)
+        num_waiting += len(self.promised)
         limit = self._max_writing - self.num_writing
         if self._allowance is not None:
             limit = min(limit, self._allowance.available)
@@ -347,6 +370,7 @@ class TierState:
         """Forget what the tier holds, and the backlog, for a reset or because the tier is off."""
         self.presence.clear()
         self.backlog.clear()
+        self.promised.clear()
         # Chunks being written have names that nobody uses any more: they must not be taken for new chunks.
         self._writing.clear()
         self._seen.clear()

@@ -71,7 +71,10 @@ class Dispatch:
         """Yield commands that write as many chunks of the backlogs as may be in flight; pin the chunks."""
         for at, tier in enumerate(self._tiers):
             while (room := tier.num_writable) and tier.is_writable:
-                batch = tier.backlog.take(min(room, BATCH_CHUNKS), partial(self._writable, tier))
+                backlog, is_writable = tier.backlog, self._writable
+                if tier.promised:
+                    backlog, is_writable = tier.promised, self._promised
+                batch = backlog.take(min(room, BATCH_CHUNKS), partial(is_writable, tier))
                 if batch is None:
                     break
                 pins = self._host.prepare_load(batch.keys)
@@ -96,6 +99,13 @@ class Dispatch:
         """Return the chunks that a tier wants and host memory has."""
         wanted = tier.wanted(keys)
         return [key for key, state in zip(wanted, self._host.lookup(wanted), strict=True) if state == READY]
+
+    def _promised(self, tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the promised chunks that host memory has, but for those that are being written. One that is there already is
+        written again, because what was known of it is old.
+        """
+        states = zip(keys, self._host.lookup(keys), strict=True)
+        return [key for key, state in states if state == READY and not tier.is_to_write(key)]
 
     def _command(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
         self._tasks.begin(job_id, task)

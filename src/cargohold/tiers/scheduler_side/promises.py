@@ -1,0 +1,194 @@
+"""Chunks promised to another engine: written to the shared tiers before all others, whatever those tiers' options say.
+
+::
+
+    made --host memory has it--> pinned, waits to be written, is written --> kept, or given up
+      |
+      +-- does not come in time, or could not be stored --> given up
+
+A promised chunk is pinned in host memory until every shared tier that can take it has it: a host memory smaller than a prompt
+would evict the prompt's start before its turn comes. No promise lasts longer than ``hold_s``, which is as long as the other
+engine waits, so a tier that hangs does not keep host memory from other requests.
+
+Hard limits are kept: a tier whose daily allowance is spent or whose writes are suspended gets nothing, and ``states`` says so.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Final
+
+from cargohold.blocks import ABSENT, NOT_YET, READY
+from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager
+from cargohold.protocol import Clock
+from cargohold.tiers.scheduler_side.tier_state import TierState
+
+_NEVER: Final = float("inf")
+
+
+@dataclass(slots=True)
+class _Promise:
+    """One promised chunk.
+
+    Attributes:
+        parent: the chunk before it in its prefix, or ``None``.
+        until: time at which it is given up.
+        pin: its pin in host memory; ``None`` while it is not there.
+    """
+
+    parent: OffloadKey | None
+    until: float
+    pin: LoadHandle | None = None
+
+
+class Promises:
+    """The chunks that requests with ``do_remote_decode`` have promised to another engine.
+
+    Args:
+        host: the manager of host memory; promised chunks are pinned there.
+        tiers: the tiers below it. Those that other machines share get promised chunks.
+        clock: time in which the engine steps.
+        hold_s: seconds after which a promise is given up.
+    """
+
+    def __init__(self, host: OffloadManager, tiers: Sequence[TierState], clock: Clock, hold_s: float) -> None:
+        self._host = host
+        options = [tier.options for tier in tiers]
+        is_shared = [of.locality == "REMOTE" and not of.is_read_only for of in options]
+        self._tiers = list(compress(tiers, is_shared))
+        self._clock = clock
+        self._hold_s = hold_s
+        self._made: dict[OffloadKey, _Promise] = {}
+        # Chunks in host memory that were promised and are written; the first written first. Some may have been evicted since.
+        self._kept: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._check_at = _NEVER
+        self._are_names_private = False
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._made
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether other machines share one of the tiers."""
+        return bool(self._tiers)
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing can be promised, as a clause; empty if something can."""
+        if not self._tiers:
+            return "no tier is shared with other engines"
+        if self._are_names_private:
+            return "after a reset, other engines do not find what this one writes"
+        return "; ".join(tier.trouble for tier in self._tiers) if all(tier.is_off for tier in self._tiers) else ""
+
+    @property
+    def num_pins(self) -> int:
+        """Number of chunks that promises pin in host memory."""
+        return sum(promise.pin is not None for promise in self._made.values())
+
+    def deadline(self) -> float:
+        """Return the time until which something that is promised now is held."""
+        return self._clock() + self._hold_s
+
+    def has_passed(self, deadline: float) -> bool:
+        """Whether a time that ``deadline`` has returned is over."""
+        return self._clock() >= deadline
+
+    def make(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        """Promise those of ``keys`` that no shared tier was found to have lately; pin those that host memory has.
+
+        Args:
+            keys: chunks of one prefix, in order. Those that host memory lacks must be stored soon.
+            parents: the chunk before each in its prefix, or ``None``.
+        """
+        if self.obstacle:
+            return
+        until = self.deadline()
+        are_there = [tier.presence.get(keys) for tier in self._tiers]
+        missing = [key for key, *answers in zip(keys, *are_there, strict=True) if True not in answers]
+        for key in missing:
+            promise = self._made.setdefault(key, _Promise(parents[key], until))
+            if promise.pin is None:  # it is on offer again, because there was no slot for it
+                promise.until = until
+        self._check_at = min(self._check_at, until)
+        self.note_ready(missing)
+
+    def note_ready(self, keys: Iterable[OffloadKey]) -> None:
+        """Learn that host memory may have these chunks: those that are promised are pinned, and written next."""
+        promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is None]
+        if not promised:
+            return
+        ready = [key for key, state in zip(promised, self._host.lookup(promised), strict=True) if state == READY]
+        for key in ready:
+            promise = self._made[key]
+            promise.pin, promise.until = self._host.prepare_load([key]), self.deadline()
+        for tier in self._tiers:
+            tier.promised.add(ready, {key: self._made[key].parent for key in ready})
+
+    def note_written(self, keys: Iterable[OffloadKey]) -> None:
+        """Learn that a job that wrote these chunks has ended: promises for which no other tier has to write are over."""
+        promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is not None]
+        kept = [key for key in promised if not any(tier.is_to_write(key) for tier in self._tiers)]
+        self._kept.update(dict.fromkeys(kept))
+        while len(self._kept) > self._host.capacity:
+            self._kept.popitem(last=False)
+        self.give_up(kept)
+
+    def make_room(self, num_chunks: int) -> None:
+        """Remove from host memory up to ``num_chunks`` chunks that were promised and are written.
+
+        Policies do not evict the start of a prompt for its end. A prompt that is longer than host memory goes through it all
+        the same: what is in a shared tier by now can be found there.
+        """
+        room: list[OffloadKey] = []
+        while self._kept and len(room) < num_chunks:
+            key, _ = self._kept.popitem(last=False)
+            if key not in self._made and self._host.lookup([key])[0] == READY:
+                room.append(key)
+        self._host.remove(room)
+
+    def give_up(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget promises. What waits to be written is written all the same if host memory still has it then."""
+        for key in keys:
+            promise = self._made.pop(key, None)
+            if promise is not None and promise.pin is not None:
+                promise.pin.release()
+
+    def give_up_late(self) -> None:
+        """Forget the promises whose time is over. Call it once in every step."""
+        now = self._clock()
+        if now < self._check_at:
+            return
+        self.give_up([key for key, promise in self._made.items() if promise.until <= now])
+        self._check_at = min((promise.until for promise in self._made.values()), default=_NEVER)
+
+    def note_reset(self) -> None:
+        """Forget all promises: from now on chunks have names that no other engine knows."""
+        self.give_up(list(self._made))
+        self._kept.clear()
+        self._are_names_private = True
+
+    def states(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Return what another engine finds, one byte per chunk, in prefix order.
+
+        ``READY`` if a shared tier has it, ``NOT_YET`` if one will have it unless something fails, else ``ABSENT``.
+        """
+        if self.obstacle:
+            return bytes([ABSENT]) * len(keys)
+        there: set[OffloadKey] = set()
+        coming: set[OffloadKey] = set()
+        for tier in self._tiers:
+            there.update(key for key, is_there in zip(keys, tier.presence.last(keys), strict=True) if is_there)
+            coming.update(tier.will_take([key for key in keys if key in self._made]))
+        return bytes(READY if key in there else NOT_YET if key in coming else ABSENT for key in keys)
+
+    def check(self) -> None:
+        """Verify every invariant. Raises ``AssertionError``."""
+        assert self._tiers or not self._made, "promised to nobody"
+        assert all(promise.until >= self._check_at for promise in self._made.values()), "a promise without an end"
