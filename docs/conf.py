@@ -1,6 +1,6 @@
 """How Sphinx builds the site: ``make docs``.
 
-The source directory is the root of the repository, so that a link from one Markdown file to another is right both here and in the tree.
+The source directory is the root of the repository, so that links between Markdown files are right both here and in the tree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draw the diagrams of the documentation: ``python tools/diagrams.py`` writes them to ``docs/figures``.
 
-A diagram is text: boxes and arrows with coordinates, in the colours of ``STYLE``, which follow the reader's light or dark theme.
+A diagram is text: boxes and arrows with coordinates, in the colours of ``STYLE``, which follow the reader's theme.
 ``--check`` writes nothing, and exits with 1 if a file is not what would be written.
 """
 
@@ -14,19 +14,32 @@ from pathlib import Path
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 
 STYLE = """
-:root { --card: #f7f9fa; --edge: #dde4e8; --ink: #1c2a32; --soft: #5a6c76; --box: #ffffff; --line: #6f8591;
-  --teal: #0b6f94; --tealbox: #e1f1f7; --amber: #b96a14; --amberbox: #fdf0df; --green: #24806f; --greenbox: #e2f3ef; }
-@media (prefers-color-scheme: dark) { :root { --card: #1a2126; --edge: #2c373e; --ink: #e6edf1; --soft: #a0b1ba; --box: #222c32;
-  --line: #8aa0ab; --teal: #63c7ea; --tealbox: #12323f; --amber: #f0ab5c; --amberbox: #3a2a17; --green: #6fcfbb; --greenbox: #17352f; } }
+:root {
+  --card: #f7f9fa; --edge: #dde4e8; --ink: #1c2a32; --soft: #5a6c76; --box: #ffffff; --line: #6f8591;
+  --teal: #0b6f94; --tealbox: #e1f1f7; --amber: #b96a14; --amberbox: #fdf0df; --green: #24806f; --greenbox: #e2f3ef;
+}
+@media (prefers-color-scheme: dark) { :root {
+  --card: #1a2126; --edge: #2c373e; --ink: #e6edf1; --soft: #a0b1ba; --box: #222c32; --line: #8aa0ab;
+  --teal: #63c7ea; --tealbox: #12323f; --amber: #f0ab5c; --amberbox: #3a2a17; --green: #6fcfbb; --greenbox: #17352f;
+} }
 text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--ink); font-size: 15px; }
-.small { font-size: 13px; fill: var(--soft); } .bold { font-weight: 650; } .mono { font-family: ui-monospace, Menlo, monospace; font-size: 13px; }
-.teal { fill: var(--teal); } .amber { fill: var(--amber); } .green { fill: var(--green); }
-.box { fill: var(--box); stroke: var(--line); stroke-width: 1.4; } .plain { fill: var(--box); stroke: var(--edge); stroke-width: 1.2; }
-.tealbox { fill: var(--tealbox); stroke: var(--teal); stroke-width: 1.4; } .amberbox { fill: var(--amberbox); stroke: var(--amber); stroke-width: 1.4; }
-.greenbox { fill: var(--greenbox); stroke: var(--green); stroke-width: 1.4; }
-path { fill: none; stroke: var(--line); stroke-width: 1.6; } path.teal { stroke: var(--teal); fill: none; stroke-width: 2.2; }
-path.amber { stroke: var(--amber); fill: none; stroke-width: 2.2; } .dashed { stroke-dasharray: 5 4; }
-.head { fill: var(--line); stroke: none; } .head-teal { fill: var(--teal); stroke: none; } .head-amber { fill: var(--amber); stroke: none; }
+.small { font-size: 13px; fill: var(--soft); }
+.bold { font-weight: 650; }
+.mono { font-family: ui-monospace, Menlo, monospace; font-size: 13px; }
+.teal { fill: var(--teal); }
+.amber { fill: var(--amber); }
+rect { stroke-width: 1.4; }
+.box { fill: var(--box); stroke: var(--line); }
+.plain { fill: var(--box); stroke: var(--edge); }
+.tealbox { fill: var(--tealbox); stroke: var(--teal); }
+.amberbox { fill: var(--amberbox); stroke: var(--amber); }
+.greenbox { fill: var(--greenbox); stroke: var(--green); }
+path { fill: none; stroke: var(--line); stroke-width: 1.6; }
+path.teal { stroke: var(--teal); fill: none; stroke-width: 2.2; }
+path.amber { stroke: var(--amber); fill: none; stroke-width: 2.2; }
+path.head { fill: var(--line); stroke: none; }
+path.head-teal { fill: var(--teal); stroke: none; }
+path.head-amber { fill: var(--amber); stroke: none; }
 """
 """Colours by what they stand for: teal comes back up, amber goes down."""
 
@@ -34,7 +47,8 @@ path.amber { stroke: var(--amber); fill: none; stroke-width: 2.2; } .dashed { st
 def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
     """An SVG file: a card with the parts on it. The title is what a screen reader says."""
     heads = "".join(
-        f'<marker id="{name}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto-start-reverse">'
+        f'<marker id="{name}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+        'orient="auto-start-reverse">'
         f'<path class="{name}" d="M0 1 L10 5 L0 9 z"/></marker>'
         for name in ("head", "head-teal", "head-amber")
     )
@@ -61,11 +75,11 @@ def box(x: float, y: float, width: float, height: float, lines: str = "", kind: 
     return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="8"/>' + "".join(inside)
 
 
-def arrow(route: str, kind: str = "", *, both: bool = False, dashed: bool = False) -> str:
+def arrow(route: str, kind: str = "", *, both: bool = False) -> str:
     """An arrow along an SVG path."""
     head = f"head-{kind}" if kind else "head"
     start = f' marker-start="url(#{head})"' if both else ""
-    return f'<path class="{kind}{" dashed" if dashed else ""}" d="{route}" marker-end="url(#{head})"{start}/>'
+    return f'<path class="{kind}" d="{route}" marker-end="url(#{head})"{start}/>'
 
 
 def overview() -> str:
@@ -194,7 +208,8 @@ def waiting() -> str:
             box(320, 144, 150, 48, "OVER\nwhat is there counts", "amberbox"),
             arrow("M690 70 H728"),
             arrow("M470 168 H738 V80"),
-            '<circle cx="738" cy="70" r="8" fill="none" stroke="var(--line)" stroke-width="1.6"/><circle cx="738" cy="70" r="4" fill="var(--line)"/>',
+            '<circle cx="738" cy="70" r="8" fill="none" stroke="var(--line)" stroke-width="1.6"/>',
+            '<circle cx="738" cy="70" r="4" fill="var(--line)"/>',
             text(640, 160, "admitted", "small"),
         ],
     )
@@ -205,7 +220,7 @@ def health() -> str:
     return picture(
         760,
         190,
-        "closed becomes open after three failures in a row; open becomes half-open after a pause; a trial closes it or opens it.",
+        "closed becomes open after three failures in a row, open becomes half-open after a pause; a trial closes or opens it.",
         [
             '<circle cx="40" cy="76" r="7" fill="var(--line)"/>',
             arrow("M48 76 H88"),

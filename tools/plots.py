@@ -1,7 +1,7 @@
 """Draw the plots of the documentation from ``benchmarks/results``: ``python tools/plots.py`` writes them to ``docs/figures``.
 
-No figure is written down twice: a new result and ``make figures`` change the plots. ``--check`` writes nothing, and exits with 1 if
-a plot is not what would be drawn.
+No figure is written down twice: a new result and ``make figures`` change the plots. ``--check`` writes nothing, and exits with
+1 if a plot is not what would be drawn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A connector of your own, in an engine that knows nothing of it.
 
-    python run.py [MODEL]
+python run.py [MODEL]
 """
 
 import sys

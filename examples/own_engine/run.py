@@ -1,14 +1,13 @@
 """An engine of your own that runs Cargohold's offloading connector through the contract.
 
-    python run.py
+python run.py
 """
 
 import random
 
-from engine import VOCABULARY, Engine
-
 from cargohold import OffloadConfig, protocol
 from cargohold.connector.offloading import OffloadingFactory
+from engine import VOCABULARY, Engine
 
 
 def prompts() -> list[list[int]]:

@@ -1,6 +1,6 @@
 """A replacement policy of your own: what it finds on a trace, and the same policy in an engine.
 
-    python run.py [MODEL]
+python run.py [MODEL]
 """
 
 import random

@@ -1,6 +1,6 @@
 """A tier of your own below host memory: a second engine finds in it what the first one computed.
 
-    python run.py [MODEL]
+python run.py [MODEL]
 """
 
 import sys
