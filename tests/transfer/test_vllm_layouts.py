@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from cargohold.integrations.vllm.worker import regions_of
+from cargohold.integrations.vllm.regions import regions_of
 from cargohold.protocol import TransferOutcome
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, Direction, TransferWorker

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from cargohold.integrations.vllm.worker import regions_of
+from cargohold.integrations.vllm.regions import regions_of
 
 NUM_BLOCKS = 5
 
