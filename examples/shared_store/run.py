@@ -42,6 +42,7 @@ def main() -> None:
             tell("engine one", first)
             second = ask(two, "How long may a ship at berth 9 be?")
             tell("engine two", second)
+            print(*second.cache_notes, sep="\n")
 
     assert second.metrics.restored_tokens["shared"] > 0.9 * second.metrics.prompt_tokens
     print("Engine two computed nothing of the handbook.")
