@@ -24,7 +24,8 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo serve docs figures dist test test-long test-browser test-lowest check bench format clean test-vllm demo-vllm bench-vllm gpu-packages \
+.PHONY: help demo serve docs figures dist test test-long test-browser test-lowest pictures check bench format clean test-vllm demo-vllm \
+	bench-vllm gpu-packages \
 	test-gpu bench-gpu
 
 help: ## Show this list
@@ -51,6 +52,10 @@ test-lowest: $(LOWEST_VENV)/.installed ## Run the test suite with the lowest ver
 test-browser: $(VENV)/.dev $(VENV)/.demo ## Test the pages in a real browser, which must be there: apt-get install chromium
 	$(PIP) install --constraint constraints.txt --group browser
 	$(BIN)/python -m pytest tests/serve/test_page.py tests/replay/test_browser.py $(ARGS)
+
+pictures: $(VENV)/.serve ## Renew the pictures of the page in docs/pictures, in Chromium: apt-get install chromium
+	$(PIP) install --constraint constraints.txt --group browser
+	$(BIN)/python tools/pictures.py $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation
 	$(BIN)/ruff format --check .

@@ -1,10 +1,11 @@
-"""A model through HTTP beside the same model in a program: tokens per second, times to the first token, processor time."""
+"""A model through HTTP beside the same model in a program, and beside the server that comes with transformers."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection
+from importlib import resources
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,12 +26,16 @@ import psutil
 
 from benchmarks.environment import NotInstalledError
 from cargohold import LLM, OffloadConfig, SamplingParams
+from cargohold.engine.model.source import locate_model
 
 MODEL = "smollm2"
 HOST_BYTES = "1GiB"
 NUM_BLOCKS = 1200
 NAME = "served"
 OPTIONS = ("--host-bytes", HOST_BYTES, "--num-device-blocks", str(NUM_BLOCKS))
+TEXT_CHARACTERS = 3000
+QUESTIONS = ("What is it about?", "Who is in it?", "How does it end?")
+ANSWER_TOKENS = 16
 ANSWER_S = 900.0
 """Others may use the machine, too."""
 
@@ -83,7 +90,9 @@ def run(*, quick: bool, model: str = MODEL) -> dict[str, Any]:
             }
             names = [*ways][number % 3 :] + [*ways][: number % 3]  # whoever comes after another finds the machine warm
             measured.append({name: ways[name]() for name in names})
+    servers = [] if quick else returning(model, texts())
     return {
+        "returning": servers,
         "workload": {
             "model": MODEL if model == MODEL else "tiny",
             "concurrent_requests": load.num_requests,
@@ -157,6 +166,101 @@ def _ask(
     if not stream:
         first_s = _explained(port, last["id"])["ttft_s"]
     return int(last["usage"]["completion_tokens"]), first_s
+
+
+# --- conversations that come back, beside the server of transformers --------------------------------------------------
+
+
+def texts() -> list[str]:
+    """Texts that people talk about: some 700 tokens each."""
+    files = [file for file in (resources.files("cargohold.cli") / "texts").iterdir() if file.name.endswith(".txt")]
+    return [file.read_text(encoding="utf-8")[:TEXT_CHARACTERS] for file in sorted(files, key=lambda file: file.name)]
+
+
+def returning(model: str, about: Sequence[str]) -> list[dict[str, Any]]:
+    """Talk about all texts, one after the other, and then come back to each: once behind our server, once behind theirs.
+
+    The device pool of ours holds fewer than all of the conversations, so what comes back comes from host memory.
+    """
+    rows = []
+    with serving(model, (*OPTIONS, "--max-model-len", "1500")) as (port, _):
+        rows.append({"server": "cargohold serve", **_talk(port, NAME, about)})
+    with of_transformers(model) as (port, name):
+        rows.append({"server": "transformers serve", **_talk(port, name, about)})
+    return rows
+
+
+def _talk(port: int, name: str, about: Sequence[str]) -> dict[str, Any]:
+    talks = [[{"role": "system", "content": text}, {"role": "user", "content": QUESTIONS[0]}] for text in about]
+    _say(port, name, [{"role": "user", "content": "Hello"}])
+    row: dict[str, Any] = {}
+    start = time.perf_counter()
+    for turn, question in enumerate(QUESTIONS):
+        first_s = []
+        for talk in talks:
+            if turn:
+                talk.append({"role": "user", "content": question})
+            text, one_s = _say(port, name, talk)
+            first_s.append(one_s)
+            talk.append({"role": "assistant", "content": text})
+        row[f"first_token_s_of_turn_{turn + 1}"] = round(median(first_s), 3)
+    return {**row, "all_turns_s": round(time.perf_counter() - start, 1)}
+
+
+def _say(port: int, name: str, messages: Sequence[dict[str, str]]) -> tuple[str, float]:
+    """The answer, and seconds to its first piece."""
+    body = {"model": name, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True}
+    connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
+    start, first_s, text = time.perf_counter(), 0.0, ""
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+    reply = connection.getresponse()
+    assert reply.status == 200, reply.read()
+    for line in reply:
+        if not line.startswith(b"data: {"):
+            continue
+        choices = json.loads(line.removeprefix(b"data: ")).get("choices") or [{}]
+        piece = choices[0].get("delta", {}).get("content") or ""
+        if piece and not text:
+            first_s = time.perf_counter() - start
+        text += piece
+    connection.close()
+    return text, first_s
+
+
+@contextmanager
+def of_transformers(model: str) -> Iterator[tuple[int, str]]:
+    """The server of transformers, with the same weights; yields its port, and what it calls the model."""
+    path = locate_model(model)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    program = str(Path(sys.executable).with_name("transformers"))
+    command = [program, "serve", path, "--port", str(port), "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603  # theirs
+    try:
+        deadline = time.monotonic() + ANSWER_S
+        while not _is_healthy(port):
+            assert process.poll() is None, "transformers serve has ended"
+            assert time.monotonic() < deadline, "transformers serve does not start"
+            time.sleep(0.5)
+        yield port, path
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def _is_healthy(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
 
 
 def _explained(port: int, request_id: str) -> Any:

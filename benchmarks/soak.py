@@ -74,7 +74,9 @@ async def _minute(
     await asyncio.to_thread(_put, store, is_there=not should_fail)
     await asyncio.sleep(max(0.0, start + until * seconds - time.monotonic()))
     state = await asyncio.to_thread(_state, port, process)
-    return {"after_s": round(time.monotonic() - start), "store_fails": should_fail, **state}
+    row = {"after_s": round(time.monotonic() - start), "store_fails": should_fail, **state}
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def _put(store: Path, *, is_there: bool) -> None:

@@ -14,7 +14,7 @@ HANDBOOK = "".join(f"Antwerp, berth {n}: ships of up to {40 + n} metres.\n" for 
 
 def start_engine(url: str) -> LLM:
     """An engine with host memory of its own, and the common store below it."""
-    store = SharedTierConfig(url=url, max_bytes="4GiB")
+    store = SharedTierConfig(url=url)
     return LLM(MODEL, dtype="float32", num_device_blocks=150, offload=OffloadConfig(host_bytes="512MiB", tiers=[store]))
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cargohold.async_llm import AsyncLLM
-    from cargohold.connector.offloading import OffloadConfig
+    from cargohold.connector.offloading import HintConfig, OffloadConfig, TenantQuota
     from cargohold.connector.offloading.lazy import LazyOffloadConfig
     from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput
     from cargohold.engine.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from cargohold.llm import LLM
+    from cargohold.protocol import Hint, HintEvent, HintOutcome
     from cargohold.tiers import DiskTierConfig, SharedTierConfig
 
 __version__ = "0.1.0"
@@ -44,6 +45,10 @@ __all__ = [
     "DiskTierConfig",
     "EngineDeadError",
     "EngineStatus",
+    "Hint",
+    "HintConfig",
+    "HintEvent",
+    "HintOutcome",
     "LazyOffloadConfig",
     "ModelError",
     "ModelNotFoundError",
@@ -53,6 +58,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SharedTierConfig",
+    "TenantQuota",
     "UnsupportedModelError",
     "__version__",
 ]
@@ -60,7 +66,7 @@ __all__ = [
 _NAMES = {
     "cargohold.async_llm": ("AsyncLLM",),
     "cargohold.connector.offloading.lazy": ("LazyOffloadConfig",),
-    "cargohold.connector.offloading": ("OffloadConfig",),
+    "cargohold.connector.offloading": ("HintConfig", "OffloadConfig", "TenantQuota"),
     "cargohold.engine.outputs": ("EngineStatus", "RequestMetrics", "RequestOutput"),
     "cargohold.engine.sampling_params": ("SamplingParams",),
     "cargohold.errors": (
@@ -73,6 +79,7 @@ _NAMES = {
         "UnsupportedModelError",
     ),
     "cargohold.llm": ("LLM",),
+    "cargohold.protocol": ("Hint", "HintEvent", "HintOutcome"),
     "cargohold.tiers": ("DiskTierConfig", "SharedTierConfig"),
 }
 """The public names, by the module that defines them."""

@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
-from cargohold.base_llm import BaseLLM, Prompt, RequestOptions, all_asked, check_names
+from cargohold.base_llm import BaseLLM, HintOptions, Hints, Prompt, RequestOptions, all_asked, check_names
 from cargohold.engine.engine_thread import Answer, Asked, Mailbox
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.protocol import KVEvent
+from cargohold.protocol import HintEvent, HintOutcome, KVEvent
 
 T = TypeVar("T")
 
@@ -96,6 +96,14 @@ class AsyncLLM(BaseLLM):
         """Answer a conversation; see ``LLM.chat``."""
         check_names("chat", ("messages", "sampling"), options)
         return (await self.generate([self.chat_prompt(messages)], sampling, **options))[0]
+
+    async def hint(self, hints: Hints, **about: Unpack[HintOptions]) -> list[HintOutcome]:
+        """Tell the cache what is known of the future of a prompt; see ``LLM.hint``."""
+        return await self._ask(lambda engine: engine.hint(hints, **about))
+
+    async def take_hint_events(self) -> list[HintEvent]:
+        """How hints have ended since the last call; see ``LLM.take_hint_events``."""
+        return await self._ask(LLMEngine.take_hint_events)
 
     async def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until no copy and no write to a lower tier is in flight; see ``LLM.settle``."""

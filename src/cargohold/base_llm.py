@@ -41,12 +41,14 @@ from cargohold.engine.outputs import EngineStatus
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, RequestError
 from cargohold.machine import memory_limit_bytes
-from cargohold.protocol import KVConnectorFactory, SchedulerEnvironment
+from cargohold.protocol import Hint, KVConnectorFactory, SchedulerEnvironment
 from cargohold.units import format_bytes, format_count
 
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+Hints = Hint | Sequence[Hint] | Mapping[str, Any]
+"""A hint, several, or an envelope as routers send it."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -55,7 +57,9 @@ class RequestOptions(TypedDict, total=False):
     request_id: str | None
     priority: int
     salt: str | None
+    tenant: str | None
     kv_transfer_params: Mapping[str, Any] | None
+    hints: Hints | None
 
 
 class BaseLLM:
@@ -262,6 +266,15 @@ def _no_such_option(key: str, value: object, known: Sequence[str], of: str = "")
     close = get_close_matches(key, known, n=2)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
     return ConfigError(key, value, f"there is no such option{of}; {hint}")
+
+
+class HintOptions(TypedDict, total=False):
+    """What hints are about; see ``LLMEngine.hint``."""
+
+    prompt: Prompt | None
+    request_id: str | None
+    salt: str | None
+    tenant: str | None
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -8,12 +8,12 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
-from cargohold.base_llm import BaseLLM, Prompt, RequestOptions, all_asked, check_names
+from cargohold.base_llm import BaseLLM, HintOptions, Hints, Prompt, RequestOptions, all_asked, check_names
 from cargohold.engine.engine_thread import Answer, Asked, Mailbox
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.protocol import KVEvent
+from cargohold.protocol import HintEvent, HintOutcome, KVEvent
 
 T = TypeVar("T")
 
@@ -126,6 +126,31 @@ class LLM(BaseLLM):
         """Answer a conversation: messages with ``role`` (system, user, assistant) and ``content``. Raises as ``generate``."""
         check_names("chat", ("messages", "sampling"), options)
         return self.generate([self.chat_prompt(messages)], sampling, **options)[0]
+
+    def hint(self, hints: Hints, **about: Unpack[HintOptions]) -> list[HintOutcome]:
+        """Tell the cache what is known of the future of a prompt, without a request.
+
+        ::
+
+            llm.hint(Hint.prefetch(), prompt=next_prompt)       # it comes soon
+            llm.hint(Hint.release("my agent"))                  # the lease of that name is not needed any more
+
+        Args:
+            hints: a ``Hint``, several, or an envelope as routers send it.
+            about: what they are about: ``prompt`` or ``request_id``, and ``salt`` and ``tenant``; see ``LLMEngine.hint``.
+
+        Returns:
+            One outcome per hint.
+
+        Raises:
+            RequestError: the prompt is not possible.
+            EngineDeadError: the engine has stopped, or belongs to another process.
+        """
+        return self._ask(lambda engine: engine.hint(hints, **about))
+
+    def take_hint_events(self) -> list[HintEvent]:
+        """How hints have ended since the last call: the oldest are forgotten if nobody asks."""
+        return self._ask(LLMEngine.take_hint_events)
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until no copy and no write to a lower tier is in flight, for at most ``timeout_s`` or ``load_timeout_s``.

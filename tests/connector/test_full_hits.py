@@ -35,6 +35,8 @@ class Asked:
     def __post_init__(self) -> None:
         extend_hashes(self.block_hashes, self.all_token_ids, BLOCK_TOKENS, root_hash())
 
+    tenant = None
+
     def extra_keys(self, start: int, end: int) -> tuple[()]:
         return ()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cargohold import LazyOffloadConfig, OffloadConfig
+from cargohold import HintConfig, LazyOffloadConfig, OffloadConfig, TenantQuota
 from cargohold.connector.factory import Offload, connector_factory
 from cargohold.connector.options import parse_offload
 from cargohold.errors import ConfigError
@@ -53,9 +53,26 @@ def test_tiers_are_told_apart_by_their_kind() -> None:
     )
 
 
+def test_hints_and_quotas_are_objects_of_their_own() -> None:
+    hints = {"allow": "retain", "pin_fraction": 0.1, "allow_of": {"eve": "off"}}
+    quota = {"tenant": "acme", "reserved": "10%", "hard": "1MiB"}
+    assert parse_offload({"host_bytes": "8MiB", "hints": hints, "quotas": [quota]}) == OffloadConfig(
+        host_bytes="8MiB",
+        hints=HintConfig(allow="retain", pin_fraction=0.1, allow_of={"eve": "off"}),
+        quotas=[TenantQuota(tenant="acme", reserved="10%", hard="1MiB")],
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [
+        ({"host_bytes": "8MiB", "hints": {"allow": "some"}}, "hints.allow"),
+        ({"host_bytes": "8MiB", "hints": {"pin_fraction": 2}}, "hints.pin_fraction"),
+        ({"host_bytes": "8MiB", "hints": "all"}, "hints"),
+        ({"host_bytes": "8MiB", "quotas": [{"tenant": "acme", "reserved": "200%"}]}, "quotas[0].reserved"),
+        ({"host_bytes": "8MiB", "quotas": [{"reserved": "20%"}]}, "quotas[0].tenant"),
+        ({"host_bytes": "8MiB", "quotas": ["acme"]}, "quotas"),
+        ({"mode": "lazy", "host_bytes": "8MiB", "quotas": []}, "quotas"),
         ({"host_bytes": "8MiB", "restore": "maybe"}, "restore"),
         ({"host_bytes": "8MiB", "restore_timeout_s": 0}, "restore_timeout_s"),
         ({"host_bytes": "8MiB", "tiers": "disk"}, "tiers"),
@@ -109,7 +126,7 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], key: str) ->
         ({"host_byte": 1}, r"host_byte=1 .* did you mean host_bytes\?"),
         ({"if_unsuported": "refuse"}, r"did you mean if_unsupported\?"),
         ({"mode": "multi", "connectors": [{"host_bytes": 1}], "recrod": "x"}, "did you mean record"),
-        ({"colour": "red"}, "there are blocks_per_chunk, host_bytes, if_unsupported, .* mode, "),
+        ({"colour": "red"}, "there are blocks_per_chunk, hints, host_bytes, if_unsupported, .* mode, "),
         ({"host_bytes": 1, "lookahead_blocks": 3}, "an option of mode=lazy, and this is eager"),
         ({"mode": "lazy", "host_bytes": 1, "blocks_per_chunk": 2}, "an option of mode=eager, and this is lazy"),
     ],

@@ -23,6 +23,7 @@ from cargohold.protocol import (
     ConnectorGuard,
     ConnectorMetadata,
     EmptyMetadata,
+    Hint,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
     KVEvent,
@@ -65,6 +66,8 @@ class Request:
     block_hashes = ()
     kv_transfer_params = None
     adapter = None
+
+    tenant = None
 
     def extra_keys(self, start: int, end: int) -> tuple[()]:
         return ()
@@ -448,6 +451,7 @@ def raising(name: str) -> KVConnectorScheduler:
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "bind_scheduler_context": (Context(),),
     "on_new_request": (Request(),),
+    "on_hints": (Request(), [Hint.retain()]),
     "get_num_new_matched_tokens": (Request(), 0),
     "update_state_after_alloc": (Request(), (), 0),
     "build_connector_meta": (None,),
@@ -465,6 +469,8 @@ def test_whatever_method_raises_the_caller_goes_on(name: str, context: Context) 
     assert guard.broken.rule.startswith(f"{name} raised")
     if name == "explain":
         assert answer == CacheReport(notes=(str(guard.broken),))
+    elif name == "on_hints":
+        assert [outcome.status for outcome in answer] == ["rejected"]
     elif name == "take_events":
         assert not list(answer)
     elif name == "get_stats":

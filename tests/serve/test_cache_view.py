@@ -80,6 +80,20 @@ def test_history_adds_up_to_the_requests(tiered: Server) -> None:
     assert sum(tokens) == sum(request["prompt_tokens"] for request in requests)
 
 
+def test_history_adds_up_to_the_bytes_that_were_moved(tiered: Server) -> None:
+    def moved_down() -> float:
+        shown = call(tiered, "/cache").json
+        below, history = shown["tiers"][1:], shown["history"]
+        assert sum(place["out_bytes"] for place in below) == sum(bucket["up_bytes"] for bucket in history) > 0
+        assert sum(place["in_bytes"] for place in below) == sum(bucket["down_bytes"] for bucket in history) > 0
+        assert below[0]["evicted_chunks"] == sum(bucket["evicted_chunks"] for bucket in history)
+        return float(sum(bucket["down_bytes"] for bucket in history))
+
+    before = moved_down()
+    assert complete(tiered, "Moved. " + PROMPT).status == 200
+    wait_until(lambda: moved_down() > before)
+
+
 def test_prometheus_reads_the_same(tiered: Server) -> None:
     before = samples(tiered)
     answer = complete(tiered, "Third. ").json

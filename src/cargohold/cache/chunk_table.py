@@ -63,6 +63,8 @@ class ChunkTable:
         num_ready: number of chunks that can be loaded.
         num_leaving: number of slots of removed chunks that are still being read.
         evicted: keys of chunks evicted since their owner emptied the list.
+        owners: by slot, the number of the share that its chunk belongs to; ``None`` unless owners are counted.
+        used: by share, the number of its chunks; empty unless owners are counted.
     """
 
     def __init__(self, capacity: int, num_slots: int | None = None) -> None:
@@ -74,6 +76,8 @@ class ChunkTable:
         self.states = bytearray(capacity)
         self.num_writing = self.num_ready = self.num_leaving = 0
         self.evicted: list[bytes] = []
+        self.owners: bytearray | None = None
+        self.used: list[int] = []
         # Each slot's number, so that there is one object for it, and slices of neighbours need not be counted up.
         self._numbers = list(range(capacity))
         self.num_slots = 0
@@ -127,8 +131,17 @@ class ChunkTable:
         return found
 
     def ancestors(self, slot: int) -> list[int]:
-        """Return the slots of the prefix that ends with the chunk in ``slot``, in order, back to its first absent chunk."""
+        """Return the slots of the prefix that ends with the chunk in ``slot``, in order, back to its first absent chunk.
+
+        If owners are counted, back to the first chunk of another owner.
+        """
         path: dict[int, None] = {}
+        if self.owners is not None:
+            owners, owner = self.owners, self.owners[slot]
+            while slot != NO_SLOT and slot not in path and owners[slot] == owner:
+                path[slot] = None
+                slot = self.parents[slot]
+            return list(path)[::-1]
         while slot != NO_SLOT and slot not in path:  # keys that are no digests may claim to be before each other
             path[slot] = None
             slot = self.parents[slot]
@@ -144,6 +157,11 @@ class ChunkTable:
         return [slot for slot, state in enumerate(self.states[: self.num_slots]) if state in states]
 
     # --- moves --------------------------------------------------------------------------------------------------------
+
+    def count_owners(self, num_owners: int) -> None:
+        """Count chunks by owner from now on. There must be none yet."""
+        assert not self.num_ready + self.num_writing, "owners of these chunks are not known"
+        self.owners, self.used = bytearray(self.capacity), [0] * num_owners
 
     def add_slots(self, count: int) -> None:
         """Add ``count`` free slots behind those that there are. Low ones are used first."""
@@ -166,8 +184,12 @@ class ChunkTable:
         gone = set(slots)
         self._free = [slot for slot in self._free if slot not in gone]
 
-    def place(self, keys: Sequence[bytes], slots: Sequence[int], parent: int) -> None:
+    def place(self, keys: Sequence[bytes], slots: Sequence[int], parent: int, owner: int = 0) -> None:
         """Put absent chunks, each the parent of the next, into taken slots; they are being written now, and pinned by that."""
+        if self.owners is not None:
+            self.used[owner] += len(slots)
+            for slot in slots:
+                self.owners[slot] = owner
         column, parents, children = self.keys, self.parents, self.children
         pins, states, dict_of = self.pins, self.states, self._dict_of
         before = parent
@@ -250,6 +272,9 @@ class ChunkTable:
             column[slot] = None
             states[slot] = FREE
             evicted.append(key)
+        if self.owners is not None:
+            for slot in victims:
+                self.used[self.owners[slot]] -= 1
         self._free += victims
         self.num_ready -= len(victims)
         return victims, exposed
@@ -267,6 +292,8 @@ class ChunkTable:
             self._abandon(slot)
             if parent != NO_SLOT:
                 self.children[parent] -= 1
+            if self.owners is not None:
+                self.used[self.owners[slot]] -= 1
             if self.states[slot] == WRITING:
                 self.num_writing -= 1
                 self.pins[slot] -= 1
@@ -286,6 +313,7 @@ class ChunkTable:
         self.keys = [None] * len(self.keys)
         self.parents = array("i", [NO_SLOT]) * self.capacity
         self.children = [0] * self.capacity
+        self.used = [0] * len(self.used)
         for slot in ready:
             if self.pins[slot]:
                 self.states[slot] = LEAVING
@@ -310,6 +338,9 @@ class ChunkTable:
                 children[self.parents[slot]] += 1
         assert all(children[slot] == self.children[slot] for slot in used), "children are counted wrongly"
         assert sum(children) == sum(children[slot] for slot in used), "a parent is not in the tier"
+        if self.owners is not None:
+            owned = [sum(self.owners[slot] == owner for slot in used) for owner in range(len(self.used))]
+            assert owned == self.used, "chunks are counted wrongly by owner"
         assert min(self.pins, default=0) >= 0, "a pin was given back that was not taken"
         assert not any(self.pins[slot] for slot in self.slots_in(FREE)), "a free slot is pinned"
         assert all(self.pins[slot] for slot in self.slots_in(WRITING, LEAVING)), (

@@ -17,10 +17,11 @@ Keys come in prefix order, many in one call, because the scheduler's thread asks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, final
 
+from cargohold.cache.shares import Limits
 from cargohold.errors import LifecycleError
 
 OffloadKey: TypeAlias = bytes
@@ -58,10 +59,14 @@ class StoreOffer(NamedTuple):
     Attributes:
         keys: consecutive chunks of one prefix.
         parent: the chunk before the first; ``None`` if there is none or it is not known.
+        tenant: whose chunks they will be, for quotas; ``None`` if that is not known.
+        is_wanted: whether a hint wants them to be stored even if the policy would refuse them.
     """
 
     keys: Sequence[OffloadKey]
     parent: OffloadKey | None = None
+    tenant: str | None = None
+    is_wanted: bool = False
 
 
 class StoreHandle(Protocol):
@@ -139,6 +144,34 @@ class OffloadManager(ABC):
 
         For a tier with lower tiers: they get only chunks that this tier takes, and give them back only through it.
         """
+
+    @property
+    def takes_hints(self) -> bool:
+        """Whether ``rank`` does anything: not if the policy is one that keeps its own order of eviction."""
+        return False
+
+    def rank(self, keys: Sequence[OffloadKey], level: int, tenant: str | None = None) -> int:
+        """Say when chunks are evicted, from now until they are ranked again or leave the tier.
+
+        Args:
+            keys: the chunks; those that are not ready are left alone.
+            level: a priority from 0, evicted first, to 100, evicted last; 101 (``HELD``) means never. With 50, which is normal,
+                what was said before is void; for all others, chunks of other tenants with a quota are left alone.
+            tenant: who says so.
+
+        Returns:
+            How many of them are ready and were ranked.
+        """
+        return 0
+
+    @property
+    def quotas(self) -> Mapping[str, Limits]:
+        """The limits of tenants that have some, by tenant."""
+        return {}
+
+    def usage(self) -> Mapping[str, int]:
+        """Return the number of slots that each tenant with a quota uses, and ``others``; empty if there are no quotas."""
+        return {}
 
     @property
     @abstractmethod
@@ -351,6 +384,20 @@ class ForwardingManager(OffloadManager):
 
     def admit_all(self) -> None:  # noqa: D102
         self.inner.admit_all()
+
+    @property
+    def takes_hints(self) -> bool:  # noqa: D102
+        return self.inner.takes_hints
+
+    def rank(self, keys: Sequence[OffloadKey], level: int, tenant: str | None = None) -> int:  # noqa: D102
+        return self.inner.rank(keys, level, tenant)
+
+    @property
+    def quotas(self) -> Mapping[str, Limits]:  # noqa: D102
+        return self.inner.quotas
+
+    def usage(self) -> Mapping[str, int]:  # noqa: D102
+        return self.inner.usage()
 
     @property
     def generation(self) -> int:  # noqa: D102

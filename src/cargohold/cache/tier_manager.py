@@ -20,7 +20,8 @@ from cargohold.cache.manager import (
     StoreHandle,
     StoreOffer,
 )
-from cargohold.cache.policies import Newcomers, ReplacementPolicy, find_policy
+from cargohold.cache.policies import Newcomers, ReplacementPolicy, RunsPolicy, find_policy
+from cargohold.cache.shares import NORMAL, Limits, Shares
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
@@ -35,7 +36,7 @@ class _Placement:
         slots: their slots.
         deferred: chunks that may find a slot when others become free.
         missed: chunks that found no slot, and whether they are deferred.
-        is_full: whether nothing more can be evicted, because all other chunks are in use.
+        is_full: whether nothing more can be evicted, because all other chunks are in use; not noted where quotas decide.
     """
 
     __slots__ = ("deferred", "is_full", "keys", "missed", "num_waiting", "slots")
@@ -56,16 +57,31 @@ class TierManager(OffloadManager):
         capacity: number of slots of the tier.
         policy: makes the policy that decides what is evicted, for a table.
         record_events: whether to record events for ``take_events``.
+        quotas: limits of tenants that have some, by tenant; ``policy`` must then be the class of a ``RunsPolicy``.
     """
 
     def __init__(
-        self, capacity: int, policy: Callable[[ChunkTable], ReplacementPolicy], *, record_events: bool = False
+        self,
+        capacity: int,
+        policy: Callable[[ChunkTable], ReplacementPolicy],
+        *,
+        record_events: bool = False,
+        quotas: Mapping[str, Limits] | None = None,
     ) -> None:
         if capacity < 1:
             raise ConfigError("capacity", capacity, "at least one slot")
         self.capacity = capacity
         self._table = ChunkTable(capacity)
-        self.policy = policy(self._table)
+        self.policy: ReplacementPolicy = policy(self._table)
+        # Hints and quotas; ``None`` until there are any.
+        self._shares: Shares | None = None
+        self._quotas = dict(quotas or {})
+        if quotas:
+            if not isinstance(self.policy, RunsPolicy) or not isinstance(policy, type):
+                raise ConfigError(
+                    "quotas", sorted(quotas), f"the policy {self.policy.name} keeps its own order: it takes none"
+                )
+            self.policy = self._shares = Shares(self.policy, quotas, policy)
         self._generation = 0
         self._events: list[ManagerEvent] | None = [] if record_events else None
         self._writing: set[SlotReservation] = set()
@@ -102,6 +118,17 @@ class TierManager(OffloadManager):
     def num_pins(self) -> int:  # noqa: D102
         return self._num_pins
 
+    @property
+    def takes_hints(self) -> bool:  # noqa: D102
+        return self._shares is not None or isinstance(self.policy, RunsPolicy)
+
+    @property
+    def quotas(self) -> Mapping[str, Limits]:  # noqa: D102
+        return self._quotas
+
+    def usage(self) -> Mapping[str, int]:  # noqa: D102
+        return self._shares.usage() if self._table.used and self._shares is not None else {}
+
     def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
         return _READY * len(self._table.find_run(list(keys)))
 
@@ -137,6 +164,18 @@ class TierManager(OffloadManager):
         self.policy.touch(slots, is_whole=is_whole)
         return num_ready
 
+    def rank(self, keys: Sequence[OffloadKey], level: int, tenant: str | None = None) -> int:  # noqa: D102
+        if self._shares is None:
+            if not isinstance(self.policy, RunsPolicy):
+                return 0
+            self.policy = self._shares = Shares(self.policy)
+        states = self._table.states
+        slots = [slot for slot in self._table.find_each(keys) if slot is not None and states[slot] == chunk_table.READY]
+        if level != NORMAL:
+            slots = self._shares.owned_by(slots, self._shares.share_of(tenant))
+        self._shares.rank(slots, level)
+        return len(slots)
+
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
         keys = list(keys)
         slots = self._table.find_run(keys)
@@ -151,8 +190,8 @@ class TierManager(OffloadManager):
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
         table = self._table
         placement = _Placement(table.num_writing + self._num_pins)
-        found = [table.find_each(keys) for keys, _ in offers]
-        parents = [table.find(parent) for _, parent in offers]
+        found = [table.find_each(offer.keys) for offer in offers]
+        parents = [table.find(offer.parent) for offer in offers]
         # Neither what is there of the offers nor what they continue may be evicted for them.
         around = [slot for slot in parents if slot != NO_SLOT]
         for slots in found:
@@ -210,15 +249,17 @@ class TierManager(OffloadManager):
             if slots and slots.count(None) == len(slots)
         ]
         num_slots = sum([len(keys) for keys, _ in newcomers]) - self._table.num_free
-        if newcomers and num_slots > 0:
+        if newcomers and num_slots > 0 and self._shares is None:
             self.policy.make_room_ahead(newcomers, num_slots)
 
     def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
         """Find slots for offers that share chunks, or continue each other: then after each other. Mutates everything."""
         find, find_each = self._table.find, self._table.find_each
-        left = [StoreOffer(list(dict.fromkeys(keys)), parent) for keys, parent in offers]
+        left = [offer._replace(keys=list(dict.fromkeys(offer.keys))) for offer in offers]
         while left:
-            pending = {key for keys, _ in left for key in keys if find(key) == NO_SLOT and key not in placement.missed}
+            pending = {
+                key for offer in left for key in offer.keys if find(key) == NO_SLOT and key not in placement.missed
+            }
             # Keys that are not digests of prefixes may claim to be behind each other in a circle: then one must begin.
             begun = [offer for offer in left if offer.parent not in pending] or left[:1]
             for offer in begun:
@@ -235,6 +276,8 @@ class TierManager(OffloadManager):
             found: by chunk, the slot of those that are there, and ``None``.
         """
         keys, missed, num_others = offer.keys, placement.missed, len(placement.keys)
+        if self._shares is not None:
+            self._shares.tenant, self._shares.is_wanted = self._shares.share_of(offer.tenant), offer.is_wanted
         # No more are deferred than will find a slot: a request that is longer than the tier is not offered for ever.
         num_waiting = placement.num_waiting - len(placement.deferred)
         at = 0
@@ -267,18 +310,24 @@ class TierManager(OffloadManager):
         Evicts others if need be. Mutates everything. Returns how many were placed, and whether the policy refuses the rest.
         """
         table, policy, num_placed = self._table, self.policy, len(keys)
-        num_free, is_refused = table.num_free, False
+        is_refused = is_limited = False
+        owner = 0
+        if self._shares is not None:
+            owner, num_placed = self._shares.tenant, self._shares.num_allowed(keys, before)
+            is_limited = num_placed < len(keys)
+        num_free = table.num_free
         if num_placed > num_free:
             if not placement.is_full:
                 is_refused = policy.make_room(keys, before, num_placed - num_free)
+            placement.is_full = not is_refused and table.num_free < num_placed and not table.used
             num_placed = min(num_placed, table.num_free)
-            placement.is_full = not is_refused and num_placed < len(keys)
+        is_refused |= is_limited
         # Of chunks that may be offered again the policy learns then.
         told = keys if is_refused or num_placed == len(keys) else keys[:num_placed]
         placed = keys if num_placed == len(keys) else keys[:num_placed]
         slots = table.take(num_placed) if placed else []
         if placed:
-            table.place(placed, slots, before)
+            table.place(placed, slots, before, owner)
             placement.keys += placed
             placement.slots += slots
         if told:
@@ -334,22 +383,26 @@ def _are_apart(offers: Sequence[StoreOffer]) -> bool:
     """Whether no chunk is on offer twice, and no offer continues another: nearly always so."""
     if len(offers) == 1 and len(offers[0].keys) == 1:
         return True
-    names = set(chain.from_iterable(keys for keys, _ in offers))
-    return len(names) == sum(len(keys) for keys, _ in offers) and names.isdisjoint([parent for _, parent in offers])
+    names = set(chain.from_iterable([offer.keys for offer in offers]))
+    is_each_once = len(names) == sum([len(offer.keys) for offer in offers])
+    return is_each_once and names.isdisjoint([offer.parent for offer in offers])
 
 
 # --- makes managers ---------------------------------------------------------------------------------------------------
 
 
-def make_manager(policy: str, capacity: int, *, record_events: bool = False) -> TierManager:
+def make_manager(
+    policy: str, capacity: int, *, record_events: bool = False, quotas: Mapping[str, Limits] | None = None
+) -> TierManager:
     """Make the manager of a tier.
 
     Args:
         policy: name of the eviction policy; see ``cargohold.cache.policies.find_policy``.
         capacity: number of slots.
         record_events: whether to record events for ``take_events``.
+        quotas: limits of tenants that have some, by tenant.
 
     Raises:
-        ConfigError: there is no such policy, or no slot.
+        ConfigError: there is no such policy, or no slot, or the policy takes no quotas.
     """
-    return TierManager(capacity, find_policy(policy), record_events=record_events)
+    return TierManager(capacity, find_policy(policy), record_events=record_events, quotas=quotas)

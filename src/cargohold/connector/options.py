@@ -29,6 +29,7 @@ from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_t
 from cargohold.cache.policies.registry import POLICY_NAMES
 from cargohold.connector.factory import Offload
 from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.offloading.config import HintConfig, TenantQuota
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.errors import ConfigError, one_line
 from cargohold.importing import import_named
@@ -134,6 +135,13 @@ def parse_offload(
             raise ConfigError(f"{path}{key}", own[key], f"that is an option of mode={others[0]}, and this is {mode}")
     if "tiers" in own:
         own["tiers"] = _tiers(own["tiers"], f"{path}tiers")
+    if isinstance(own.get("hints"), Mapping):
+        own["hints"] = parse_dataclass(HintConfig, own["hints"], f"{path}hints.")
+    if isinstance(own.get("quotas"), list):
+        own["quotas"] = [
+            parse_dataclass(TenantQuota, quota, f"{path}quotas[{at}].") if isinstance(quota, Mapping) else quota
+            for at, quota in enumerate(own["quotas"])
+        ]
     return cast("Offload", parse_dataclass(MODES[mode], own, path, beside=["mode", *beside]))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.core.request import FinishReason, Request, RequestTimes
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
 from cargohold.engine.events import MAX_KEPT_EVENTS, KeptEvents, ZmqEventPublisher
@@ -17,7 +18,18 @@ from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput, TextStream
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import EngineDeadError, RequestError, one_line
-from cargohold.protocol import Clock, KVEvent, Stats, add_stats
+from cargohold.protocol import (
+    Clock,
+    Hint,
+    HintEvent,
+    HintOutcome,
+    KVEvent,
+    Prefix,
+    Stats,
+    add_stats,
+    hints_in,
+    parse_hints,
+)
 from cargohold.units import is_int
 
 
@@ -96,12 +108,13 @@ class LLMEngine:
         self._live: dict[str, _Live] = {}
         self._undelivered: list[RequestOutput] = []
         self._num_requests = 0
+        self._num_hints: dict[str, int] = {}
         self._end: BaseException | None = None
         self.made_progress = False
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add_request(
+    def add_request(  # noqa: PLR0913  # options that callers name
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams | None = None,
@@ -109,7 +122,9 @@ class LLMEngine:
         request_id: str | None = None,
         priority: int = 0,
         salt: str | None = None,
+        tenant: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        hints: object = None,
     ) -> str:
         """Queue a request; returns its id.
 
@@ -120,7 +135,10 @@ class LLMEngine:
                 being copied; made up if ``None``.
             priority: lower is served first, under the ``priority`` policy.
             salt: requests share cached KV only with requests of the same salt.
+            tenant: whose request it is, for quotas and hints; by default the salt.
             kv_transfer_params: what to ask of the connectors; see the documentation of the connector.
+            hints: what is known of the prompt's future: a ``Hint``, several, or an envelope as routers send it. The outcomes
+                are in the request's outputs; none fails the request.
 
         Raises:
             RequestError: the request cannot be served; nothing was queued.
@@ -128,15 +146,17 @@ class LLMEngine:
         """
         self._check_alive()
         sampling = SamplingParams() if sampling is None else sampling
-        _check_options(sampling, request_id, priority, salt, kv_transfer_params)
+        _check_options(sampling, request_id, priority, salt, tenant, kv_transfer_params)
         # What is checked may be of a subclass, such as numpy's. Neither workers nor connectors know those.
-        request_id, salt = _plain_text(request_id), _plain_text(salt)
+        request_id, salt, tenant = _plain_text(request_id), _plain_text(salt), _plain_text(tenant)
         text = _plain_text(prompt) if isinstance(prompt, str) else None
         if sampling.stop and self.tokenizer is None:
             raise RequestError(
                 "this model has no tokenizer, so it cannot stop at strings; use stop_token_ids", request_id
             )
         token_ids = self._token_ids(prompt if text is None else text, request_id)
+        params = _copied(kv_transfer_params, request_id)
+        asked, rejected = self._read_hints(hints_in(params) if hints is None else hints)
         request = Request(
             request_id=self._unused_id() if request_id is None else request_id,
             all_token_ids=token_ids,
@@ -147,16 +167,61 @@ class LLMEngine:
             hash_block_tokens=self.limits.hash_block_tokens,
             priority=int(priority),
             salt=salt,
-            kv_transfer_params=_copied(kv_transfer_params, request_id),
+            tenant=tenant,
+            kv_transfer_params=params,
+            hint_outcomes=tuple(rejected),
             stop_token_ids=self._stop_token_ids(sampling),
         )
         if self._is_taken(request.request_id):
             raise RequestError("a request with this id is being served already", request.request_id)
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(request, asked)
+        self._count(request.hint_outcomes)
         decoder = None if self.tokenizer is None else self.tokenizer.piece_decoder(token_ids)
         stream = TextStream(decoder, tuple(sampling.stop))
         self._live[request.request_id] = _Live(request, text, tuple(token_ids), stream)
         return request.request_id
+
+    def hint(
+        self,
+        hints: object,
+        *,
+        prompt: str | Sequence[int] | None = None,
+        request_id: str | None = None,
+        salt: str | None = None,
+        tenant: str | None = None,
+    ) -> list[HintOutcome]:
+        """Tell the connector what is known of the future of a prefix; return an outcome for each hint.
+
+        Args:
+            hints: a ``Hint``, several, or an envelope as routers send it.
+            prompt: the prefix: text, or token ids.
+            request_id: in place of ``prompt``, a request that is being served.
+            salt: the salt of the requests that have the prefix.
+            tenant: who says so; by default the salt. Not needed with ``request_id``.
+
+        Raises:
+            RequestError: the prompt is not possible.
+            EngineDeadError: the engine has stopped.
+        """
+        self._check_alive()
+        _check_options(SamplingParams(), request_id, 0, salt, tenant, None)
+        salt, tenant = _plain_text(salt), _plain_text(tenant)
+        subject: str | Prefix
+        if request_id is not None:
+            subject = str.__str__(request_id)
+        else:
+            token_ids = [] if prompt is None else self._token_ids(prompt, None)
+            hashes: list[bytes] = []
+            extend_hashes(hashes, token_ids, self.limits.hash_block_tokens, root_hash(salt=salt))
+            subject = Prefix(hashes, token_ids, len(token_ids), salt, salt if tenant is None else tenant)
+        asked, rejected = self._read_hints(hints)
+        outcomes = [*rejected, *self.scheduler.hint(subject, asked)]
+        self._count(outcomes)
+        return outcomes
+
+    def take_hint_events(self) -> list[HintEvent]:
+        """How hints have ended since the last call."""
+        return list(self.scheduler.connector.take_hint_events())
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is alive; the next step returns its last output. Its blocks are freed when no copy uses them."""
@@ -222,7 +287,7 @@ class LLMEngine:
         """Counters of the connector since the start, both sides of it, summed over the workers, and of deferred look-ups."""
         self._stats = add_stats(self._stats, self.scheduler.connector.get_stats())
         num_deferred = self.scheduler.num_deferred_lookups
-        return {**self._stats, **({"deferred_lookups": num_deferred} if num_deferred else {})}
+        return {**self._stats, **self._num_hints, **({"deferred_lookups": num_deferred} if num_deferred else {})}
 
     def status(self) -> EngineStatus:
         """How busy the engine is, and whether its connector works."""
@@ -242,6 +307,15 @@ class LLMEngine:
         self._stop(EngineDeadError("it was shut down"))
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _read_hints(self, hints: object) -> tuple[list[Hint], list[HintOutcome]]:
+        """Hints that a client has given, and outcomes of what is none."""
+        return ([], []) if hints is None else parse_hints(hints)
+
+    def _count(self, outcomes: Sequence[HintOutcome]) -> None:
+        for outcome in outcomes:
+            name = f"hints_{outcome.status}"
+            self._num_hints[name] = self._num_hints.get(name, 0) + 1
 
     def _check_alive(self) -> None:
         if self._end is not None:
@@ -369,7 +443,8 @@ class LLMEngine:
             finish_reason=_finish_reason(live),
             error=request.error,
             metrics=_metrics(update),
-            cache_notes=update.cache_report.notes,
+            cache_notes=(*map(str, request.hint_outcomes), *update.cache_report.notes) if request.is_finished else (),
+            hint_outcomes=request.hint_outcomes,
             kv_transfer_params=update.kv_transfer_params,
             stop_string=self._stop_string(live),
         )
@@ -385,7 +460,7 @@ class LLMEngine:
 
 
 def _check_options(
-    sampling: object, request_id: object, priority: object, salt: object, kv_transfer_params: object
+    sampling: object, request_id: object, priority: object, salt: object, tenant: object, kv_transfer_params: object
 ) -> None:
     """Raise ``RequestError`` for options of a request that are not what they are declared to be."""
     for name, value, holds, expected in (
@@ -394,6 +469,7 @@ def _check_options(
         ("request_id", request_id, request_id is None or _is_text(request_id), "text"),
         ("priority", priority, is_int(priority), "an integer"),
         ("salt", salt, salt is None or _is_text(salt), "text"),
+        ("tenant", tenant, tenant is None or _is_text(tenant), "text"),
         (
             "kv_transfer_params",
             kv_transfer_params,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cargohold.engine.model.tokenizer import PieceDecoder
+from cargohold.protocol import HintOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class RequestOutput:
         cache_notes: why the request hit or missed the cache, as sentences, once finished.
         kv_transfer_params: what a connector returns with the response, once finished.
         stop_string: the stop string that ended it, if one did.
+        hint_outcomes: the answers to its hints, one for each.
     """
 
     request_id: str
@@ -69,6 +71,7 @@ class RequestOutput:
     cache_notes: tuple[str, ...] = ()
     kv_transfer_params: Mapping[str, Any] | None = None
     stop_string: str | None = None
+    hint_outcomes: tuple[HintOutcome, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

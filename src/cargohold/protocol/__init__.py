@@ -14,6 +14,21 @@ from cargohold.protocol.factory import (
     WorkerEnvironment,
 )
 from cargohold.protocol.guard import ConnectorGuard
+from cargohold.protocol.hints import (
+    HINTS_KEY,
+    MAX_HINTS,
+    Hint,
+    HintEnd,
+    HintEvent,
+    HintKind,
+    HintOutcome,
+    HintStatus,
+    Prefix,
+    answers_to,
+    best_outcome,
+    hints_in,
+    parse_hints,
+)
 from cargohold.protocol.kv_cache import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -60,6 +75,8 @@ from cargohold.protocol.request import (
 from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
+    "HINTS_KEY",
+    "MAX_HINTS",
     "MEDIUM_DEVICE",
     "MEDIUM_HOST",
     "MEDIUM_STORAGE",
@@ -83,6 +100,12 @@ __all__ = [
     "ExtraKey",
     "FinishedTransfers",
     "ForwardingScheduler",
+    "Hint",
+    "HintEnd",
+    "HintEvent",
+    "HintKind",
+    "HintOutcome",
+    "HintStatus",
     "KVCacheBlockView",
     "KVCacheGroup",
     "KVCacheLayout",
@@ -97,6 +120,7 @@ __all__ = [
     "NullConnectorWorker",
     "OutputAggregator",
     "Patience",
+    "Prefix",
     "RequestView",
     "ScheduledRequest",
     "SchedulerContext",
@@ -110,6 +134,10 @@ __all__ = [
     "WorkerEnvironment",
     "WorkerMetadata",
     "add_stats",
+    "answers_to",
+    "best_outcome",
+    "hints_in",
     "is_level",
     "last_name",
+    "parse_hints",
 ]

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from cargohold.errors import BlockNotHeldError
 from cargohold.protocol.factory import Clock
+from cargohold.protocol.hints import Hint, HintEvent, HintOutcome
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
     AllBlocksCleared,
@@ -83,6 +84,22 @@ def checked_params(params: Any) -> Mapping[str, Any] | None:
     if params is None or (isinstance(params, Mapping) and _are_all(params, str)):
         return params
     raise TypeError(f"{params!r} are no transfer parameters")
+
+
+def checked_outcomes(outcomes: Iterable[Any], hints: Sequence[Hint]) -> tuple[HintOutcome, ...]:
+    """Check the answer of ``on_hints``, and return it: one outcome per hint, in their order."""
+    checked = tuple(outcomes)
+    if not _are_all(checked, HintOutcome) or [outcome.action_id for outcome in checked] != [h.action_id for h in hints]:
+        raise TypeError(f"{len(checked)} outcomes are not one for each of {len(hints)} hints")
+    return checked
+
+
+def checked_hint_events(events: Iterable[Any]) -> tuple[HintEvent, ...]:
+    """Check the answer of ``take_hint_events``, and return it."""
+    checked = tuple(events)
+    if not _are_all(checked, HintEvent):
+        raise TypeError(f"{checked!r} are no ends of hints")
+    return checked
 
 
 def checked_locks(report: Any) -> KVConnectorSchedulerOutput:

@@ -23,6 +23,8 @@ One step, as the engine runs it::
     request_finished            (a request ended)
     take_events
 
+``on_hints`` comes when a client gives hints: right after ``on_new_request``, or between two steps.
+
 A connector must never cause a wrong token; it may answer "nothing here" at any time. Any exception that it raises is
 contained: the engine turns the connector off with one log line and goes on without it.
 """
@@ -34,6 +36,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from cargohold.protocol.hints import Hint, HintEvent, HintOutcome, answers_to
 from cargohold.protocol.kv_cache import BlockIds
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
@@ -72,6 +75,24 @@ class KVConnectorScheduler(ABC):
 
     def on_new_request(self, request: RequestView) -> None:  # noqa: B027  # a default, not an omission
         """Learn of a new request. Raise ``RequestError`` to refuse it, for its ``kv_transfer_params`` say: only it fails."""
+
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+        """Carry out what a client or router asks of the cache, as far as that is allowed.
+
+        A hint changes no token and fails no request. It acts only on chunks of the same salt and tenant.
+
+        Args:
+            request: a request that ``on_new_request`` has announced and that has not ended; or a ``Prefix``, without a request.
+            hints: what is asked.
+
+        Returns:
+            One outcome per hint, in their order. What becomes of those that go on is told by ``take_hint_events``.
+        """
+        return answers_to(hints, reason=f"the connector {self.name} takes no hints")
+
+    def take_hint_events(self) -> Iterable[HintEvent]:
+        """Return how hints have ended since the last call: each that was accepted, clipped or deferred ends once."""
+        return ()
 
     @abstractmethod
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -248,6 +269,12 @@ class ForwardingScheduler(KVConnectorScheduler):
 
     def on_new_request(self, request: RequestView) -> None:  # noqa: D102
         self.inner.on_new_request(request)
+
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:  # noqa: D102
+        return self.inner.on_hints(request, hints)
+
+    def take_hint_events(self) -> Iterable[HintEvent]:  # noqa: D102
+        return self.inner.take_hint_events()
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: D102
         return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)

@@ -27,13 +27,16 @@ from cargohold.protocol.checks import (
     AnnouncedBlocks,
     BlockLedger,
     checked_events,
+    checked_hint_events,
     checked_locks,
     checked_number,
+    checked_outcomes,
     checked_params,
     checked_report,
     checked_stats,
 )
 from cargohold.protocol.connector import KVConnectorScheduler
+from cargohold.protocol.hints import Hint, HintEvent, HintOutcome, answers_to
 from cargohold.protocol.kv_cache import NULL_BLOCK_ID, BlockIds
 from cargohold.protocol.messages import (
     CacheReport,
@@ -220,6 +223,17 @@ class ConnectorGuard(KVConnectorScheduler):
         if refusal is not None:
             raise refusal
 
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+        """Pass the call on; there must be one outcome for each hint. Once the connector is off, it rejects all of them."""
+        nothing: Sequence[HintOutcome] = ()
+        outcomes = self._call("on_hints", nothing, self._hinted, request, hints) if hints else nothing
+        return outcomes if self.broken is None else answers_to(hints, reason=f"the connector {self.name} is off")
+
+    def take_hint_events(self) -> Iterable[HintEvent]:
+        """Pass the call on."""
+        nothing: Iterable[HintEvent] = ()
+        return self._call("take_hint_events", nothing, self._hint_events)
+
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Pass the call on; the number of tokens must be ``None``, or at most those that the request has left."""
         nothing: tuple[int | None, bool] = (0, False)
@@ -310,6 +324,12 @@ class ConnectorGuard(KVConnectorScheduler):
         except RequestError as error:
             return error
         return None
+
+    def _hinted(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+        return checked_outcomes(self._inner.on_hints(request, hints), hints)
+
+    def _hint_events(self) -> Iterable[HintEvent]:
+        return checked_hint_events(self._inner.take_hint_events())
 
     def _matched(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         promised, is_async = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)

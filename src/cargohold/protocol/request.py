@@ -96,6 +96,11 @@ class RequestView(Protocol):
         """The client's parameters to the connectors for this request, unvalidated."""
         ...
 
+    @property
+    def tenant(self) -> str | None:
+        """Whose request it is, for quotas and hints: the name that a server gives, or else the salt, or ``None``."""
+        ...
+
 
 @runtime_checkable
 class ScheduledRequest(Protocol):

@@ -37,7 +37,9 @@ def make_app(desk: Desk, meters: Meters, config: ServeConfig) -> ASGIApp:
     """
     # The pages of FastAPI's own need scripts from the internet.
     app = FastAPI(title="Cargohold", version=__version__, docs_url=None, redoc_url=None, lifespan=_watching)
-    hall = Hall(desk, config, Watch(desk), meters.registry)
+    hall = Hall(
+        desk, config, Watch(desk, lambda llm, stats: desk.records.note_moves(cache.moved(llm, stats))), meters.registry
+    )
     meters.read_also(desk, hall.watch)
     app.state.hall = hall
     app.include_router(openai.router)

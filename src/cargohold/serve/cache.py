@@ -21,6 +21,7 @@ from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.protocol import last_name
 from cargohold.serve.desk import Hall, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
+from cargohold.serve.records import Moved
 from cargohold.units import parse_bytes
 
 router = APIRouter()
@@ -142,6 +143,16 @@ def vessels(llm: AsyncLLM, stats: Mapping[str, float]) -> list[Vessel]:
             limit = getattr(tier, "max_bytes", None)
             limits[tier.kind] = None if limit is None else parse_bytes("max_bytes", limit)
     return [_device(llm), *host, *(_lower(name, limit, total) for name, limit in limits.items())]
+
+
+def moved(llm: AsyncLLM, stats: Mapping[str, float]) -> Moved:
+    """What all places below the device have moved since the start."""
+    below = vessels(llm, stats)[1:]
+    return Moved(
+        up_bytes=sum(place.out_bytes for place in below),
+        down_bytes=sum(place.in_bytes for place in below),
+        evicted_chunks=sum(place.evicted_chunks or 0 for place in below),
+    )
 
 
 def _device(llm: AsyncLLM) -> Vessel:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -216,16 +216,18 @@ class Watch:
 
     Args:
         desk: has the model.
+        looked: called with the model and its counters after each look.
 
     Attributes:
         stats: the counters; empty before there are any.
         log: the last warnings.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, looked: Callable[[AsyncLLM, Mapping[str, float]], object]) -> None:
         self.stats: Mapping[str, float] = {}
         self.log = LogLines()
         self._desk = desk
+        self._looked = looked
 
     async def run(self) -> None:
         """Look again and again, until this is cancelled."""
@@ -246,6 +248,7 @@ class Watch:
         try:
             async with asyncio.timeout(timeout_s):
                 self.stats = await llm.stats()
+            self._looked(llm, self.stats)
         except TimeoutError:
             pass
         except EngineDeadError as error:

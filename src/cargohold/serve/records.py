@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import count
 from typing import Any, Final
 
@@ -113,6 +113,29 @@ class Record:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What tiers below the device have moved.
+
+    Attributes:
+        up_bytes: copied to the device, or towards it.
+        down_bytes: copied to be kept.
+        evicted_chunks: chunks that made room.
+    """
+
+    up_bytes: float = 0
+    down_bytes: float = 0
+    evicted_chunks: float = 0
+
+    def since(self, earlier: Moved) -> Moved:
+        """What was moved since then. Counters that begin anew, as those of another connector, have moved nothing."""
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return Moved(*(max(0, now - before) for now, before in pairs))
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+
 @dataclass(slots=True)
 class Bucket:
     """Requests that ended in one span of time.
@@ -122,6 +145,7 @@ class Bucket:
         tokens: prompt tokens by source.
         num_hits, num_misses: requests of which half of the prompt or more was found, and others.
         hit_ttft_s, miss_ttft_s: their times to the first token, added up.
+        moved: what the tiers moved meanwhile.
     """
 
     start: float
@@ -130,6 +154,7 @@ class Bucket:
     num_misses: int = 0
     hit_ttft_s: float = 0.0
     miss_ttft_s: float = 0.0
+    moved: Moved = Moved()
 
     def add(self, record: Record) -> None:
         """Count a request that has ended and has tokens."""
@@ -150,6 +175,7 @@ class Bucket:
             "miss_requests": self.num_misses,
             "hit_ttft_s": self.hit_ttft_s / self.num_hits if self.num_hits else None,
             "miss_ttft_s": self.miss_ttft_s / self.num_misses if self.num_misses else None,
+            **asdict(self.moved),
         }
 
 
@@ -168,6 +194,7 @@ class Records:
         self._history: deque[Bucket] = deque(maxlen=MAX_BUCKETS)
         self._ids = count(1)
         self._start = f"{time.time_ns():x}"
+        self._moved = Moved()
 
     def new_id(self) -> str:
         """The end of a request's id, unlike all others of this server and of earlier ones."""
@@ -184,12 +211,25 @@ class Records:
     def end(self, record: Record, state: str) -> None:
         """Note how a request has ended."""
         record.state = state
+        bucket = self._bucket()
+        if record.ttft_s is not None:
+            bucket.add(record)
+        self._ended(record)
+
+    def note_moves(self, moved: Moved) -> None:
+        """Note what the tiers have moved since the start."""
+        before, self._moved = self._moved, moved
+        lately = moved.since(before)
+        if lately != Moved():
+            bucket = self._bucket()
+            bucket.moved += lately
+
+    def _bucket(self) -> Bucket:
+        """The present one."""
         now = self._clock()
         if not self._history or now >= self._history[-1].start + BUCKET_S:
             self._history.append(Bucket(now - now % BUCKET_S))
-        if record.ttft_s is not None:
-            self._history[-1].add(record)
-        self._ended(record)
+        return self._history[-1]
 
     def find(self, request_id: str, client: Client) -> Record | None:
         """The request, if it is remembered and this client may see it."""

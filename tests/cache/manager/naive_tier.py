@@ -56,12 +56,14 @@ class NaiveTier:
     def store_each(self, offers: Sequence[StoreOffer]) -> StoreHandle:
         """Offer chunks of several prefixes at once."""
         before, num_free, writing = dict(self.ready), self.num_free, self.writing
-        offered = {key: parent for keys, parent in offers for parent, key in zip([parent, *keys], keys, strict=False)}
+        offered = {
+            key: parent for keys, parent, *_ in offers for parent, key in zip([parent, *keys], keys, strict=False)
+        }
         absent = {key for key in offered if key not in before and key not in writing}
         pinned = set(self.read_slots)
         num_waiting = len(writing) + len(pinned)
         stays = set[bytes | None](offered)
-        for _, parent in offers:
+        for _, parent, *_ in offers:
             stays |= self._in_front(parent)
         store = self.manager.prepare_stores(offers)
         evicted = self._note_evictions()
@@ -75,8 +77,8 @@ class NaiveTier:
         assert absent - set(store.keys) >= set(store.deferred)
         assert len(evicted) == max(0, len(store.keys) - num_free), "more evicted than needed"
         assert not store.deferred or num_waiting + len(store.keys), "deferred although nobody is using anything"
-        num_offers = Counter(key for keys, _ in offers for key in keys)
-        for keys, _ in offers:
+        num_offers = Counter(key for keys, *_ in offers for key in keys)
+        for keys, *_ in offers:
             # A chunk of several offers may be a leading one in another offer.
             placed = [key in store.keys for key in keys if key in absent and num_offers[key] == 1]
             assert placed == sorted(placed, reverse=True), "slots go to the leading chunks"

@@ -143,7 +143,7 @@ def test_chunks_of_several_prefixes_count_as_if_they_had_come_one_by_one(admits_
             manager.check()
             for keys in prefixes:
                 manager.touch(keys[: len(manager.lookup_run(keys))])
-    left, right = (Counter(run.kind for run in policy._runs.run_of if run is not None) for policy in (together, apart))
+    left, right = (Counter(run.kind for run in policy.runs.run_of if run is not None) for policy in (together, apart))
     assert left == right
     assert together._now == apart._now
 
@@ -258,7 +258,7 @@ def test_the_leaf_that_is_worth_least_goes_until_a_newcomer_is_worth_less(data: 
 
     def leaves() -> dict[int, float]:
         idle = [slot for slot in table.slots_in(READY_SLOT) if not table.children[slot] and not table.pins[slot]]
-        return {slot: worth_of[run.kind & 255] for slot in idle if (run := policy._runs.run_of[slot]) is not None}
+        return {slot: worth_of[run.kind & 255] for slot in idle if (run := policy.runs.run_of[slot]) is not None}
 
     for _ in range(capacity):
         before = leaves()

@@ -116,13 +116,13 @@ def test_a_tier_that_is_off_on_a_worker_gets_no_job(caplog: pytest.LogCaptureFix
     known = follow(world, set())
     assert known == set(KEYS[:2])
     for worker in range(2):
-        world.lower.note_health(worker, 0, TierHealth(is_off=True))
+        world.lower.note_report({}, {(worker, 0): TierHealth(is_off=True)})
     assert follow(world, known) == set(), "nobody can load anything from it"
     assert list(world.lower.lookup([KEYS[0], KEYS[11], key_of(1, 0)])) == [ABSENT] * 3
     world.lower.probe([key_of(1, 0)])
     world.manager.touch(KEYS[:8])
     world.keep([key_of(1, 0)])
-    assert not world.lower.tiers[0].backlog and world.step() == []
+    assert not world.lower.writes[0].backlog and world.step() == []
     for job in jobs:
         world.end(job, [True] * len(job.keys), TransferOutcome.DONE if job is jobs[-1] else TransferOutcome.FAILED)
     assert follow(world, set()) == set(), "what it wrote last is of no use"
@@ -139,7 +139,7 @@ def test_a_tier_is_used_as_far_as_the_breakers_of_all_workers_allow(access: str,
     (tier,) = world.lower.tiers
     for worker, suspended in ((1, True), (0, False), (1, False)):
         news = TierHealth(**{access: state}, reason="gone") if suspended else TierHealth()  # type: ignore[arg-type]  # by name
-        world.lower.note_health(worker, 0, news)
+        world.lower.note_report({}, {(worker, 0): news})
         is_suspended = (worker, suspended) != (1, False)
         assert tier.health == (TierHealth(**{access: state}, reason="gone") if is_suspended else TierHealth())  # type: ignore[arg-type]  # by name
         is_open = is_suspended and state is BreakerState.OPEN

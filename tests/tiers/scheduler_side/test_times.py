@@ -7,14 +7,14 @@ from math import isfinite
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.connector.offloading.prefetch_plan import StepPace
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep
 from cargohold.protocol import Patience
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.tiers.scheduler_side import Pace, TieringConfig, TierOptions
-from cargohold.tiers.scheduler_side.known import Allowance
+from cargohold.tiers.scheduler_side.pace import StepPace
 from cargohold.tiers.scheduler_side.tier_state import TierState
+from cargohold.tiers.scheduler_side.writing import Allowance
 
 SECONDS = st.one_of(st.sampled_from([0.0, 5e-324, 1e-9, 1e9]), st.floats(0, 1e9))
 """Durations."""

@@ -109,14 +109,14 @@ class World:
         """Let a worker report the health of the tiers, as it does with every step."""
         for at, medium in enumerate(self.media):
             if not self.lower.tiers[at].is_off and medium.report() != self.lower.tiers[at].health:
-                self.lower.note_health(0, at, medium.report())
+                self.lower.note_report({}, {(0, at): medium.report()})
 
     def end(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome = TransferOutcome.DONE) -> None:
         assert len(answers) == len(command.keys)
         del self.running[command.job_id]
         self._judge(command, answers, outcome)
         self.report()
-        self.lower.note_answers(command.job_id, bytes(answers), self.lower.config.num_workers)
+        self.lower.note_report({command.job_id: (bytes(answers), self.lower.config.num_workers)}, {})
         assert self.lower.end(command.job_id, outcome)
 
     def _judge(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome) -> None:

@@ -8,7 +8,7 @@ from itertools import chain, groupby
 from typing import ClassVar, Final
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable, spread_dicts
-from cargohold.cache.policies.base import Newcomers, ReplacementPolicy
+from cargohold.cache.policies.base import Newcomers, RunsPolicy
 from cargohold.cache.policies.recency import REFRESHED_AFTER_PART
 from cargohold.cache.policies.runs import Order, Run, Runs, lose
 
@@ -16,7 +16,7 @@ _ONCE: Final = 0
 _OFTEN: Final = 1
 
 
-class ARCPolicy(ReplacementPolicy):
+class ARCPolicy(RunsPolicy):
     """Balances recency and frequency by the evictions that it regrets.
 
     Chunks used once and chunks used more often are in two LRU lists. Keys evicted from either are remembered as *ghosts*, and
@@ -34,15 +34,14 @@ class ARCPolicy(ReplacementPolicy):
 
     name: ClassVar[str] = "arc"
 
-    def __init__(self, table: ChunkTable) -> None:
-        super().__init__(table)
+    def __init__(self, table: ChunkTable, runs: Runs | None = None) -> None:
+        super().__init__(table, runs)
         self._patience = table.capacity // REFRESHED_AFTER_PART
         self._now = 0
         self._target = 0.0
         self._next_target = b"", 0.0
         self._sizes = [0, 0]
         self._orders = Order[int](), Order[int]()
-        self._runs = Runs(table)
         self._ghosts = Ghosts(table.capacity)
 
     def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:  # noqa: D102
@@ -51,7 +50,7 @@ class ARCPolicy(ReplacementPolicy):
             self._sizes[_ONCE] -= num_once
             self._sizes[_OFTEN] += num_once
             self._now += len(slots)
-            self._runs.move(slots, self._orders[_OFTEN], self._now, _OFTEN)
+            self.runs.move(slots, self._orders[_OFTEN], self._now, _OFTEN)
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         self._refresh(parent)
@@ -86,20 +85,31 @@ class ARCPolicy(ReplacementPolicy):
         self._ghosts.drop_oldest(_ONCE, self._sizes[_ONCE] + self._ghosts.sizes[_ONCE] - self.table.capacity)
         self._ghosts.drop_oldest(_OFTEN, sum(self._sizes) + sum(self._ghosts.sizes) - 2 * self.table.capacity)
 
+    def give_up(self, num_chunks: int) -> None:  # noqa: D102
+        balance = self._balance(num_free=0)
+        self._give_up(balance.admit([None] * num_chunks), balance)
+
+    def home(self, run: Run[int]) -> Order[int]:  # noqa: D102
+        return self._orders[run.kind]
+
+    def note_evicted(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:  # noqa: D102
+        for run, slots in victims:
+            self._sizes[run.kind] -= len(slots)
+
     def drop(self, slots: Sequence[int]) -> None:  # noqa: D102
         num_once = self._num_once(slots)
         self._sizes[_ONCE] -= num_once
         self._sizes[_OFTEN] -= len(slots) - num_once
-        self._runs.drop(slots)
+        self.runs.drop(slots)
 
     def clear(self) -> None:  # noqa: D102
         self._sizes = [0, 0]
         self._orders = Order(), Order()
-        self._runs.clear()
+        self.runs.clear()
 
     def check(self) -> None:  # noqa: D102
-        self._runs.check()
-        used = [slot for slot, run in enumerate(self._runs.run_of) if run is not None]
+        self.runs.check()
+        used = self.own_slots()
         num_once = self._num_once(used)
         assert self._sizes == [num_once, len(used) - num_once], "sizes are wrong"
         assert 0 <= self._target <= self.table.capacity, "the target is out of range"
@@ -134,7 +144,7 @@ class ARCPolicy(ReplacementPolicy):
 
     def _evict(self, which: int, num_chunks: int, num_ghosts: int) -> int:
         """Evict from one list; return how many. Mutates everything. At most ``num_ghosts`` are remembered, the last ones."""
-        num_evicted = sum(len(slots) for _, slots in self._runs.evict(self._orders[which], num_chunks))
+        num_evicted = sum(len(slots) for _, slots in self.runs.evict(self._orders[which], num_chunks))
         if num_evicted:
             self._sizes[which] -= num_evicted
             self._ghosts.remember(self.table.evicted[-num_evicted:][max(0, num_evicted - num_ghosts) :], which)
@@ -143,26 +153,26 @@ class ARCPolicy(ReplacementPolicy):
     def _enter(self, slots: Sequence[int], parent: int, which: int) -> None:
         """Put new chunks into a list, behind their parent if that is in it."""
         self._sizes[which] += len(slots)
-        before = None if parent == NO_SLOT else self._runs.run_of[parent]
-        if before is not None and before.kind == which:
-            self._runs.extend(before, slots)
+        before = None if parent == NO_SLOT else self.runs.run_of[parent]
+        if before is not None and before.order is self._orders[which]:
+            self.runs.extend(before, slots)
         elif slots:
             self._now += len(slots)
-            self._runs.add(slots, self._orders[which], self._now, which)
+            self.runs.add(slots, self._orders[which], self._now, which)
 
     def _refresh(self, parent: int) -> None:
         """Count the prefix that ends in ``parent`` as used again, as LRU does. Its chunks stay in their lists."""
-        run = None if parent == NO_SLOT else self._runs.run_of[parent]
+        run = None if parent == NO_SLOT else self.runs.run_of[parent]
         if run is not None and self._now - run.time > self._patience:
-            slots, run_of = self.table.ancestors(parent), self._runs.run_of
+            slots, run_of = self.table.ancestors(parent), self.runs.run_of
             self._now += len(slots)
             for which, order in enumerate(self._orders):
                 same = [slot for slot in slots if (before := run_of[slot]) is not None and before.kind == which]
                 if same:
-                    self._runs.move(same, order, self._now, which)
+                    self.runs.move(same, order, self._now, which)
 
     def _num_once(self, slots: Sequence[int]) -> int:
-        run_of = self._runs.run_of
+        run_of = self.runs.run_of
         return sum([run is not None and run.kind == _ONCE for run in map(run_of.__getitem__, slots)])
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from cargohold.cache.chunk_table import ChunkTable
+from cargohold.cache.policies.runs import Order, Run, Runs
 
 
 class Newcomers(NamedTuple):
@@ -101,3 +102,40 @@ class ReplacementPolicy(ABC):
     @abstractmethod
     def check(self) -> None:
         """Verify every invariant, against the table. Raises ``AssertionError``. For tests and idle moments."""
+
+
+class RunsPolicy(ReplacementPolicy):
+    """A policy whose order of eviction is one of runs. Only such a policy can honour hints and quotas.
+
+    Its owner may set chunks aside, in orders of its own (see ``Runs``), and choose victims there. Several policies may share a
+    table, each for chunks of its own, if they share the runs too.
+
+    Args:
+        table: the chunks.
+        runs: the runs of a policy that has chunks in the same table.
+
+    Attributes:
+        number: what the table calls the owner of its chunks.
+    """
+
+    def __init__(self, table: ChunkTable, runs: Runs | None = None) -> None:
+        super().__init__(table)
+        self.runs = Runs(table) if runs is None else runs
+        self.number = 0
+
+    def own_slots(self) -> list[int]:
+        """Return the slots of its chunks. Walks the whole table."""
+        owners = self.table.owners
+        used = [slot for slot, run in enumerate(self.runs.run_of) if run is not None]
+        return used if owners is None else [slot for slot in used if owners[slot] == self.number]
+
+    @abstractmethod
+    def home(self, run: Run[int]) -> Order[int]:
+        """Return the order in which a run of its chunks belongs."""
+
+    @abstractmethod
+    def give_up(self, num_chunks: int) -> None:
+        """Evict at most ``num_chunks``, those that are worth least, whatever that is. Chunks set aside do not count."""
+
+    def note_evicted(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:  # most keep no books
+        """Learn that its owner has evicted chunks that were set aside, given as slots by run."""

@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
-from cargohold.cache.policies.base import Newcomers, ReplacementPolicy
+from cargohold.cache.policies.base import Newcomers, RunsPolicy
 from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, age_bucket
 from cargohold.cache.policies.runs import Order, Run, Runs
 
@@ -47,7 +47,7 @@ _JOINED_WITHIN_PART: Final = 64
 """A generated chunk joins the run of the chunks before it if these were used within this part of the tier's chunks."""
 
 
-class ReuseIndexPolicy(ReplacementPolicy):
+class ReuseIndexPolicy(RunsPolicy):
     """Keeps the chunks that bring most reuse for the time that they take a slot.
 
     Each chunk's worth is its reuse index, learned from the traffic (see ``ReuseModel``). It depends on how often the chunk was
@@ -63,16 +63,16 @@ class ReuseIndexPolicy(ReplacementPolicy):
 
     Args:
         table: the chunks.
+        runs: see ``RunsPolicy``.
     """
 
     name: ClassVar[str] = "reuse-index"
 
-    def __init__(self, table: ChunkTable) -> None:
-        super().__init__(table)
+    def __init__(self, table: ChunkTable, runs: Runs | None = None) -> None:
+        super().__init__(table, runs)
         capacity = table.capacity
         self._now = 0
         self._admits_all = False
-        self._runs = Runs(table)
         self._tags = array("I", bytes(4 * capacity))
         self._model = ReuseModel(_NUM_CLASSES, _DETAILS, capacity)
         self._absent = AbsentChunks(capacity)
@@ -92,7 +92,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
             return
         parts: list[tuple[int, list[int]]] = []
         at = 0
-        for run, same in groupby(map(self._runs.run_of.__getitem__, slots)):
+        for run, same in groupby(map(self.runs.run_of.__getitem__, slots)):
             assert run is not None
             kind = _kind_of_known(run.kind >> _CLASS_BITS, self._now - run.time)
             num_chunks = sum(1 for _ in same)
@@ -105,8 +105,8 @@ class ReuseIndexPolicy(ReplacementPolicy):
             parts.append((kind + _LAST, [last]))
         for kind, part in parts:
             if part:
-                self._runs.move(part, self._cell(kind, 0), self._now, kind)
-        tags, end, run_of = self._tags, self._model.sample_end, self._runs.run_of
+                self.runs.move(part, self._cell(kind, 0), self._now, kind)
+        tags, end, run_of = self._tags, self._model.sample_end, self.runs.run_of
         for slot in [slot for slot in slots if tags[slot] < end]:
             used = run_of[slot]
             assert used is not None
@@ -134,6 +134,15 @@ class ReuseIndexPolicy(ReplacementPolicy):
         kinds = self._meet_each(newcomers)
         self._evict(num_slots, min([self._worth(kind) for kind in set(kinds)]))
 
+    def give_up(self, num_chunks: int) -> None:  # noqa: D102
+        self._evict(num_chunks, float("inf"))
+
+    def home(self, run: Run[int]) -> Order[int]:  # noqa: D102
+        return self._cell_of(run)
+
+    def note_evicted(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:  # noqa: D102
+        self._remember(victims)
+
     def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
         tags, kinds = self._meet(keys, parent)
         del self._met[keys[0]]
@@ -141,7 +150,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
         at, now = 0, self._now
         for kind, same in groupby(kinds[: len(slots)]):
             part = slots[at : at + sum(1 for _ in same)]
-            self._runs.add(part, self._cell(kind, 0), now, kind)
+            self.runs.add(part, self._cell(kind, 0), now, kind)
             at += len(part)
         known = self._tags
         for slot, tag in zip(slots, tags, strict=False):
@@ -157,15 +166,15 @@ class ReuseIndexPolicy(ReplacementPolicy):
         self._age_if_due()
 
     def drop(self, slots: Sequence[int]) -> None:  # noqa: D102
-        self._runs.drop(slots)
+        self.runs.drop(slots)
 
     def clear(self) -> None:  # noqa: D102
         self._cells.clear()
         self._queue.clear()
-        self._runs.clear()
+        self.runs.clear()
 
     def check(self) -> None:  # noqa: D102
-        self._runs.check()
+        self.runs.check()
         cells = {number for number, cell in self._cells.items() if cell.oldest is not None}
         queued = [number for _, number in self._queue]
         assert len(set(queued)) == len(queued) and cells <= set(queued), "a cell with chunks is not in the queue once"
@@ -205,7 +214,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
 
     def _detail_behind(self, parent: int) -> int:
         """Return the detail of the class of new chunks behind the chunk in slot ``parent``."""
-        run = None if parent == NO_SLOT else self._runs.run_of[parent]
+        run = None if parent == NO_SLOT else self.runs.run_of[parent]
         if run is None:
             return 0
         uses = run.kind >> _CLASS_BITS
@@ -218,7 +227,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
 
         It joins the run of the chunks before it if that was used about when it was: else an answer would take a run per chunk.
         """
-        runs = self._runs
+        runs = self.runs
         run = None if parent == NO_SLOT else runs.run_of[parent]
         if run is None or (run.kind & _CLASS) % _PER_LEVEL < _LAST:
             return
@@ -228,6 +237,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
             stem is not None
             and stem.kind == kind
             and stem.entries[-1] == before
+            and not runs.are_apart(run, stem)
             and run.time - stem.time <= self._joined_within
         ):
             runs.join(run, stem)
@@ -255,7 +265,7 @@ class ReuseIndexPolicy(ReplacementPolicy):
             if entry[0] > worth:
                 is_refused = True
                 break
-            evicted = self._runs.evict(cell, num_chunks - num_evicted)
+            evicted = self.runs.evict(cell, num_chunks - num_evicted)
             victims += evicted
             for _, slots in evicted:
                 num_evicted += len(slots)

@@ -11,13 +11,16 @@ old entry is void, and skipped when its turn comes. A run whose entries are most
 
 A run whose last chunk has children in other runs cannot give one up: it is *parked*, out of the order, until the last child is
 gone. So eviction never walks over chunks again and again that it may not take.
+
+Chunks can be set *aside*: from then on they are in an order of somebody else's, whatever their policy does with them, and keep
+their times and kinds. So a policy never meets them among its victims, but goes on to learn of their use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Final, Generic, TypeVar
+from typing import ClassVar, Final, Generic, TypeVar
 
 from cargohold.cache.chunk_table import NO_SLOT, READY, WRITING, ChunkTable
 
@@ -53,9 +56,14 @@ class Run(Generic[Entry]):
 
 
 class Order(Generic[Entry]):
-    """Runs in the order of their times, the oldest first."""
+    """Runs in the order of their times, the oldest first.
+
+    Attributes:
+        is_aside: whether it is no policy's, but holds chunks that were set aside.
+    """
 
     __slots__ = ("end",)
+    is_aside: ClassVar[bool] = False
 
     def __init__(self) -> None:
         # Between the newest and the oldest.
@@ -104,6 +112,13 @@ class Order(Generic[Entry]):
         older.newer = newer.older = run
 
 
+class Aside(Order[int]):
+    """Runs of chunks that were set aside."""
+
+    __slots__ = ()
+    is_aside = True
+
+
 class Runs:
     """All runs of a table's chunks, in one or several orders.
 
@@ -112,17 +127,27 @@ class Runs:
 
     Attributes:
         run_of: by slot, the run of its chunk, or ``None``.
+        aside: by slot, the order of each chunk that was set aside.
     """
 
     def __init__(self, table: ChunkTable) -> None:
         self._table = table
         self.run_of: list[Run[int] | None] = [None] * table.capacity
+        self.aside: dict[int, Aside] = {}
         # The orders into which runs were put back since that was asked last.
         self._returned_to: list[Order[int]] = []
 
     def add(self, slots: Sequence[int], order: Order[int], time: int, kind: int = 0) -> None:
-        """Make chunks, which are in no run, the newest run of an order."""
-        run = Run(list(slots), time, kind)
+        """Make chunks, which are in no run, the newest run of an order. Those that were set aside stay aside."""
+        if self.aside and not self.aside.keys().isdisjoint(slots):
+            aside = self.aside
+            for its_order, same in groupby(slots, key=lambda slot: aside.get(slot, order)):
+                self._add(list(same), its_order, time, kind)
+        else:
+            self._add(list(slots), order, time, kind)
+
+    def _add(self, slots: list[int], order: Order[int], time: int, kind: int) -> None:
+        run = Run(slots, time, kind)
         run_of = self.run_of
         for slot in slots:
             run_of[slot] = run
@@ -152,6 +177,7 @@ class Runs:
             run = self.run_of[slot]
             assert run is not None
             self.run_of[slot] = None
+            self.aside.pop(slot, None)
             lose(run, 1, self._is_in)
             parent = self._table.parents[slot]
             for other in (run, None if parent == NO_SLOT else self.run_of[parent]):
@@ -161,6 +187,41 @@ class Runs:
     def clear(self) -> None:
         """Forget all chunks. Orders must be made anew."""
         self.run_of = [None] * len(self.run_of)
+        self.aside.clear()
+
+    def set_aside(self, slots: Sequence[int], order: Aside) -> None:
+        """Put chunks into ``order``, where they stay until they are brought back. Their times and kinds stay."""
+        self.aside.update(dict.fromkeys(slots, order))
+        for run, same in groupby(slots, key=self.run_of.__getitem__):
+            assert run is not None
+            if run.order is not order:
+                self.move(list(same), order, run.time, run.kind)
+
+    def bring_back(self, slots: Iterable[int], home: Callable[[Run[int]], Order[int]]) -> None:
+        """Put chunks that were set aside back into the orders of their policy, by their times.
+
+        Args:
+            slots: the chunks.
+            home: tells in which order a run belongs.
+        """
+        back = [slot for slot in slots if self.aside.pop(slot, None) is not None]
+        for run, same in groupby(back, key=self.run_of.__getitem__):
+            assert run is not None
+            chunks = list(same)
+            returned = Run(chunks, run.time, run.kind)
+            for slot in chunks:
+                self.run_of[slot] = returned
+            lose(run, len(chunks), self._is_in)
+            self._put_back(run)
+            returned.order = home(returned)
+            self._put_back(returned)
+
+    def are_apart(self, run: Run[int], stem: Run[int]) -> bool:
+        """Whether two runs may not become one: one was set aside, or they have different owners."""
+        owners = self._table.owners
+        return any(one.order is not None and one.order.is_aside for one in (run, stem)) or (
+            owners is not None and owners[run.entries[-1]] != owners[stem.entries[-1]]
+        )
 
     def join(self, run: Run[int], stem: Run[int]) -> None:
         """Append the chunks of a run to another one, in which their parent is the last."""
@@ -169,9 +230,9 @@ class Runs:
         self.extend(stem, slots)
 
     def change(self, run: Run[int], kind: int, order: Order[int]) -> None:
-        """Make a run one of another kind, in another order."""
+        """Make a run one of another kind, in another order, unless it was set aside."""
         run.kind = kind
-        if run.older is not None and run.order is not None:
+        if run.older is not None and run.order is not None and not run.order.is_aside:
             run.order.take_out(run)
             order.append(run)
 
@@ -225,6 +286,9 @@ class Runs:
         victims, exposed = self._table.evict_end(entries, num_chunks)
         for slot in victims:
             run_of[slot] = None
+        if self.aside:
+            for slot in victims:
+                self.aside.pop(slot, None)
         run.num_live -= len(victims)
         if run.order is not None and (not entries or self._table.children[entries[-1]]):
             run.order.take_out(run)

@@ -19,6 +19,9 @@ from cargohold.protocol import (
     ConnectorGuard,
     ConnectorMetadata,
     FinishedTransfers,
+    Hint,
+    HintEvent,
+    HintOutcome,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
@@ -30,6 +33,7 @@ from cargohold.protocol import (
     StepView,
     TransferOutcome,
     add_stats,
+    best_outcome,
 )
 
 
@@ -89,6 +93,15 @@ class MultiConnectorScheduler(KVConnectorScheduler):
                     told.request_finished(request, ())
                     told.explain(request.request_id)
                 raise
+
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+        """Give the hints to all children; of their outcomes for a hint the best counts."""
+        answers = [child.on_hints(request, hints) for child in self._children]
+        return [best_outcome(of_hint) for of_hint in zip(*answers, strict=True)]
+
+    def take_hint_events(self) -> Iterable[HintEvent]:
+        """Return the ends of hints in all children: one per child that has carried it out."""
+        return [event for child in self._children for event in child.take_hint_events()]
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Tell all children. If their parameters have equal names, those of more preferred children win."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cargohold.cache import OffloadManager, make_manager
-from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.config import OffloadConfig, limits_in_chunks
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.stores import EagerStores, MakeStores, NoStores
 from cargohold.connector.offloading.worker import OffloadingWorker, TierWorker
@@ -192,9 +192,10 @@ class OffloadingFactory:
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """Make the scheduler side. Raises ``ConfigError`` if host memory cannot hold a single chunk."""
-        host = make_manager(
-            self.config.policy, self.num_slots(environment.layout), record_events=environment.emits_events
-        )
+        layout, config = environment.layout, self.config
+        num_slots = self.num_slots(layout)
+        quotas = limits_in_chunks(config.quotas, num_slots, config.num_host_bytes // num_slots)
+        host = make_manager(config.policy, num_slots, record_events=environment.emits_events, quotas=quotas)
         return scheduler_side(self.config, environment, host, tier_options(self.config, environment.layout))
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -14,7 +14,7 @@ from cargohold.cache import make_manager
 from cargohold.cache.keys import offload_key
 from cargohold.cache.manager import OffloadKey, StoreOffer
 from cargohold.cache.policies.recency import LRUPolicy
-from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
+from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig, OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory, scheduler_side, tier_options
 from cargohold.connector.offloading.jobs import Store
 from cargohold.connector.offloading.messages import StoreJob
@@ -58,6 +58,7 @@ class LazyOffloadConfig:
         restore_timeout_s: see ``OffloadConfig``.
         shutdown_timeout_s: see ``OffloadConfig``.
         read_only: see ``OffloadConfig``.
+        hints: see ``OffloadConfig``. There are no quotas: nobody knows whose a block is that the device is about to evict.
     """
 
     host_bytes: int | str
@@ -71,6 +72,7 @@ class LazyOffloadConfig:
     restore_timeout_s: float = 5.0
     shutdown_timeout_s: float = 3.0
     read_only: bool = False
+    hints: HintConfig = field(default_factory=HintConfig)
 
     def __post_init__(self) -> None:
         self.common()
@@ -90,6 +92,7 @@ class LazyOffloadConfig:
             restore_timeout_s=self.restore_timeout_s,
             shutdown_timeout_s=self.shutdown_timeout_s,
             read_only=self.read_only,
+            hints=self.hints,
         )
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:

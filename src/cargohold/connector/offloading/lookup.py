@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from cargohold.blocks import READY, GroupUnits, longest_hit
 from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.jobs import JobTable
-from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import Lookup, RequestState
-from cargohold.connector.offloading.states import HostStates
+from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted
 
 
 class TierLookup:
@@ -50,9 +49,16 @@ class TierLookup:
         limit = num_tokens if self._full_hits else num_tokens - 1
         if state.params.max_load_tokens is not None:
             limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
-        prefetcher = self._prefetcher
-        if prefetcher is not None and prefetcher.must_wait(state, num_computed_tokens, limit):
-            return None
+        wanted = None
+        if self._prefetcher is not None:
+            wanted = Wanted(state.keys, num_tokens, num_computed_tokens, limit)
+            if state.waiting is not None and state.waiting.has_expired:
+                state.waiting = None
+                state.notes.append(
+                    "the engine had no place for the request for so long that lower tiers were asked anew"
+                )
+            if self._prefetcher.must_wait(state.waiting, wanted):
+                return None
         lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
         # Many requests may wait for one load, while other jobs end in every step.
         if (
@@ -61,9 +67,24 @@ class TierLookup:
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
         ):
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
-        if prefetcher is not None and prefetcher.begins_to_wait(state, num_computed_tokens, limit, lookup.num_tokens):
-            return None
+        may_have_more = limit - lookup.num_tokens >= state.chunk_tokens
+        if self._prefetcher is not None and wanted is not None and state.waiting is None and may_have_more:
+            state.waiting = self._prefetcher.begin(wanted, state.notes, self._num_announced(state))
+            if state.waiting.must_wait:
+                return None
         return None if lookup.undecided else lookup.num_tokens
+
+    def _num_announced(self, state: RequestState) -> int:
+        """Return how many leading tokens another engine has announced that this one can use; note it if that is none."""
+        handoff = state.params.handoff
+        if handoff is None or self._prefetcher is None:
+            return 0
+        difference = handoff.difference(self._prefetcher.namespace)
+        if difference:
+            state.notes.append(
+                f"what was announced was computed by an engine that differs in its {difference}, so it cannot be used here"
+            )
+        return 0 if difference else handoff.num_tokens
 
     def why_no_more(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int

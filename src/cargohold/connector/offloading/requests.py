@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from reprlib import repr as shown  # a client may send values of any size, and what is refused is logged
 from typing import Any, Final, NamedTuple
 
 from cargohold.cache.keys import ChunkKeys
+from cargohold.cache.manager import OffloadKey
+from cargohold.cache.shares import HELD, NORMAL
 from cargohold.connector.offloading.handoff import Handoff
-from cargohold.connector.offloading.waiting import Waiting
 from cargohold.errors import RequestError
-from cargohold.protocol import KVCacheLayout, RequestView
+from cargohold.protocol import Hint, KVCacheLayout, RequestView
+from cargohold.tiers.scheduler_side import Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,62 @@ class TransferParams:
             limits[key] = limit
         handoff = Handoff.parse(params, request_id)
         return cls(remote, limits["max_load_tokens"], limits["max_store_tokens"], handoff)
+
+
+# --- what hints lead to -----------------------------------------------------------------------------------------------
+
+
+class Budget(Enum):
+    """What a grant takes from others."""
+
+    PINNED = "pin_fraction"
+    RAISED = "retain_fraction"
+    LOWERED = "the number of chunks in host memory"
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """What a hint has led to.
+
+    Attributes:
+        hint: the hint.
+        tenant: who gave it.
+        level: the level that its chunks get.
+        ends_at: when it ends.
+        ttl_s: by how long a use renews it, if it is a lease.
+        number: in the order of hints.
+        keys: the chunks that it covers, in the tier or not.
+        alone: itself: what most of its chunks have.
+        is_over: whether it has ended.
+    """
+
+    hint: Hint
+    tenant: str | None
+    level: int
+    ends_at: float
+    ttl_s: float
+    number: int
+    keys: dict[OffloadKey, None] = field(default_factory=dict)
+    alone: tuple[Grant, ...] = field(init=False)
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.alone = (self,)
+
+    @property
+    def is_lease(self) -> bool:
+        """Whether it is a lease."""
+        return self.level == HELD
+
+    @property
+    def budget(self) -> Budget:
+        """What it takes from others."""
+        if self.is_lease:
+            return Budget.PINNED
+        return Budget.RAISED if self.level > NORMAL else Budget.LOWERED
+
+    def __lt__(self, other: Grant) -> bool:
+        return self.number < other.number
 
 
 # --- the scheduler side's state of each request -----------------------------------------------------------------------
@@ -102,6 +161,8 @@ class RequestState:
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
         restored_tokens: tokens loaded so far, by the tier they came from.
         notes: what was decided and why, the last ``MAX_NOTES``.
+        tenant: whose request it is, for quotas.
+        grants: what its hints have led to.
     """
 
     request: RequestView
@@ -116,6 +177,8 @@ class RequestState:
     was_admitted: bool = False
     restored_tokens: Counter[str] = field(default_factory=Counter)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
+    tenant: str | None = field(init=False)
+    grants: tuple[Grant, ...] = ()
 
     @classmethod
     def create(cls, request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int) -> RequestState:
@@ -125,7 +188,13 @@ class RequestState:
         return cls(request, params, keys, [0] * len(keys))
 
     def __post_init__(self) -> None:
+        self.tenant = self.request.tenant
         self._note_due()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a hint wants its chunks to be stored even if the policy would refuse them."""
+        return bool(self.grants) and any(grant.level > NORMAL and not grant.is_over for grant in self.grants)
 
     @property
     def chunk_tokens(self) -> int:
@@ -140,9 +209,9 @@ class RequestState:
 
     def end_waiting(self) -> None:
         """Forget the wait for lower tiers, and release the chunks held for the request."""
-        waiting, self.waiting = self.waiting, None
-        if waiting is not None:
-            waiting.release()
+        if self.waiting is not None:
+            self.waiting.end()
+            self.waiting = None
 
     def note_offered(self, group: int, next_chunk: int) -> None:
         """Note that a group's chunks before ``next_chunk`` were offered for storing."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.handoff import Handoff
+from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, RequestHolder, Store, TouchHolder
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
-from cargohold.connector.offloading.lower_side import LowerSide
 from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared, TierEvents
@@ -22,10 +22,14 @@ from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
 from cargohold.protocol import (
     MEDIUM_HOST,
+    MEDIUM_STORAGE,
     AttentionKind,
     BlockIds,
     CacheReport,
     ConnectorMetadata,
+    Hint,
+    HintEvent,
+    HintOutcome,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
@@ -36,7 +40,7 @@ from cargohold.protocol import (
     Stats,
     StepView,
 )
-from cargohold.tiers.scheduler_side import LowerTiers
+from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +80,27 @@ class OffloadingScheduler(KVConnectorScheduler):
         )
         self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
-        self._lower = None
+        self._shared.hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
+        self._lower = lower
+        self._lower_events: list[TierEvents] = []
+        self._prefetcher = None
         if lower is not None:
-            self._lower = LowerSide(
-                lower, manager, environment, chunk_tokens, only_if_faster=config.restore == RESTORE_IF_FASTER
-            )
-        prefetcher = None if self._lower is None else self._lower.prefetcher
+            only_if_faster = config.restore == RESTORE_IF_FASTER
+            self._prefetcher = Prefetcher(lower.host, lower, environment, only_if_faster=only_if_faster)
+            if environment.emits_events:
+                self._lower_events = [
+                    TierEvents(tier, MEDIUM_STORAGE, chunk_tokens, tier.options.locality) for tier in lower.tiers
+                ]
         self._lookup = TierLookup(
             manager if lower is None else lower.host,
             self._shared.jobs,
             shares_loads=environment.prefix_caching and environment.shares_loads,
             shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
             full_hits=environment.full_hits,
-            prefetcher=prefetcher,
+            prefetcher=self._prefetcher,
         )
-        self._loads = Loads(self._shared, self._requests, prefetcher)
+        lower_names = () if lower is None else [tier.name for tier in lower.tiers]
+        self._loads = Loads(self._shared, self._requests, lower_names)
         self._stores = make_stores(self._shared, self._requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
@@ -137,6 +147,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         state.is_handed_off = state.params.do_remote_decode and promises is not None and promises.is_possible
         self._requests[request.request_id] = state
 
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+        """Carry out hints about a request that it knows, or about a prefix without one."""
+        return self._shared.hints.on_hints(request, hints)
+
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
 
@@ -148,6 +162,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         state = self._requests[request.request_id]
         state.end_waiting()
         self._stores.end_request(state, block_ids)
+        if state.grants:
+            self._shared.hints.note_ended(state)
         return keeps_blocks, self._announcement(state) if state.params.do_remote_decode else None
 
     def _announcement(self, state: RequestState) -> Mapping[str, Any] | None:
@@ -157,7 +173,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             state.notes.append("nothing is handed off to another engine: no tier is shared with any")
             return None
         state.extend_keys()
-        handoff = Handoff.announce(state.keys, state.request.num_tokens, promises, self._lower.tiers.namespace)
+        handoff = Handoff.announce(state.keys, state.request.num_tokens, promises, self._lower.namespace)
         if promises.obstacle:
             state.notes.append(f"nothing is handed off to another engine: {promises.obstacle}")
         else:
@@ -192,6 +208,8 @@ class OffloadingScheduler(KVConnectorScheduler):
             return  # no look-up came before: the load has ended, or the engine did not ask
         # Chunks are marked as used only now that the request is admitted: a look-up may be repeated any number of times.
         num_ready = [self._shared.manager.touch(keys.keys) for keys in state.keys]
+        if self._shared.hints:
+            self._shared.hints.note_used(state)
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Counter[str] = Counter()
         if num_external_tokens:
@@ -208,8 +226,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         Raises ``ContractError`` if a job does not end in time, and its blocks are held by its request alone: they can be
         released only once the workers have stopped.
         """
-        if self._lower is not None:
-            self._lower.prefetcher.act()
+        if self._prefetcher is not None:
+            self._prefetcher.begin_step(step)
+        if self._shared.hints:
+            self._shared.hints.expire()
         given_up = self._give_up_overdue()
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
@@ -218,14 +238,13 @@ class OffloadingScheduler(KVConnectorScheduler):
             if not (loads or stores or finish_stores or release or given_up):
                 return NOTHING_TO_DO  # most steps
             return OffloadingMetadata(loads, stores, finish_stores, release, given_up_loads=given_up)
-        tier_commands, cancelled = self._lower.begin_step(step, self._shared.jobs.new_id)
         return OffloadingMetadata(
             loads=loads,
             stores=stores,
             finish_stores=finish_stores,
             release=release,
-            tier_commands=tier_commands,
-            cancelled_tier_jobs=cancelled,
+            tier_commands=self._lower.take_commands(self._shared.jobs.new_id),
+            cancelled_tier_jobs=self._lower.take_cancelled(),
             given_up_loads=given_up,
         )
 
@@ -234,8 +253,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._loads.note_invalid(output.invalid_block_ids)
         if output.finished.step_failed or output.invalid_block_ids:
             self._spoil_stores(output.finished.spoiled_requests)
-        if self._lower is not None:
-            self._lower.note_answers(output)
+        if self._lower is not None and isinstance(output.worker_meta, TierReport):
+            report = output.worker_meta
+            self._lower.note_report(report.answers, report.health, report.namespace)
         for job_id, outcome in output.finished.jobs.items():
             if self._lower is not None and self._lower.end(job_id, outcome):
                 continue
@@ -252,8 +272,8 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return locks and unlocks, if blocks are held by locks. Also ends the step for lower tiers."""
-        if self._lower is not None:
-            self._lower.end_step()
+        if self._prefetcher is not None:
+            self._prefetcher.end_step()
         return self._shared.holder.take_report()
 
     def has_pending_work(self) -> bool:
@@ -262,29 +282,49 @@ class OffloadingScheduler(KVConnectorScheduler):
         Also whether lower tiers need further steps for a short while; see ``LowerTiers.is_settling``.
         """
         is_busy = bool(self._shared.jobs.num_awaited or self._lingering) or self._stores.has_pending_work
-        return is_busy or (self._lower is not None and self._lower.has_pending_work)
+        return is_busy or (self._lower is not None and self._lower.is_settling)
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[KVEvent]:
         """Return the events of chunks that became available in the tiers or were removed, if anyone listens."""
         events = self._shared.events
-        own = () if events is None else events.take()
-        return own if self._lower is None else (*own, *self._lower.take_events())
+        own = [] if events is None else events.take()
+        for lower in self._lower_events:
+            own += lower.take()
+        return own
+
+    def take_hint_events(self) -> Iterable[HintEvent]:
+        """Return how hints have ended since the last call."""
+        return self._shared.hints.take_events()
+
+    def tenant_usage(self) -> Mapping[str, int]:
+        """Return how many of host memory's chunks each tenant with a quota has, and ``others``; empty without quotas."""
+        return self._shared.manager.usage()
 
     def num_stuck_references(self) -> int:
         """Return the number of references that it holds for copies that did not end in time."""
         return self._shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
 
     def reset_cache(self) -> bool:
-        """Forget every chunk, unless a job is in flight."""
-        return not self._shared.jobs and self._shared.manager.reset()
+        """Forget every chunk, unless a job is in flight. Leases and priorities are void."""
+        is_reset = not self._shared.jobs and self._shared.manager.reset()
+        if is_reset:
+            self._shared.hints.void_all()
+        return is_reset
+
+    def shutdown(self) -> None:
+        """End leases and priorities: the manager may outlive this connector."""
+        self._shared.hints.void_all()
 
     def get_stats(self) -> Stats:
         """Return counters since the last call."""
         stats, self._shared.stats = dict(self._shared.stats), Counter()
+        if self._shared.hints.stats:
+            stats, self._shared.hints.stats = {**stats, **self._shared.hints.stats}, Counter()
         levels = {"removed_chunks": self.manager.num_removed, "num_ready_chunks": self.manager.num_ready}
         levels["num_stuck_copies"] = self.jobs.num_stuck
+        levels["num_pinned_chunks"] = self._shared.hints.num_pinned
         # Differences, so that the counters of all steps sum up to the level.
         stats |= {
             name: level - before for name, level in levels.items() if level != (before := self._levels.get(name, 0))

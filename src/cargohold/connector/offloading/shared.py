@@ -11,6 +11,7 @@ from typing import Protocol
 from cargohold.cache.keys import ChunkKeys, split_key
 from cargohold.cache.manager import ChunksStored, ManagerEvent, OffloadKey, OffloadManager
 from cargohold.connector.offloading.config import OffloadConfig
+from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import BlockHolder, JobTable
 from cargohold.protocol import (
     BlockRemoved,
@@ -144,6 +145,7 @@ class Shared:
         promises: chunks promised to other engines; ``None`` if there are no lower tiers.
         stats: counters since they were last taken.
         failures: log of transfers that failed.
+        hints: leases and priorities; falsy while there are none.
         max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
     """
 
@@ -160,6 +162,7 @@ class Shared:
     stats: Counter[str] = field(default_factory=Counter)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     max_store_blocks: int = field(init=False)
+    hints: Hints = field(init=False)
 
     def __post_init__(self) -> None:
         fraction = self.config.max_inflight_fraction

@@ -205,7 +205,8 @@ class _Offered:
     def for_manager(self) -> StoreOffer:
         """Return the offer in the form that managers take."""
         index = self.blocks.chunks[0] if self.keys else 0
-        return StoreOffer(self.keys, self.state.keys[self.group].keys[index - 1] if index else None)
+        parent = self.state.keys[self.group].keys[index - 1] if index else None
+        return StoreOffer(self.keys, parent, self.state.tenant, self.state.is_wanted)
 
     def num_again(self, keys: AbstractSet[OffloadKey]) -> int:
         """Return how many of these chunks were not computed for the request, because they were on the device."""
@@ -510,6 +511,8 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
     if outcome is TransferOutcome.DONE and not store.is_spoiled:
         store.handle.commit()
         shared.stats["stored_chunks"] += len(store.handle.keys)
+        if shared.hints:
+            shared.hints.note_stored(store.handle.keys)
     else:
         store.handle.forfeit()
         if shared.events is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.protocol import Adapter, ExtraKey
+from cargohold.protocol import Adapter, ExtraKey, HintOutcome
 
 
 class RequestStatus(Enum):
@@ -97,6 +97,8 @@ class Request:
             had loaded before it ran. To have as many again is no progress.
         ask_connector: whether the connector may be asked for this request; ``False`` after a load for it has failed.
         was_deferred: whether a connector has told it to ask again.
+        tenant: whose request it is, for quotas and hints; by default the salt.
+        hint_outcomes: the answers to its hints.
         finish_reason, error: why the request ended.
     """
 
@@ -121,12 +123,16 @@ class Request:
     num_preemptions: int = 0
     ask_connector: bool = True
     was_deferred: bool = False
+    tenant: str | None = None
+    hint_outcomes: tuple[HintOutcome, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     _root_hash: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.tenant is None:
+            self.tenant = self.salt
         self._root_hash = root_hash(salt=self.salt)
         self._extend_hashes()
 

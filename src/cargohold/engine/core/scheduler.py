@@ -20,10 +20,15 @@ from cargohold.protocol import (
     CacheReport,
     Clock,
     ConnectorGuard,
+    Hint,
+    HintOutcome,
+    HintStatus,
     KVCacheBlockView,
     KVCacheLayout,
     KVConnectorScheduler,
     KVEvent,
+    Prefix,
+    answers_to,
 )
 
 
@@ -125,8 +130,11 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ``RequestError`` if a connector refuses it, or if its id is not free yet."""
+    def add_request(self, request: Request, hints: Sequence[Hint] = ()) -> None:
+        """Queue a request, and give its hints to the connector.
+
+        Raises ``RequestError`` if a connector refuses it, or if its id is not free yet.
+        """
         if self._roster.transfers.holds(request):
             # Workers report the end of transfers by id. They would end those of this request with those of the earlier one.
             raise RequestError(
@@ -137,6 +145,15 @@ class Scheduler:
         if not self._roster:
             self._reports.note_progress()
         self._roster.add(request)
+        if hints:
+            request.hint_outcomes += tuple(self.connector.on_hints(request, hints))
+
+    def hint(self, request: str | Prefix, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+        """Give hints about a request, by its id, or about a prefix to the connector; return an outcome for each."""
+        subject = self._roster.get(request) if isinstance(request, str) else request
+        if subject is None:
+            return answers_to(hints, HintStatus.MISSING, "no such request is being served")
+        return self.connector.on_hints(subject, hints)
 
     def finish_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> RequestUpdate | None:
         """End a request in whatever state it is; ``None`` if it has ended already.

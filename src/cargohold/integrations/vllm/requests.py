@@ -62,6 +62,12 @@ class SeenRequest:
         return () if keys is None else compat.event_keys([keys])[0]
 
     @property
+    def tenant(self) -> str | None:
+        """The salt, with which a gateway in front of vLLM keeps its tenants apart."""
+        salt: str | None = getattr(self.own, "cache_salt", None)
+        return salt
+
+    @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
         """What the client asks of the connectors."""
         params: Mapping[str, Any] | None = self.own.kv_transfer_params

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
@@ -17,10 +17,12 @@ from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRo
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.requests import SeenRequest, Step
 from cargohold.protocol import (
+    HINTS_KEY,
     NULL_BLOCK_ID,
     BlockIds,
     CacheReport,
     ConnectorGuard,
+    HintOutcome,
     KVCacheLayout,
     KVConnectorOutput,
     KVConnectorScheduler,
@@ -29,6 +31,8 @@ from cargohold.protocol import (
     Patience,
     Stats,
     add_stats,
+    hints_in,
+    parse_hints,
 )
 from cargohold.rate_limited_log import SparingLog
 
@@ -116,6 +120,8 @@ class SchedulerSide:
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         self._requests: dict[str, SeenRequest] = {}
+        # Answers to requests' hints, by request id.
+        self._outcomes: dict[str, list[HintOutcome]] = {}
         # Loads in flight by request id, the oldest first.
         self._loading: dict[str, _Load] = {}
         self._deferrals = Deferrals(clock)
@@ -168,6 +174,16 @@ class SchedulerSide:
             self._refusals.warning("%s; it is served without offloading", error)
         else:
             self._requests[seen.request_id] = seen
+            given = getattr(request, "kv_hints", None)  # from 0.32 on
+            given = hints_in(wishes) if given is None else given
+            if given is not None:
+                self._take_hints(seen, given)
+
+    def _take_hints(self, seen: SeenRequest, given: object) -> None:
+        """Give a request's hints to the connector, and keep the outcomes for the response."""
+        hints, rejected = parse_hints(given)
+        outcomes = self._outcomes[seen.request_id] = [*rejected, *self.guard.on_hints(seen, hints)]
+        self._stats.update(f"hints_{outcome.status}" for outcome in outcomes)
 
     def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Note that a request ended; see ``KVConnectorScheduler.request_finished``."""
@@ -189,8 +205,11 @@ class SchedulerSide:
             self._new_sends.append(request_id)
         answer = dict(params or {})
         answer.pop(_REMOTE_PREFILL, None)
+        outcomes = self._outcomes.pop(request_id, ())
+        if outcomes:
+            answer[HINTS_KEY] = [asdict(outcome) for outcome in outcomes]
         if (request.kv_transfer_params or {}).get(EXPLAIN):
-            answer[EXPLAIN] = _explanation(report)
+            answer[EXPLAIN] = _explanation(report, outcomes)
         return keeps_blocks, answer or None
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -423,5 +442,5 @@ def _found_on_device(request: Any, num_computed_tokens: int, num_external_tokens
     return num_computed_tokens if num_external_tokens else max(num_computed_tokens, int(found))
 
 
-def _explanation(report: CacheReport) -> Mapping[str, Any]:
-    return {"restored_tokens": dict(report.restored_tokens), "notes": list(report.notes)}
+def _explanation(report: CacheReport, outcomes: Iterable[HintOutcome]) -> Mapping[str, Any]:
+    return {"restored_tokens": dict(report.restored_tokens), "notes": [*map(str, outcomes), *report.notes]}

@@ -26,6 +26,8 @@ from cargohold.protocol import (
     ExtraKey,
     FinishedTransfers,
     ForwardingScheduler,
+    Hint,
+    HintOutcome,
     KVConnectorFactory,
     KVConnectorScheduler,
     KVConnectorWorker,
@@ -88,6 +90,11 @@ class EarlyView:
         return self._request.extra_keys(start, end)
 
     @property
+    def tenant(self) -> str | None:
+        """The request's own."""
+        return self._request.tenant
+
+    @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
         """What the client asks of the connectors."""
         return self._request.kv_transfer_params
@@ -142,6 +149,9 @@ class StrictScheduler(ForwardingScheduler):
     def on_new_request(self, request: RequestView) -> None:
         """Pass on."""
         super().on_new_request(self._shown(request))
+
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:  # noqa: D102
+        return self.inner.on_hints(self._shown(request) if request.request_id else request, hints)
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask twice; the answers must be equal, and nothing else may change."""

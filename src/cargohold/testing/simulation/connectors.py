@@ -15,7 +15,7 @@ from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.policies import POLICIES
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
-from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
+from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER, limits_in_chunks
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
@@ -66,7 +66,8 @@ class SimulatedOffloading:
         self._make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
         self._make_stores = EagerStores if lookahead is None else partial(LazyStores, lookahead=lookahead)
         policy = self.config.policy if lookahead is None else "lru"
-        self.manager = wrap_manager(make_manager(policy, num_slots, record_events=record_events))
+        quotas = limits_in_chunks(self.config.quotas, num_slots, 1)
+        self.manager = wrap_manager(make_manager(policy, num_slots, record_events=record_events, quotas=quotas))
         self.transfers: list[Any] = []
         self._make_transfers = make_transfers or held_transfers
         self._rows: dict[int, ByteRows] = {}

@@ -14,6 +14,7 @@ from cargohold.engine.executor.base import merge_outputs
 from cargohold.protocol import (
     NULL_CONNECTOR,
     Clock,
+    Hint,
     KVCacheLayout,
     KVConnectorFactory,
     OutputAggregator,
@@ -164,8 +165,8 @@ class SimulatedEngine(Replica):
         """Transfers that some workers have reported and others have not."""
         return self.executor.aggregator.num_incomplete
 
-    def _queue(self, request: Request) -> None:
-        self.scheduler.add_request(request)
+    def _queue(self, request: Request, hints: Sequence[Hint]) -> None:
+        self.scheduler.add_request(request, hints)
 
     def abort(self, request_id: str) -> None:
         """End a request."""

@@ -18,6 +18,7 @@ from cargohold.protocol import (
     Clock,
     ConnectorGuard,
     ForwardingScheduler,
+    Hint,
     KVCacheBlockView,
     KVCacheLayout,
     KVConnectorScheduler,
@@ -185,7 +186,7 @@ class Replica(ABC):
     def num_half_reported(self) -> int:
         """Transfers that some workers have reported and others have not."""
 
-    def add(
+    def add(  # noqa: PLR0913  # options that callers name
         self,
         request_id: str,
         token_ids: Sequence[int],
@@ -195,6 +196,7 @@ class Replica(ABC):
         salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
+        hints: Sequence[Hint] = (),
     ) -> Request:
         """Queue a request. Raises ``RequestError`` if it is refused."""
         request = Request(
@@ -212,12 +214,12 @@ class Replica(ABC):
         )
         self.requests[request_id] = request
         self.chains.forget(request_id)
-        self._queue(request)
+        self._queue(request, hints)
         return request
 
     @abstractmethod
-    def _queue(self, request: Request) -> None:
-        """Hand a request to the scheduler. Raises ``RequestError`` if it is refused."""
+    def _queue(self, request: Request, hints: Sequence[Hint]) -> None:
+        """Hand a request and its hints to the scheduler. Raises ``RequestError`` if it is refused."""
 
     def load_weights(self, version: int) -> None:
         """Compute KV with another version of the weights from now on."""

@@ -21,7 +21,7 @@ from cargohold.engine.core.request import FinishReason, Request
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.integrations.vllm.layout import shares_load_ends, shares_loads
-from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOutcome, add_stats
+from cargohold.protocol import HINTS_KEY, FinishedTransfers, Hint, KVConnectorOutput, TransferOutcome, add_stats
 from cargohold.testing.simulation.clock import VirtualClock, layout_of
 from cargohold.testing.simulation.engine import STEP_S, VOCAB_SIZE
 from cargohold.testing.simulation.fingerprints import PrefixChains
@@ -190,7 +190,9 @@ class VllmEngine(Replica):
         """Transfers that the adapter has heard of from some workers and not from others."""
         return int(self.side._aggregator.num_incomplete)
 
-    def _queue(self, request: Request) -> None:
+    def _queue(self, request: Request, hints: Sequence[Hint]) -> None:
+        if hints:
+            request.kv_transfer_params = {**(request.kv_transfer_params or {}), HINTS_KEY: list(hints)}
         self.vllm.add_request(self._book.make(request))
 
     def abort(self, request_id: str) -> None:

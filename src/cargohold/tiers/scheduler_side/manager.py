@@ -98,8 +98,8 @@ class TieringManager(ForwardingManager):
         if not handle.keys:
             return handle
         parents: dict[OffloadKey, OffloadKey | None] = {}
-        for keys, parent in offers:
-            parents.update(zip(keys, (parent, *keys), strict=False))
+        for offer in offers:
+            parents.update(zip(offer.keys, (offer.parent, *offer.keys), strict=False))
         return WatchedStore(handle, partial(self.lower.note_new_in_host, parents=parents))
 
     def check(self) -> None:

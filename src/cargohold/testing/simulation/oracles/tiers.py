@@ -20,7 +20,7 @@ from cargohold.testing.simulation.faulty import FaultyManager
 from cargohold.testing.simulation.oracles.base import Oracle
 from cargohold.testing.simulation.replica import Replica, num_stuck_jobs, offloading_sides
 from cargohold.tiers.scheduler_side import TieringManager
-from cargohold.tiers.scheduler_side.known import SteppedClock
+from cargohold.tiers.scheduler_side.pace import SteppedClock
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.connector.offloading.prefetch_plan import MAX_AGE_S, StepPace
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep
 from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.tiers.scheduler_side.pace import MAX_AGE_S, StepPace
 
 STEP_TOKENS = 512
 

@@ -1,0 +1,397 @@
+"""Hints: leases and priorities of chunks in host memory, their budgets, and their ends.
+
+A *grant* is what a hint has led to: it gives chunks a level in the tier (see ``cargohold.cache.shares``) until its time is
+over. Chunks of the hint's request that are not there yet get it when they come. Where grants meet on a chunk, a lease counts
+most, then the newest. The ends of grants are in a heap, so a step looks at the first one only, and at nothing without hints.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from typing import Final
+
+from cargohold.blocks import READY
+from cargohold.cache.keys import ChunkKeys
+from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.cache.shares import HELD, NORMAL
+from cargohold.connector.offloading.config import HINTS_ALL, HINTS_OFF, HintConfig, OffloadConfig
+from cargohold.connector.offloading.requests import Budget, Grant, RequestState
+from cargohold.protocol import (
+    Clock,
+    Hint,
+    HintEnd,
+    HintEvent,
+    HintKind,
+    HintOutcome,
+    HintStatus,
+    KVCacheLayout,
+    RequestView,
+)
+
+MAX_GRANTS: Final = 4096
+"""Maximum number of grants in force; one tenant may have half of them."""
+MAX_EVENTS: Final = 4096
+"""Maximum number of events kept until they are taken; beyond it the oldest are forgotten."""
+DEFAULT_PIN_S: Final = 300.0
+"""Seconds that a lease without ``ttl_s`` lasts after each use."""
+DEMOTED: Final = {"nowhere": 0, "lower": 10}
+"""Levels of demoted chunks."""
+
+_FREE = (HintKind.RETAIN, HintKind.DEMOTE, HintKind.RELEASE)
+"""Kinds that clients may ask for who may not take what others could need."""
+
+
+class Budgets:
+    """How many chunks leases, raised priorities and lowered ones may cover, over all tenants and for one tenant.
+
+    Args:
+        config: options.
+        capacity: slots of the tier.
+        num_reserved: slots that are reserved for tenants, which leases of others must leave to them.
+    """
+
+    def __init__(self, config: HintConfig, capacity: int, num_reserved: int = 0) -> None:
+        self._limits = {
+            Budget.PINNED: min(int(config.pin_fraction * capacity), capacity - num_reserved),
+            Budget.RAISED: int(config.retain_fraction * capacity),
+            Budget.LOWERED: capacity,
+        }
+        self._used: Counter[Budget] = Counter()
+        self._used_by: Counter[tuple[Budget, str | None]] = Counter()
+
+    def limit_of(self, tenant: str | None, budget: Budget) -> int:
+        """Return how many chunks a tenant may cover: without a name all of the budget, with one half of it."""
+        limit = self._limits[budget]
+        return limit if tenant is None else limit - limit // 2
+
+    def room(self, tenant: str | None, budget: Budget) -> int:
+        """Return how many more chunks a tenant may cover."""
+        own = self.limit_of(tenant, budget) - self._used_by[budget, tenant]
+        return max(0, min(own, self._limits[budget] - self._used[budget]))
+
+    def take(self, grant: Grant, num_chunks: int) -> None:
+        """Count chunks that a grant covers from now on; a negative number gives them back."""
+        of_tenant = grant.budget, grant.tenant
+        self._used[grant.budget] += num_chunks
+        self._used_by[of_tenant] += num_chunks
+        if not self._used_by[of_tenant]:
+            del self._used_by[of_tenant]
+
+    def num_used(self, budget: Budget) -> int:
+        """Return how many chunks are covered."""
+        return self._used[budget]
+
+
+class Hints:
+    """Carries out hints in one tier.
+
+    Args:
+        config: options.
+        manager: the manager of the tier; its chunks' levels are changed.
+        layout: the engine's paged KV.
+        clock: monotonic time in seconds.
+        requests: the connector's requests, by id.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        manager: OffloadManager,
+        layout: KVCacheLayout,
+        clock: Clock,
+        requests: Mapping[str, RequestState],
+    ) -> None:
+        self._config = config.hints
+        self._blocks_per_chunk = config.blocks_per_chunk
+        self._manager = manager
+        self._layout = layout
+        self._clock = clock
+        self._requests = requests
+        self.budgets = Budgets(
+            config.hints, manager.capacity, sum(limits.reserved for limits in manager.quotas.values())
+        )
+        self._numbers = count(1)
+        self._grants: dict[int, Grant] = {}
+        self._num_of: Counter[str | None] = Counter()
+        self._heap: list[tuple[float, Grant]] = []
+        self._leases: dict[tuple[str | None, str], Grant] = {}
+        # By chunk: the grants that cover it, the oldest first.
+        self._of: dict[OffloadKey, tuple[Grant, ...]] = {}
+        self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
+        self.stats: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._grants)
+
+    @property
+    def num_pinned(self) -> int:
+        """Number of chunks that leases cover."""
+        return self.budgets.num_used(Budget.PINNED)
+
+    # --- hints --------------------------------------------------------------------------------------------------------
+
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> list[HintOutcome]:
+        """Carry out hints about a request, or about a prefix without one; return an outcome for each."""
+        self.expire()
+        return [self._carry_out(request, hint) for hint in hints]
+
+    def _carry_out(self, request: RequestView, hint: Hint) -> HintOutcome:
+        refusal = self._refusal_of(hint, request.tenant)
+        if refusal:
+            return HintOutcome(hint.action_id, HintStatus.REJECTED, refusal)
+        if hint.kind is HintKind.RELEASE:
+            return self._release(request, hint)
+        if hint.kind in (HintKind.PREFETCH, HintKind.SHARE):
+            return HintOutcome(hint.action_id, HintStatus.REJECTED, "there is no tier below host memory")
+        return self._grant(request, hint)
+
+    def _refusal_of(self, hint: Hint, tenant: str | None) -> str:
+        """Return why a hint may not be carried out; empty if it may."""
+        allowed = self._config.allowed_to(tenant)
+        if allowed == HINTS_OFF or (allowed != HINTS_ALL and hint.kind not in _FREE):
+            return f"this tenant may not give such hints (allow={allowed})"
+        if not self._manager.takes_hints:
+            return "the replacement policy keeps its own order of eviction"
+        return ""
+
+    def _grant(self, request: RequestView, hint: Hint) -> HintOutcome:
+        state = self._requests.get(request.request_id)
+        keys = _keys_of(request, self._layout, self._blocks_per_chunk) if state is None else _extended(state)
+        ttl_s, limits = self._ttl(hint)
+        grant = Grant(hint, request.tenant, _level_of(hint), self._clock() + ttl_s, ttl_s, next(self._numbers))
+        if not self.budgets.limit_of(grant.tenant, grant.budget):
+            return HintOutcome(hint.action_id, HintStatus.REJECTED, "host memory is too small for it")
+        if len(self._grants) >= MAX_GRANTS or self._num_of[grant.tenant] >= MAX_GRANTS // 2:
+            return HintOutcome(hint.action_id, HintStatus.REJECTED, "too many hints are in force")
+        is_renewal = hint.lease is not None and (grant.tenant, hint.lease) in self._leases
+        if is_renewal:
+            self._end(self._leases[grant.tenant, hint.lease or ""], HintEnd.RELEASED)
+        num_left = self._cover(grant, _in_range(keys, hint), only_present=state is None)
+        if state is None and not grant.keys:
+            if num_left:
+                return HintOutcome(hint.action_id, HintStatus.CLIPPED, self._limit_reached(grant))
+            return HintOutcome(hint.action_id, HintStatus.MISSING, "host memory has none of these chunks")
+        self._begin(grant)
+        if state is not None:
+            state.grants = (*state.grants, grant)
+        limits += [self._limit_reached(grant)] if num_left else []
+        status = HintStatus.CLIPPED if limits else HintStatus.ACCEPTED
+        num_tokens = max((_num_covered(of_group, grant.keys) for of_group in keys), default=0)
+        return HintOutcome(hint.action_id, status, "; ".join(limits), num_tokens)
+
+    def _release(self, request: RequestView, hint: Hint) -> HintOutcome:
+        """End a lease, or all grants of the tenant on a prefix."""
+        if hint.lease is not None:
+            named = self._leases.get((request.tenant, hint.lease))
+            ended = [] if named is None else [named]
+        else:
+            state = self._requests.get(request.request_id)
+            keys = _keys_of(request, self._layout, self._blocks_per_chunk) if state is None else _extended(state)
+            covering = [self._of.get(key, ()) for key in _in_range(keys, hint)]
+            found = {grant.number: grant for grants in covering for grant in grants}
+            found |= {grant.number: grant for grant in (() if state is None else state.grants) if not grant.is_over}
+            ended = [grant for grant in found.values() if grant.tenant == request.tenant]
+        for grant in ended:
+            self._end(grant, HintEnd.RELEASED)
+        if not ended:
+            return HintOutcome(hint.action_id, HintStatus.MISSING, "there is nothing to release")
+        return HintOutcome(hint.action_id, HintStatus.ACCEPTED)
+
+    def _ttl(self, hint: Hint) -> tuple[float, list[str]]:
+        """Return how long a grant lasts, and the limit that has made it shorter, if one has."""
+        most = self._config.max_ttl_s
+        if hint.ttl_s is None:
+            return (min(most, DEFAULT_PIN_S) if hint.kind is HintKind.PIN else most), []
+        if hint.ttl_s > most:
+            return most, [f"it may last {most:g} s at most (max_ttl_s)"]
+        return hint.ttl_s, []
+
+    def _limit_reached(self, grant: Grant) -> str:
+        most = self.budgets.limit_of(grant.tenant, grant.budget)
+        return f"{grant.budget.value} leaves this tenant {most} chunks at most, and others may have some of them"
+
+    # --- chunks come and are used -------------------------------------------------------------------------------------
+
+    def note_stored(self, keys: Iterable[OffloadKey]) -> None:
+        """Learn that chunks have come into the tier: those with grants get their levels."""
+        if self._of:
+            self._rank([key for key in keys if key in self._of])
+
+    def note_used(self, state: RequestState) -> None:
+        """Learn that a request is admitted: it uses its chunks, which renews leases, and makes lowered chunks normal."""
+        if not self._of:
+            return
+        used = [key for keys in state.keys for key in keys.keys if key in self._of]
+        now, own = self._clock(), set(state.grants)
+        for grant in {grant for key in used for grant in self._of[key]}:
+            if grant.is_lease and grant.tenant == state.request.tenant:
+                grant.ends_at = now + grant.ttl_s
+        lowered = [(key, grant) for key in used for grant in self._of[key] if grant.level < NORMAL and grant not in own]
+        for of_somebody, grant in lowered:
+            self._uncover(grant, of_somebody)
+        self._rank(used)  # some may have come from lower tiers
+
+    def note_ended(self, state: RequestState) -> None:
+        """Learn that a request has ended: its grants also cover what it has generated."""
+        for grant in state.grants:
+            if not grant.is_over and grant.hint.end is None:
+                self._cover(grant, _in_range(_extended(state), grant.hint))
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """End what is over by now. To be called once a step."""
+        while self._heap and self._heap[0][0] <= self._clock():
+            _, grant = heappop(self._heap)
+            if grant.is_over:
+                continue
+            if grant.ends_at > self._clock():
+                heappush(self._heap, (grant.ends_at, grant))  # it was renewed
+            else:
+                has_some = READY in self._manager.lookup(list(grant.keys))
+                self._end(grant, HintEnd.EXPIRED if has_some else HintEnd.VOID)
+
+    def void_all(self) -> None:
+        """Forget all grants: the tier was reset."""
+        for grant in list(self._grants.values()):
+            self._end(grant, HintEnd.VOID)
+
+    def take_events(self) -> list[HintEvent]:
+        """Return the events since the last call."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def pinned_by_tenant(self) -> dict[str | None, int]:
+        """Return how many chunks each tenant has leases on."""
+        pinned: Counter[str | None] = Counter()
+        for grant in self._grants.values():
+            pinned[grant.tenant] += len(grant.keys) if grant.is_lease else 0
+        return {tenant: number for tenant, number in pinned.items() if number}
+
+    def check(self) -> None:
+        """Verify every invariant. Raises ``AssertionError``."""
+        assert all(not grant.is_over for grant in self._grants.values()), "a grant that is over is in force"
+        for budget in Budget:
+            grants = [grant for grant in self._grants.values() if grant.budget is budget]
+            num_used = sum(len(grant.keys) for grant in grants)
+            assert num_used == self.budgets.num_used(budget), "a budget is counted wrongly"
+            for tenant in {grant.tenant for grant in grants}:
+                own = sum(len(grant.keys) for grant in grants if grant.tenant == tenant)
+                assert own <= self.budgets.limit_of(tenant, budget), f"{tenant} has more than its part of a budget"
+        covered: dict[OffloadKey, set[Grant]] = {}
+        for grant in self._grants.values():
+            for key in grant.keys:
+                covered.setdefault(key, set()).add(grant)
+        assert covered == {key: set(grants) for key, grants in self._of.items()}, (
+            "a chunk has grants that are not in force"
+        )
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, grant: Grant) -> None:
+        self._grants[grant.number] = grant
+        self._num_of[grant.tenant] += 1
+        heappush(self._heap, (grant.ends_at, grant))
+        if grant.hint.lease is not None:
+            self._leases[grant.tenant, grant.hint.lease] = grant
+
+    def _end(self, grant: Grant, how: HintEnd) -> None:
+        grant.is_over = True
+        del self._grants[grant.number]
+        self._num_of[grant.tenant] -= 1
+        if not self._num_of[grant.tenant]:
+            del self._num_of[grant.tenant]
+        if grant.hint.lease is not None:
+            del self._leases[grant.tenant, grant.hint.lease]
+        keys = list(grant.keys)
+        for key in keys:
+            self._uncover(grant, key)
+        self._rank(keys)
+        if len(self._heap) > 2 * len(self._grants) + 64:
+            self._heap = sorted(entry for entry in self._heap if not entry[1].is_over)
+        self.stats[f"hints_{how.value}"] += 1
+        self._events.append(HintEvent(grant.hint.action_id, grant.hint.kind, how, grant.tenant))
+
+    def _cover(self, grant: Grant, keys: Sequence[OffloadKey], *, only_present: bool = False) -> int:
+        """Let a grant cover chunks, as far as its budget goes; return how many it cannot cover.
+
+        Chunks that are not there are covered too, unless ``only_present``: they get the level when they come.
+        """
+        new = [key for key in keys if key not in grant.keys]
+        if only_present:
+            new = [key for key, state in zip(new, self._manager.lookup(new), strict=True) if state == READY]
+        covered = new[: self.budgets.room(grant.tenant, grant.budget)]
+        self.budgets.take(grant, len(covered))
+        grant.keys.update(dict.fromkeys(covered))
+        for key in covered:
+            before = self._of.get(key)
+            self._of[key] = grant.alone if before is None else (*before, grant)
+        self._rank(covered)
+        return len(new) - len(covered)
+
+    def _uncover(self, grant: Grant, key: OffloadKey) -> None:
+        """Let a grant cover a chunk no more."""
+        del grant.keys[key]
+        self.budgets.take(grant, -1)
+        left = tuple(other for other in self._of[key] if other is not grant)
+        if left:
+            self._of[key] = left
+        else:
+            del self._of[key]
+
+    def _rank(self, keys: Sequence[OffloadKey]) -> None:
+        """Give chunks the levels that follow from their grants."""
+        by_level: dict[tuple[int, str | None], list[OffloadKey]] = {}
+        for key in keys:
+            grants = self._of.get(key)
+            if grants is None:
+                by_level.setdefault((NORMAL, None), []).append(key)
+            else:
+                grant = next((grant for grant in grants if grant.is_lease), grants[-1])
+                by_level.setdefault((grant.level, grant.tenant), []).append(key)
+        for (level, tenant), same in by_level.items():
+            self._manager.rank(same, level, tenant)
+
+
+def _level_of(hint: Hint) -> int:
+    if hint.kind is HintKind.PIN:
+        return HELD
+    return DEMOTED[hint.to or "lower"] if hint.kind is HintKind.DEMOTE else hint.priority
+
+
+def _extended(state: RequestState) -> tuple[ChunkKeys, ...]:
+    state.extend_keys()
+    return state.keys
+
+
+def _keys_of(request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int) -> tuple[ChunkKeys, ...]:
+    """Return the keys of the chunks of a prefix that is no request's."""
+    keys = tuple(ChunkKeys(group, blocks_per_chunk, layout.hash_block_tokens) for group in layout.groups)
+    for of_group in keys:
+        of_group.extend(request.block_hashes)
+    return keys
+
+
+def _in_range(keys: Sequence[ChunkKeys], hint: Hint) -> list[OffloadKey]:
+    """Return the chunks that a hint is about. What makes chunks worth more is also about all chunks before them.
+
+    Of a window, only the chunks that the end of the range needs are kept, so only they count.
+    """
+    found: list[OffloadKey] = []
+    for of_group in keys:
+        size = of_group.chunk_tokens
+        end = len(of_group.keys) if hint.end is None else min(len(of_group.keys), hint.end // size)
+        first = of_group.group.num_skipped_tokens(end * size) // size
+        if hint.is_lowering or hint.kind is HintKind.RELEASE:
+            first = max(first, -(-hint.start // size))
+        found += of_group.keys[first:end]
+    return found
+
+
+def _num_covered(keys: ChunkKeys, covered: Mapping[OffloadKey, None]) -> int:
+    """Return up to which token chunks of a group are covered."""
+    return max((at + 1 for at, key in enumerate(keys.keys) if key in covered), default=0) * keys.chunk_tokens

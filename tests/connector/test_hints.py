@@ -1,0 +1,253 @@
+"""Hints in a simulated engine: what is kept, for how long, within which budgets, and what each hint is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cargohold.blocks import ABSENT, READY, extend_hashes, root_hash
+from cargohold.connector.offloading import HintConfig, TenantQuota
+from cargohold.errors import ConfigError
+from cargohold.protocol import Hint, HintEnd, HintOutcome, HintStatus, Prefix
+from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.testing.simulation.clock import VirtualClock
+from tests.connector.common import alone, finish, prompt
+from tests.connector.offloading import keys_of
+
+ACCEPTED, CLIPPED, REJECTED, MISSING = (
+    HintStatus.ACCEPTED,
+    HintStatus.CLIPPED,
+    HintStatus.REJECTED,
+    HintStatus.MISSING,
+)
+
+
+def make(num_slots: int = 40, **options: Any) -> tuple[SimulatedEngine, SimulatedOffloading]:
+    offloading = SimulatedOffloading(num_slots, **options)
+    return SimulatedEngine(simulated_layout(60), offloading), offloading
+
+
+def serve(engine: SimulatedEngine, name: str, tokens: list[int], max_tokens: int = 4, **options: Any) -> None:
+    engine.add(name, tokens, max_tokens, **options)
+    finish(engine)
+    # With a salt, the simulated model gives other tokens; that they are right is checked in every step.
+    assert "salt" in options or engine.tokens(name) == alone(tokens, max_tokens)
+
+
+def later(engine: SimulatedEngine, seconds: float) -> None:
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(seconds)
+
+
+def flood(engine: SimulatedEngine, num_requests: int = 20, first: int = 1000) -> None:
+    for at in range(num_requests):
+        serve(engine, f"flood {first + at}", prompt(first + at, 16))
+
+
+def prefix(tokens: list[int], salt: str | None = None, tenant: str | None = None) -> Prefix:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, tokens, 4, root_hash(salt=salt))
+    return Prefix(hashes, tokens, len(tokens), salt, tenant or salt)
+
+
+def hint(engine: SimulatedEngine, one: Hint, about: str | Prefix) -> HintOutcome:
+    (outcome,) = engine.scheduler.hint(about, [one])
+    assert outcome.action_id == one.action_id
+    return outcome
+
+
+def present(offloading: SimulatedOffloading, tokens: list[int]) -> list[int]:
+    return list(offloading.manager.lookup(keys_of(tokens, len(tokens) // 4)))
+
+
+def ends(engine: SimulatedEngine) -> list[HintEnd]:
+    return [event.end for event in engine.scheduler.connector.take_hint_events()]
+
+
+def test_a_pinned_prompt_outlives_a_flood_and_its_lease_ends_with_time() -> None:
+    engine, offloading = make()
+    tokens = prompt(1, 24)
+    serve(engine, "first", tokens, hints=[Hint.pin(ttl_s=30, lease="agent")])
+    assert engine.requests["first"].hint_outcomes[0].status is ACCEPTED
+    flood(engine)
+    assert present(offloading, tokens) == [READY] * 6
+    later(engine, 60)
+    flood(engine, first=2000)
+    assert present(offloading, tokens)[-1] == ABSENT
+    assert ends(engine) == [HintEnd.EXPIRED]
+
+
+def test_without_a_hint_the_same_flood_evicts_the_prompt() -> None:
+    engine, offloading = make(policy="lru")
+    tokens = prompt(1, 24)
+    serve(engine, "first", tokens)
+    flood(engine)
+    assert present(offloading, tokens)[-1] == ABSENT
+
+
+def test_a_use_renews_a_lease() -> None:
+    engine, offloading = make()
+    tokens = prompt(1, 24)
+    serve(engine, "first", tokens, hints=[Hint.pin(ttl_s=30)])
+    later(engine, 20)
+    serve(engine, "again", tokens)
+    later(engine, 20)
+    flood(engine)
+    assert present(offloading, tokens) == [READY] * 6
+    assert not ends(engine)
+
+
+def test_what_the_request_generates_is_pinned_too() -> None:
+    engine, offloading = make()
+    tokens = prompt(1, 8)
+    serve(engine, "first", tokens, max_tokens=13, hints=[Hint.pin(ttl_s=1000)])
+    whole = tokens + engine.tokens("first")
+    flood(engine)
+    assert present(offloading, whole)[:5] == [READY] * 5
+
+
+def test_release_ends_a_lease_by_name_and_only_the_tenant_s_own() -> None:
+    engine, offloading = make()
+    tokens = prompt(1, 24)
+    serve(engine, "first", tokens, hints=[Hint.pin(ttl_s=1000, lease="agent")])
+    assert hint(engine, Hint.release("agent"), prefix([], tenant="somebody else")).status is MISSING
+    assert hint(engine, Hint.release("agent"), prefix([])).status is ACCEPTED
+    assert hint(engine, Hint.release("agent"), prefix([])).status is MISSING
+    flood(engine)
+    assert present(offloading, tokens)[-1] == ABSENT
+    assert ends(engine) == [HintEnd.RELEASED]
+
+
+def test_leases_cover_no_more_than_their_budget_and_say_so() -> None:
+    engine, offloading = make(hints=HintConfig(pin_fraction=0.1))
+    tokens = prompt(1, 24)
+    serve(engine, "first", tokens, hints=[Hint.pin(ttl_s=1000)])
+    (outcome,) = engine.requests["first"].hint_outcomes
+    assert outcome.status is CLIPPED
+    assert "pin_fraction" in outcome.reason
+    assert outcome.num_tokens == 16
+    flood(engine)
+    assert present(offloading, tokens)[:4] == [READY] * 4
+    outcome = hint(engine, Hint.pin(ttl_s=1000), prefix(engine.requests["flood 1019"].all_token_ids[:16]))
+    assert outcome.status is CLIPPED, "the budget is used up"
+    assert outcome.num_tokens == 0
+
+
+def test_a_tenant_with_a_name_has_half_of_the_budget() -> None:
+    engine, _ = make(hints=HintConfig(pin_fraction=0.2))
+    serve(engine, "ann", prompt(1, 24), salt="ann", hints=[Hint.pin(ttl_s=1000)])
+    serve(engine, "bob", prompt(1, 24), salt="bob", hints=[Hint.pin(ttl_s=1000)])
+    assert [engine.requests[name].hint_outcomes[0].num_tokens for name in ("ann", "bob")] == [16, 16]
+
+
+def test_a_longer_time_than_allowed_is_clipped() -> None:
+    engine, _ = make(hints=HintConfig(max_ttl_s=10))
+    serve(engine, "first", prompt(1, 24), hints=[Hint.retain(ttl_s=1e6)])
+    (outcome,) = engine.requests["first"].hint_outcomes
+    assert outcome.status is CLIPPED
+    assert "10 s at most" in outcome.reason
+
+
+def test_retained_chunks_go_after_others_and_lowered_ones_first() -> None:
+    engine, offloading = make(30, policy="lru")
+    raised, normal, lowered = prompt(1, 16), prompt(2, 16), prompt(3, 16)
+    serve(engine, "raised", raised, hints=[Hint.retain(ttl_s=1000)])
+    serve(engine, "normal", normal)
+    serve(engine, "lowered", lowered, hints=[Hint.retain(ttl_s=1000, priority=0)])
+    flood(engine, 5)
+    assert present(offloading, lowered)[-1] == ABSENT
+    assert present(offloading, normal) == [READY] * 4
+    flood(engine, 20, first=2000)
+    assert present(offloading, normal)[-1] == ABSENT
+    assert present(offloading, raised) == [READY] * 4
+
+
+def test_demoted_chunks_go_first_but_a_use_makes_them_normal() -> None:
+    engine, offloading = make(30, policy="lru")
+    other, tokens = prompt(1, 16), prompt(2, 16)
+    serve(engine, "other", other)
+    serve(engine, "first", tokens)
+    assert hint(engine, Hint.demote("nowhere"), prefix(tokens)).status is ACCEPTED
+    serve(engine, "again", tokens)
+    flood(engine, 5)
+    assert present(offloading, tokens) == [READY] * 4
+    assert hint(engine, Hint.demote("nowhere"), prefix(tokens)).status is ACCEPTED
+    flood(engine, 1, first=2000)
+    assert present(offloading, tokens)[-1] == ABSENT
+
+
+def test_hints_never_cross_a_salt() -> None:
+    engine, offloading = make()
+    tokens = prompt(1, 16)
+    serve(engine, "ann", tokens, salt="ann")
+    assert hint(engine, Hint.pin(ttl_s=10), prefix(tokens, "bob")).status is MISSING
+    assert hint(engine, Hint.demote("nowhere"), prefix(tokens)).status is MISSING
+    assert hint(engine, Hint.pin(ttl_s=10), prefix(tokens, "ann")).status is ACCEPTED
+    assert offloading.manager.num_ready
+
+
+@pytest.mark.parametrize(
+    ("allow", "one", "status"),
+    [
+        ("off", Hint.retain(), REJECTED),
+        ("retain", Hint.pin(), REJECTED),
+        ("retain", Hint.prefetch(), REJECTED),
+        ("retain", Hint.retain(), ACCEPTED),
+        ("all", Hint.pin(), ACCEPTED),
+    ],
+)
+def test_only_allowed_hints_are_carried_out(allow: str, one: Hint, status: HintStatus) -> None:
+    engine, _ = make(hints=HintConfig(allow="all", allow_of={"ann": allow}))
+    serve(engine, "first", prompt(1, 16), salt="ann", hints=[one])
+    assert engine.requests["first"].hint_outcomes[0].status is status
+
+
+def test_a_reset_voids_leases() -> None:
+    engine, offloading = make()
+    tokens = prompt(1, 16)
+    serve(engine, "first", tokens, hints=[Hint.pin(ttl_s=1000)])
+    assert engine.scheduler.reset_cache()
+    assert ends(engine) == [HintEnd.VOID]
+    serve(engine, "again", tokens)
+    flood(engine)
+    assert present(offloading, tokens)[-1] == ABSENT
+
+
+def test_a_lease_on_what_is_not_there_is_missing_and_costs_nothing() -> None:
+    engine, _ = make()
+    for at in range(50):
+        assert hint(engine, Hint.pin(ttl_s=1000), prefix(prompt(at, 16))).status is MISSING
+    assert not engine.scheduler.connector.get_stats().get("num_pinned_chunks")
+
+
+def test_chunks_of_a_lease_that_are_damaged_leave_and_others_stay() -> None:
+    engine, offloading = make()
+    tokens = prompt(1, 24)
+    serve(engine, "first", tokens, hints=[Hint.pin(ttl_s=50)])
+    offloading.manager.remove(keys_of(tokens, 6)[3:])
+    flood(engine)
+    assert present(offloading, tokens) == [READY] * 3 + [ABSENT] * 3
+    offloading.manager.remove(keys_of(tokens, 6))
+    later(engine, 100)
+    flood(engine, 1, first=3000)
+    assert ends(engine) == [HintEnd.VOID]
+
+
+def test_a_flood_of_pins_costs_another_tenant_no_more_than_its_quota_says() -> None:
+    quotas = [TenantQuota(tenant="ann", reserved="50%")]
+    engine, offloading = make(quotas=quotas, hints=HintConfig(pin_fraction=1.0))
+    for at in range(5):
+        serve(engine, f"ann {at}", prompt(at, 16), salt="ann")
+    before = offloading.manager.usage()["ann"]
+    for at in range(30):
+        serve(engine, f"eve {at}", prompt(100 + at, 16), salt="eve", hints=[Hint.pin(ttl_s=1000)])
+    assert offloading.manager.usage()["ann"] == before
+    for at in range(10):
+        serve(engine, f"more {at}", prompt(200 + at, 16), salt="ann", hints=[Hint.retain()])
+    assert offloading.manager.usage()["ann"] >= 20, "leases of others leave what is reserved"
+
+
+def test_more_reserved_than_there_is_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="reserved"):
+        make(quotas=[TenantQuota(tenant="ann", reserved="60%"), TenantQuota(tenant="bob", reserved="60%")])

@@ -1,0 +1,140 @@
+"""Hints given to ``LLM``: what each is answered, whatever clients send, and that they keep what they say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cargohold import AsyncLLM, Hint, HintConfig, OffloadConfig, RequestError, SamplingParams
+from cargohold.protocol import MAX_HINTS, HintStatus, parse_hints
+from tests.llms import SettledLLM
+from tests.models import save_model
+
+ONE = SamplingParams(max_tokens=4, ignore_eos=True)
+PROMPT = list(range(3, 67))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def llm(model: str) -> Iterator[SettledLLM]:
+    offload = OffloadConfig(host_bytes="1MiB", hints=HintConfig(pin_fraction=0.5))
+    with SettledLLM(model, num_device_blocks=12, block_tokens=16, max_num_batched_tokens=64, offload=offload) as llm:
+        yield llm
+
+
+def test_each_hint_of_a_request_has_one_outcome_and_changes_no_token(llm: SettledLLM) -> None:
+    (plain,) = llm.generate(PROMPT, ONE)
+    hints = [Hint.pin(ttl_s=60, lease="a"), Hint.retain(priority=99, ttl_s=10**9), Hint.prefetch(), Hint.release("b")]
+    (out,) = llm.generate(PROMPT, ONE, hints=hints)
+    assert out.token_ids == plain.token_ids
+    assert [(outcome.action_id, outcome.status) for outcome in out.hint_outcomes] == [
+        (hints[0].action_id, HintStatus.ACCEPTED),
+        (hints[1].action_id, HintStatus.CLIPPED),
+        (hints[2].action_id, HintStatus.REJECTED),
+        (hints[3].action_id, HintStatus.MISSING),
+    ]
+    assert any("3600 s at most" in note for note in out.cache_notes)
+    stats = llm.stats()
+    assert {name: stats[f"hints_{name}"] for name in HintStatus if f"hints_{name}" in stats} == {
+        "accepted": 1,
+        "clipped": 1,
+        "rejected": 1,
+        "missing": 1,
+    }
+
+
+def test_a_hint_without_a_request_acts_on_what_is_there(llm: SettledLLM) -> None:
+    assert [outcome.status for outcome in llm.hint(Hint.pin(ttl_s=60), prompt=PROMPT)] == [HintStatus.MISSING]
+    llm.generate(PROMPT, ONE)
+    (outcome,) = llm.hint(Hint.pin(ttl_s=60, lease="mine"), prompt=PROMPT)
+    assert (outcome.status, outcome.num_tokens) == (HintStatus.ACCEPTED, 64)
+    assert llm.stats()["num_pinned_chunks"] == 4
+    assert [outcome.status for outcome in llm.hint(Hint.release("mine"))] == [HintStatus.ACCEPTED]
+    assert llm.stats()["num_pinned_chunks"] == 0
+    assert [event.end for event in llm.take_hint_events()] == ["released"]
+    assert [outcome.status for outcome in llm.hint(Hint.retain(), request_id="nobody")] == [HintStatus.MISSING]
+    with pytest.raises(RequestError):
+        llm.hint(Hint.retain(), prompt=[-1])
+
+
+def test_the_envelope_comes_in_kv_transfer_params_too(llm: SettledLLM) -> None:
+    action = {"action_id": "a1", "action_type": "pin", "action_version": "1", "payload": {"ttl_s": 5}}
+    envelope = {"protocol_version": "1", "message_id": "m", "actions": [action]}
+    for key in ("kv_hint", "cargohold_hints"):
+        (out,) = llm.generate(PROMPT, ONE, kv_transfer_params={key: envelope})
+        assert [(outcome.action_id, outcome.status) for outcome in out.hint_outcomes] == [("a1", HintStatus.ACCEPTED)]
+
+
+def test_async_callers_have_the_same(model: str) -> None:
+    async def ask() -> list[Any]:
+        async with AsyncLLM(model, num_device_blocks=12, offload=OffloadConfig(host_bytes="1MiB")) as llm:
+            (out,) = await llm.generate(PROMPT, ONE, hints=Hint.pin(ttl_s=60, lease="a"))
+            return [out.hint_outcomes[0].status, (await llm.hint(Hint.release("a")))[0].status]
+
+    assert asyncio.run(ask()) == [HintStatus.ACCEPTED, HintStatus.ACCEPTED]
+
+
+class _Hostile:
+    """An object whose attributes cannot be read."""
+
+    @property
+    def actions(self) -> None:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        42,
+        "pin",
+        b"\x00",
+        {},
+        {"actions": None},
+        {"protocol_version": "1", "message_id": "m", "actions": 7},
+        {"protocol_version": "2", "message_id": "m", "actions": [{"action_id": "a", "action_type": "pin"}]},
+        [{"action_id": "a", "action_type": "explode", "action_version": "1", "payload": {}}],
+        [{"action_id": "a", "action_type": ["pin"], "action_version": "1", "payload": {}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "9", "payload": {}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"ttl_s": "soon"}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"ttl_s": float("nan")}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"ttl_s": True}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"lease": "x" * 1000}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"colour": "red"}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"tokens": [5]}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"tokens": [5, 2]}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": [1]}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {1: 2}}],
+        [{"action_id": "a", "action_type": "retain", "action_version": "1", "payload": {"priority": 101}}],
+        [{"action_id": 7, "action_type": "release", "action_version": "1", "payload": {"to": "host"}}],
+        [None],
+        _Hostile(),
+    ],
+)
+def test_what_is_no_hint_is_rejected_and_never_raises(given: object) -> None:
+    hints, outcomes = parse_hints(given)
+    assert not hints
+    assert [outcome.status for outcome in outcomes] == [HintStatus.REJECTED]
+    assert outcomes[0].reason
+    assert len(str(outcomes[0])) < 400
+
+
+def test_malformed_hints_do_not_fail_their_request(llm: SettledLLM) -> None:
+    (plain,) = llm.generate(PROMPT, ONE)
+    (out,) = llm.generate(PROMPT, ONE, hints={"actions": [{"action_id": "x", "action_type": "pin", "payload": 3}]})
+    assert out.token_ids == plain.token_ids
+    assert [outcome.status for outcome in out.hint_outcomes] == [HintStatus.REJECTED]
+
+
+def test_one_outcome_for_each_of_too_many_and_for_repeated_names() -> None:
+    action = {"action_type": "retain", "action_version": "1", "payload": {}}
+    hints, outcomes = parse_hints([{**action, "action_id": str(at)} for at in range(MAX_HINTS + 3)])
+    assert (len(hints), len(outcomes)) == (MAX_HINTS, 3)
+    hints, outcomes = parse_hints([{**action, "action_id": "same"}, {**action, "action_id": "same"}])
+    assert (len(hints), [outcome.action_id for outcome in outcomes]) == (1, ["same"])

@@ -1,0 +1,113 @@
+"""Renews the pictures of the page in docs/pictures: serves a real model, lets people come back to it, and takes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, Final
+
+from playwright.sync_api import sync_playwright
+
+PICTURES: Final = Path(__file__).parents[1] / "docs" / "pictures"
+TEXTS: Final = Path(__file__).parents[1] / "src" / "cargohold" / "cli" / "texts"
+VIEWS: Final[dict[str, dict[str, Any]]] = {
+    "page-light": {"color_scheme": "light", "viewport": {"width": 1180, "height": 1000}},
+    "page-dark": {"color_scheme": "dark", "viewport": {"width": 1180, "height": 1000}},
+    "page-phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 1000}},
+}
+SERVER: Final = ("--port", "0", "--num-device-blocks", "160", "--max-model-len", "1500", "--host-bytes", "80MiB")
+
+
+def main() -> None:
+    """Serve, ask, and take the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="what is served")
+    parser.add_argument("--seconds", type=float, default=100, help="how long people ask")
+    parser.add_argument("--to", type=Path, default=PICTURES, help="where the pictures go")
+    arguments = parser.parse_args()
+    arguments.to.mkdir(parents=True, exist_ok=True)
+    with serving(arguments.model) as url:
+        until = time.monotonic() + arguments.seconds
+        people = [threading.Thread(target=ask, args=(url, number, until)) for number in range(3)]
+        for one in people:
+            one.start()
+        for one in people:
+            one.join()
+        take(url, arguments.to)
+
+
+@contextmanager
+def serving(model: str) -> Iterator[str]:
+    """A server with a disk below host memory, each too small for all that is asked; yields where it is."""
+    with tempfile.TemporaryDirectory() as disk:
+        below = ("--disk-dir", disk, "--disk-bytes", "2GiB")
+        command = [sys.executable, "-m", "cargohold", "serve", model, *SERVER, *below]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603  # our own command
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            while (found := re.search(r"at (http://[\d.]+:\d+) ", line)) is None:
+                assert line, "the server has ended"
+                line = process.stderr.readline()
+            yield found[1]
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def ask(url: str, number: int, until: float) -> None:
+    """One of some people, who talks about one text after the other, and comes back to the first."""
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=600)
+    texts = [file.read_text(encoding="utf-8")[:3500] for file in sorted(TEXTS.glob("*.txt"))][number::3] or ["The sea."]
+    turns = 0
+    while time.monotonic() < until:
+        text, visit = texts[turns % len(texts)], turns // len(texts)
+        messages = [
+            {"role": "system", "content": text},
+            {"role": "user", "content": f"Question {visit}: who is it about?"},
+        ]
+        body = {"model": model_of(connection), "messages": messages, "max_tokens": 24, "temperature": 0}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        reply = connection.getresponse()
+        told = reply.read()
+        assert reply.status == 200, told
+        turns += 1
+    connection.close()
+
+
+def model_of(connection: HTTPConnection) -> str:
+    """The name of the model."""
+    connection.request("GET", "/v1/models")
+    name: str = json.load(connection.getresponse())["data"][0]["id"]
+    return name
+
+
+def take(url: str, directory: Path) -> None:
+    """Take all pictures."""
+    browser_path = shutil.which("chromium") or shutil.which("chromium-browser")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for name, view in VIEWS.items():
+            page = browser.new_page(**view)
+            page.goto(url)
+            page.wait_for_selector("#requests li")
+            page.wait_for_timeout(1500)  # until vessels have filled
+            page.locator("summary").nth(1).click()
+            page.screenshot(path=directory / f"{name}.png", full_page=True)
+            page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
