@@ -25,8 +25,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 VLLM_CUDA := 0.33.%
 
 .PHONY: help demo serve docs figures dist test test-long test-browser test-lowest pictures check bench format clean test-vllm demo-vllm \
-	bench-vllm gpu-packages \
-	test-gpu bench-gpu
+	bench-vllm gpu-packages test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
