@@ -26,6 +26,7 @@ from cargohold.cache.policies.runs import Runs
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
+from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.jobs import JobTable, Load, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import BlocksToLoad, BlocksToStore, Loads, blocks_to_load, blocks_to_store
@@ -33,7 +34,7 @@ from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.messages import OffloadingMetadata
 from cargohold.connector.offloading.requests import RequestState, TransferParams
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.shared import Shared, TierEvents
+from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.connector_reports import ConnectorReports
@@ -209,7 +210,7 @@ def forgets_blocks_that_were_stored_lazily(patch: Patch) -> None:
 
 @mutant(workload="tiny-pool")
 def forgets_an_event_when_chunks_are_evicted(patch: Patch) -> None:
-    patch.setattr(TierEvents, "_removed", lambda self, keys: ())
+    patch.setattr(TierEvents, "_take_back", lambda self, medium, keys: None)
 
 
 @mutant(connector="multi", faults="raises", first_seed=28)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from cargohold.blocks import READY, GroupUnits, longest_hit
 from cargohold.cache.manager import OffloadManager
+from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.connector.offloading.requests import Lookup, RequestState
 from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted
@@ -21,6 +23,7 @@ class TierLookup:
         shares_load_ends: whether at least those are found with which another request can continue where the load ends.
         full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
         prefetcher: fetches chunks from lower tiers first; ``None`` if there are no lower tiers.
+        events: KV events of all tiers; ``None`` if nobody listens.
     """
 
     def __init__(
@@ -32,9 +35,11 @@ class TierLookup:
         shares_load_ends: bool,
         full_hits: bool,
         prefetcher: Prefetcher | None = None,
+        events: TierEvents | None = None,
     ) -> None:
         self._manager = manager
         self._prefetcher = prefetcher
+        self._events = events
         self._jobs = jobs
         self._shares_loads = shares_loads
         self._shares_load_ends = shares_load_ends
@@ -69,7 +74,12 @@ class TierLookup:
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
         may_have_more = limit - lookup.num_tokens >= state.chunk_tokens
         if self._prefetcher is not None and wanted is not None and state.waiting is None and may_have_more:
-            state.waiting = self._prefetcher.begin(wanted, state.notes, self._num_announced(state))
+            num_announced, events = self._num_announced(state), self._events
+            if events is None:
+                state.waiting = self._prefetcher.begin(wanted, state.notes, num_announced)
+            else:
+                on_ask = partial(events.note_wanted, state.request, state.keys)
+                state.waiting = self._prefetcher.begin(wanted, state.notes, num_announced, on_ask)
             if state.waiting.must_wait:
                 return None
         return None if lookup.undecided else lookup.num_tokens

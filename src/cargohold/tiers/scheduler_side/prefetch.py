@@ -28,7 +28,7 @@ half for loads: what is not known by then to be there counts as absent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -90,6 +90,10 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = MappingProxyType(
 """The phase after each event. All other events are impossible. Once the request is admitted or ends, its wait is forgotten."""
 
 
+def _tell_nobody() -> None:
+    pass
+
+
 class Notes(Protocol):
     """Takes lines for people: what was decided, and why."""
 
@@ -119,6 +123,7 @@ class Waiting:
         is_limited: whether its time was compared with that of computing.
         num_announced: number of leading tokens that another engine has announced and that have not been given up.
         num_come: number of leading tokens that had come when it was looked at last.
+        on_ask: called before tiers are asked for its chunks, or chunks are fetched.
     """
 
     wanted: Wanted
@@ -137,6 +142,7 @@ class Waiting:
     is_limited: bool = False
     num_announced: int = 0
     num_come: int = 0
+    on_ask: Callable[[], None] = _tell_nobody
 
     def go(self, event: Event) -> None:
         """Go on to the next phase."""
@@ -199,17 +205,23 @@ class Prefetcher:
         host: the manager of host memory.
         lower: the tiers below host memory.
         environment: facts about the engine.
+        pace: how fast the engine computes; measured by its owner.
         only_if_faster: whether to fetch chunks only if that is expected to be faster than computing them.
     """
 
     def __init__(
-        self, host: OffloadManager, lower: LowerTiers, environment: SchedulerEnvironment, *, only_if_faster: bool
+        self,
+        host: OffloadManager,
+        lower: LowerTiers,
+        environment: SchedulerEnvironment,
+        pace: StepPace,
+        *,
+        only_if_faster: bool,
     ) -> None:
         self._host = host
         self._lower = lower
         self._clock = lower.clock
-        self._pace = StepPace(environment.clock, environment.max_step_tokens)
-        self._planner = Planner(host, lower, self._pace if only_if_faster else None)
+        self._planner = Planner(host, lower, pace if only_if_faster else None)
         self._max_num_seqs = environment.max_num_seqs
         # How many requests the engine can admit before the next step, and how many it has asked for.
         self._num_places = environment.max_num_seqs
@@ -228,17 +240,21 @@ class Prefetcher:
         """What the chunks' bytes depend on in the first shared tier; empty until a worker has said it."""
         return self._lower.namespace
 
-    def begin(self, wanted: Wanted, notes: Notes, num_announced: int = 0) -> Waiting:
+    def begin(
+        self, wanted: Wanted, notes: Notes, num_announced: int = 0, on_ask: Callable[[], None] = _tell_nobody
+    ) -> Waiting:
         """Begin to wait for chunks that lower tiers may have. The wait may be over at once.
 
         Args:
             wanted: what is wanted.
             notes: takes lines for whoever waits.
             num_announced: number of leading tokens whose chunks will come if they are not there yet.
+            on_ask: called before tiers are asked for its chunks, or chunks are fetched.
         """
         timeout_s = self._lower.config.restore_timeout_s
         excuse = f"lower tiers took longer than {timeout_s:g} s"
-        waiting = Waiting(wanted, notes, self._clock(), timeout_s, excuse, num_announced=num_announced)
+        now = self._clock()
+        waiting = Waiting(wanted, notes, now, timeout_s, excuse, num_announced=num_announced, on_ask=on_ask)
         for tier in self._lower.tiers:
             if tier.trouble:
                 notes.append(tier.trouble)
@@ -277,7 +293,6 @@ class Prefetcher:
 
         Asks tiers, reserves slots, begins loads. Mutates host memory, lower tiers and the waits.
         """
-        self._pace.begin(step)
         self._lower.clock.begin_step()
         self._current, self._asked, self._num_asked = self._asked, [], 0
         if self._max_num_seqs is not None:
@@ -286,7 +301,6 @@ class Prefetcher:
 
     def end_step(self) -> None:
         """Note that a step has ended, and all jobs that ended in it; count time, and do what answers that have come allow."""
-        self._pace.end()
         self._lower.clock.end_step()
         now = self._clock()
         for waiting in self._current:
@@ -333,6 +347,7 @@ class Prefetcher:
             unknown.clear()
             hit = self._planner.deep_hit(wanted, wanted.limit_tokens, unknown, waiting.skipped)
         if hit.undecided:
+            waiting.on_ask()
             self._ask(waiting, list(dict.fromkeys(unknown)))
             return
         if self._is_to_come(waiting, hit.num_tokens):
@@ -344,6 +359,7 @@ class Prefetcher:
         for note in notes:
             waiting.notes.append(note)
         if plan.chains:
+            waiting.on_ask()
             self._fetch(waiting, plan)
         else:
             waiting.go(Event.NOTHING)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
+from itertools import compress
+from typing import TypeAlias
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
-from cargohold.protocol import Clock, Locality
+from cargohold.protocol import Clock, Locality, Outage, Times
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import HEALTHY, BreakerState, TierHealth
 from cargohold.tiers.port import ACCESS_OF, Access, JobKind
@@ -67,6 +69,14 @@ class TieringConfig:
     restore_timeout_s: float = 5.0
     store_timeout_s: float = 30.0
     record_events: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AllChunksRemoved:
+    """An event: none of a tier's chunks can be found any more."""
+
+
+TierEvent: TypeAlias = ManagerEvent | AllChunksRemoved
 
 
 class Presence:
@@ -141,8 +151,6 @@ ANSWERS_PER_SLOT = 4
 MIN_ANSWERS = 2**16
 """Number of answers remembered even if host memory is small: enough for the longest prompts, at some 200 bytes each."""
 MAX_ANSWERS = 2**18
-MAX_ANNOUNCED = 2**18
-"""Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
 MAX_ANSWER_AGE_S = 10.0
 """Seconds for which an answer of the tier counts: it may evict chunks, and other engines may write to it."""
 REMEASURE_S = 30.0
@@ -185,6 +193,10 @@ class TierState:
         self.health = HEALTHY
         self._healths: dict[int, TierHealth] = {}
         self._is_in_flight = is_in_flight
+        self._clock = clock
+        # Since when it is not healthy, and when what is suspended is tried again.
+        self._ill_since: float | None = None
+        self._retry_at: float | None = None
         num_answers = min(MAX_ANSWERS, max(MIN_ANSWERS, ANSWERS_PER_SLOT * host_capacity))
         self.presence = Presence(num_answers, MAX_ANSWER_AGE_S, clock)
         self.pace = Pace(clock, REMEASURE_S)
@@ -192,10 +204,8 @@ class TierState:
         self.look_up_gain = LookUpGain()
         self.probing: set[OffloadKey] = set()
         self.stats: Counter[str] = Counter()
-        # Chunks announced as present, if events are recorded; those heard of last are last.
-        self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if config.record_events else None
-        self._max_announced = MAX_ANNOUNCED if options.max_chunks is None else min(MAX_ANNOUNCED, options.max_chunks)
-        self._events: list[ManagerEvent] = []
+        self._times = {JobKind.PROBE: Times("look_up"), JobKind.LOAD: Times("fetch"), JobKind.STORE: Times("write")}
+        self._events: list[TierEvent] | None = [] if config.record_events else None
 
     @property
     def name(self) -> str:
@@ -214,6 +224,16 @@ class TierState:
             return f"tier {self.name} is off, because a worker can no longer use it"
         suspended = [access.value for access in _READING if self.health.of(access) is BreakerState.OPEN]
         return f"tier {self.name}: {' and '.join(suspended)} are suspended: {self.health.reason}" if suspended else ""
+
+    def outage(self) -> Outage | None:
+        """Return which ways of access are out of use, those that are being tried again among them; ``None`` if all work."""
+        if self._ill_since is None:
+            return None
+        if self.is_off:
+            reason = "a worker can no longer use it, and logged why"
+            return Outage(self.name, "everything", reason, self._ill_since)
+        accesses = [access.value for access in Access if self.health.of(access) is not BreakerState.CLOSED]
+        return Outage(self.name, " and ".join(accesses), self.health.reason, self._ill_since, self._retry_at)
 
     @property
     def is_readable(self) -> bool:
@@ -241,6 +261,7 @@ class TierState:
         self._healths[worker] = health
         worst = reduce(TierHealth.worse, self._healths.values())
         self.health = HEALTHY if worst == HEALTHY else worst
+        self._note_outage(health)
         if self.is_off and not was_off:
             self.stats["off"] += 1
             logger.error(
@@ -250,7 +271,15 @@ class TierState:
             self.clear()
         elif not self._can_be_relied_on:
             # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
-            self._withdraw()
+            self._note_events(AllChunksRemoved())
+
+    def _note_outage(self, news: TierHealth) -> None:
+        now = self._clock()
+        if self.health == HEALTHY:
+            self._ill_since = self._retry_at = None
+        else:
+            self._ill_since = now if self._ill_since is None else self._ill_since
+            self._retry_at = now + news.retry_s if news.retry_s else self._retry_at
 
     def _admits(self, access: Access) -> bool:
         """Whether a job may be handed out that shows whether this access works: one at a time while it is half-open."""
@@ -319,44 +348,38 @@ class TierState:
         self.presence.note(keys, are_there)
         self.announce(keys, are_there)
 
-    def take_events(self) -> list[ManagerEvent]:
-        """Return the events since the last call, in order: chunks that the tier was found to have, or not to have any more."""
-        events, self._events = self._events, []
+    def take_events(self) -> list[TierEvent]:
+        """Return the events since the last call, in order: chunks that the tier was found to have, or not to have.
+
+        A chunk may be found, or found absent, several times in a row.
+        """
+        events = self._events or []
+        if events:
+            self._events = []
         return events
+
+    def note_took(self, kind: JobKind, seconds: float) -> None:
+        """Count how long a job took that was carried out, from when it was handed out until all workers had reported it."""
+        if kind in self._times:
+            self._times[kind].note(seconds, self.stats)
 
     def clear(self) -> None:
         """Forget what the tier holds, for a reset or because it is off."""
         self.presence.clear()
-        self._withdraw()
-
-    def _withdraw(self) -> None:
-        """Announce all announced chunks as removed."""
-        if self._announced:
-            self._events.append(ChunksRemoved(tuple(self._announced)))
-            self._announced.clear()
+        self._note_events(AllChunksRemoved())
 
     def announce(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
-        """Announce which chunks the tier was found to have, and which not to have any more."""
-        announced = self._announced
+        """Record which chunks the tier was found to have, and which not to have."""
         # While loads are suspended, chunks may still be written, but nobody could load them. They are announced when found.
-        if announced is None or self.is_off or not self._can_be_relied_on:
+        if self._events is None or self.is_off or not self._can_be_relied_on:
             return
-        stored, removed = [], []
-        for key, is_there in zip(keys, are_there, strict=True):
-            if is_there:
-                if key not in announced:
-                    stored.append(key)
-                    announced[key] = None
-                announced.move_to_end(key)
-            elif key in announced:
-                removed.append(key)
-                del announced[key]
-        # The tier evicts by itself and does not report it, so old announcements are withdrawn.
-        forgotten = [announced.popitem(last=False)[0] for _ in range(len(announced) - self._max_announced)]
-        if stored:
-            self._events.append(ChunksStored(tuple(stored)))
-        if removed or forgotten:
-            self._events.append(ChunksRemoved((*removed, *forgotten)))
+        there = tuple(compress(keys, are_there))
+        absent = tuple(key for key, is_there in zip(keys, are_there, strict=True) if not is_there)
+        self._note_events(ChunksStored(there), ChunksRemoved(absent))
+
+    def _note_events(self, *events: TierEvent) -> None:
+        if self._events is not None:
+            self._events += events
 
 
 def parents_in(keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:

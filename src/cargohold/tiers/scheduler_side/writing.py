@@ -285,6 +285,10 @@ class Writes:
         if is_done and not task.is_cancelled:  # after a reset, names are others
             self.tier.note_presence(task.keys, succeeded)
 
+    def is_busy_with(self, key: OffloadKey) -> bool:
+        """Whether the tier is being asked for a chunk or told of it, or the chunk is being written or waits to be."""
+        return any(key in chunks for chunks in (self.touching, self.tier.probing, self._writing, self.backlog))
+
     # --- upkeep -------------------------------------------------------------------------------------------------------
 
     def _touch(self, ready: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
@@ -296,8 +300,7 @@ class Writes:
         waits for the answers, and requests that wait for others should not stand behind thousands of these.
         """
         presence, options = self.tier.presence, self._options
-        busy = (self.touching, self.tier.probing, self._writing, self.backlog)
-        idle = [key for key in ready if not any(key in chunks for chunks in busy)]
+        idle = [key for key in ready if not self.is_busy_with(key)]
         told = presence.not_heard_of(idle, LOOK_AFTER_S) if options.write_mode is WriteMode.THROUGH else []
         if options.num_asked_at_once is not None:
             told = [] if self.touching else told[: options.num_asked_at_once]
