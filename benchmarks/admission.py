@@ -29,6 +29,7 @@ class Request:
     all_token_ids: Sequence[int]
     kv_transfer_params: Mapping[str, Any] | None = None
     adapter: None = None
+    salt: None = None
     tenant: None = None
 
     def extra_keys(self, start: int, end: int) -> tuple[()]:

@@ -2,7 +2,8 @@
 
 A look-up that one can follow is short. What is counted is the connector's code, from the contract's method down, without the
 engine's view of a request and the simulator's clock. Generator expressions and comprehensions count as calls, because readers
-follow them, too. ``build_connector_meta``, where the effects of look-ups are, is counted beside them.
+follow them, too. ``build_connector_meta`` and ``report_to_scheduler``, where the effects of look-ups are, are counted beside
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 
 import cargohold
 from cargohold.connector.offloading import OffloadingScheduler
-from cargohold.protocol import ConnectorMetadata, RequestView, StepView
+from cargohold.protocol import ConnectorMetadata, KVConnectorSchedulerOutput, RequestView, StepView
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.testing.simulation.tiers import SimulatedTiering
 
@@ -98,6 +99,10 @@ class CountedScheduler(OffloadingScheduler):
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         build = super().build_connector_meta
         return build(step) if self.profile is None else self.profile.count("build_connector_meta", build, step)
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
+        report = super().report_to_scheduler
+        return report() if self.profile is None else self.profile.count("report_to_scheduler", report)
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:

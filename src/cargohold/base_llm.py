@@ -192,6 +192,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         prefix_caching=plan.scheduler.prefix_caching,
         applies_locks=True,
         emits_events=plan.scheduler.emit_events,
+        emits_salted_events=plan.scheduler.emit_salted_events,
         give_up_loads_after_s=plan.scheduler.give_up_loads_after_s,
     )
     with ExitStack() as on_failure:
@@ -200,7 +201,13 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         on_failure.callback(connector.shutdown)
         publisher = None
         if plan.config.kv_events_endpoint is not None:
-            publisher = ZmqEventPublisher(plan.config.kv_events_endpoint, plan.layout.groups)
+            publisher = ZmqEventPublisher(
+                plan.config.kv_events_endpoint,
+                plan.layout.groups,
+                topic=plan.config.kv_events_topic,
+                wire=plan.config.kv_events_wire,
+                replay_endpoint=plan.config.kv_events_replay_endpoint,
+            )
             on_failure.callback(publisher.close)
         scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock)
         limits = EngineLimits(

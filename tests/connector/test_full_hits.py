@@ -30,6 +30,7 @@ class Asked:
     request_id: str = "r"
     kv_transfer_params: Mapping[str, Any] | None = None
     adapter: None = None
+    salt: None = None
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -241,7 +241,7 @@ def test_a_tier_that_is_off_on_a_worker_is_not_used_any_more(world_size: int, ca
         engine.clock.advance(120)
         serve(engine, tiering, f"r{at}", prompt(at, 45))
         assert "tier disk is off" in engine.outputs[f"r{at}"].cache_report.notes[0]
-    assert not asked and not tiering.lower.tiers[0].backlog
+    assert not asked and not tiering.lower.writes[0].backlog
     assert caplog.text.count("tier disk is off") == 1 and "left alone" not in caplog.text
     assert on_storage(engine, BlockRemoved) == announced
     assert engine.connector.get_stats()["disk_off"] == 1

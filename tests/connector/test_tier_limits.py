@@ -67,7 +67,7 @@ class Tiered:
         for job_id, outcome in outcomes.items():
             assert outcome is TransferOutcome.DONE, "it was refused"
             assert report is not None
-            self.lower.note_answers(job_id, *report.answers[job_id])
+            self.lower.note_report({job_id: report.answers[job_id]}, {})
             assert self.lower.end(job_id, outcome)
 
     def finish(self) -> None:

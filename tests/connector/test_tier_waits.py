@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from cargohold.connector.offloading import prefetch
-from cargohold.connector.offloading.waiting import Waiting
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock
 from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.testing.simulation.transfers import HeldTransfers
 from cargohold.tiers import JobKind, TierJob
-from cargohold.tiers.scheduler_side import Chain, Fetch, tier_state
+from cargohold.tiers.scheduler_side import Chain, Fetch, Waiting, prefetch, tier_state
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import fetching_engine, finish, make_engine, measured_engine, restored, serve
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cargohold import ConfigError
@@ -34,3 +36,24 @@ def test_an_address_without_a_port_is_refused() -> None:
 )
 def test_what_can_be_bound_is_not_refused(endpoint: str) -> None:
     assert EngineConfig(model="m", kv_events_endpoint=endpoint).kv_events_endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("kv_events_topic", 5),
+        ("kv_events_wire", "list"),
+        ("kv_events_salted", "no"),
+        ("kv_events_replay_endpoint", "tcp://127.0.0.1"),
+        ("kv_events_replay_endpoint", "inproc://replay"),
+        ("kv_events_replay_endpoint", "tcp://127.0.0.1:5557"),
+    ],
+)
+def test_impossible_options_of_publishing_are_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key):
+        EngineConfig(**{"model": "m", "kv_events_endpoint": "tcp://127.0.0.1:5557", key: value})
+
+
+def test_nothing_is_replayed_that_was_not_published() -> None:
+    with pytest.raises(ConfigError, match="kv_events_replay_endpoint"):
+        EngineConfig(model="m", kv_events_replay_endpoint="tcp://127.0.0.1:5558")

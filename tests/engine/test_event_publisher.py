@@ -11,7 +11,7 @@ import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.blocks import extend_hashes, root_hash
-from cargohold.engine.events import ZmqEventPublisher
+from cargohold.engine.events import ReplayBuffer, ZmqEventPublisher
 from cargohold.protocol import (
     Adapter,
     AllBlocksCleared,
@@ -98,6 +98,121 @@ def test_events_arrive_in_the_format_of_the_field(publisher: ZmqEventPublisher, 
         ],
         3,
     ]
+
+
+# As vLLM declared them when events were lists of values; a router of that time reads no further.
+OldBlockStored = msgspec.defstruct(
+    "BlockStored",
+    [
+        ("block_hashes", list[int]),
+        ("parent_block_hash", int | None),
+        ("token_ids", list[int]),
+        ("block_size", int),
+        ("lora_id", int | None),
+        ("medium", str | None),
+        ("lora_name", str | None, None),
+    ],
+    array_like=True,
+    tag=True,
+)
+OldBlockRemoved = msgspec.defstruct(
+    "BlockRemoved", [("block_hashes", list[int]), ("medium", str | None)], array_like=True, tag=True
+)
+OldAllBlocksCleared = msgspec.defstruct("AllBlocksCleared", [], array_like=True, tag=True)
+OLD_EVENT: Any = OldBlockStored | OldBlockRemoved | OldAllBlocksCleared
+
+
+def test_older_followers_read_events_as_lists_of_values() -> None:
+    with_array = ZmqEventPublisher("tcp://127.0.0.1:*", GROUPS, wire="array", replay_endpoint="tcp://127.0.0.1:*")
+    stored = BlockStored((b"\1" * 32, b"\2" * 32), b"\3" * 32, tuple(range(8)), 4, 0, "CPU", Adapter("french", 7))
+    with_array.publish([stored, BlockRemoved((b"\1" * 32,), 0, "STORAGE", "REMOTE")])
+    ((_, payload),) = missed(with_array.replay_endpoint, 0)
+    with_array.close()
+    events = [msgspec.convert(event, OLD_EVENT) for event in msgspec.msgpack.decode(payload)[1]]
+    assert events == [
+        OldAllBlocksCleared(),
+        OldBlockStored(
+            [0x01 * 0x0101010101010101, 0x0202020202020202], 0x0303030303030303, list(range(8)), 4, 7, "CPU", "french"
+        ),
+        OldBlockRemoved([0x0101010101010101], "STORAGE"),
+    ]
+
+
+def missed(endpoint: str | None, first: int, topic: bytes = b"") -> list[tuple[int, bytes]]:
+    """Ask for the messages since a sequence number as vLLM's followers do; return number and payload of each."""
+    messages: list[tuple[int, bytes]] = []
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.setsockopt(zmq.RCVTIMEO, RECEIVE_TIMEOUT_MS)
+    dealer.connect(endpoint)
+    dealer.send_multipart((b"", first.to_bytes(8, "big")))
+    while True:
+        empty, told, number, payload = dealer.recv_multipart()
+        assert empty == b""
+        if number == (-1).to_bytes(8, "big", signed=True):
+            assert told == payload == b""
+            dealer.close(linger=0)
+            return messages
+        assert told == topic
+        messages.append((int.from_bytes(number, "big"), payload))
+
+
+def test_who_has_missed_messages_gets_them_again() -> None:
+    publisher = ZmqEventPublisher(
+        "tcp://127.0.0.1:*", GROUPS, topic="kv@pod@model", replay_endpoint="tcp://127.0.0.1:*", wall_clock=lambda: 1.0
+    )
+    for at in range(5):
+        publisher.publish([BlockRemoved((bytes([at]) * 32,), 0, "GPU")])
+    again = missed(publisher.replay_endpoint, 3, b"kv@pod@model")
+    assert [number for number, _ in again] == [3, 4]
+    assert msgspec.msgpack.decode(again[1][1])[1][0]["block_hashes"] == [0x0404040404040404]
+    assert [number for number, _ in missed(publisher.replay_endpoint, 0, b"kv@pod@model")] == [0, 1, 2, 3, 4]
+    assert missed(publisher.replay_endpoint, 5) == [], "there is nothing to be had again"
+    publisher.close()
+    publisher.close()
+    again_there = ZmqEventPublisher(publisher.endpoint, GROUPS, replay_endpoint=publisher.replay_endpoint)
+    assert missed(again_there.replay_endpoint, 0) == []
+    again_there.close()
+
+
+def test_nonsense_is_not_answered_and_does_no_harm() -> None:
+    publisher = ZmqEventPublisher("tcp://127.0.0.1:*", GROUPS, replay_endpoint="tcp://127.0.0.1:*")
+    publisher.publish([AllBlocksCleared("GPU")])
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.setsockopt(zmq.RCVTIMEO, RECEIVE_TIMEOUT_MS)
+    dealer.connect(publisher.replay_endpoint)
+    for frames in ((b"",), (b"", b"short"), (b"", bytes(9)), (b"x", bytes(8)), (b"", bytes(8), b"more"), (bytes(8),)):
+        dealer.send_multipart(frames)
+    dealer.send_multipart((b"", bytes(8)))
+    assert [int.from_bytes(dealer.recv_multipart()[2], "big", signed=True) for _ in range(2)] == [0, -1]
+    dealer.close(linger=0)
+    publisher.close()
+
+
+def test_messages_kept_for_others_are_bounded() -> None:
+    buffer = ReplayBuffer(max_messages=3, max_bytes=10)
+    for at in range(5):
+        buffer.add(at, b"12")
+    assert [number for number, _ in buffer.since(0)] == [2, 3, 4]
+    buffer.add(5, b"12345678")
+    assert [number for number, _ in buffer.since(0)] == [4, 5]
+    buffer.add(6, bytes(11))
+    assert buffer.since(0) == [], "it is larger than all that may be kept"
+
+
+def test_the_first_event_is_that_nothing_is_there() -> None:
+    """A follower that was there before an engine's restart would keep what the engine has lost."""
+    publisher = ZmqEventPublisher("tcp://127.0.0.1:*", GROUPS, replay_endpoint="tcp://127.0.0.1:*")
+    for _ in range(2):
+        publisher.publish([BlockRemoved((b"\1" * 32,), 0, "GPU")])
+    events = [msgspec.msgpack.decode(payload)[1] for _, payload in missed(publisher.replay_endpoint, 0)]
+    publisher.close()
+    assert [event["type"] for event in events[0]] == ["AllBlocksCleared", "BlockRemoved"]
+    assert [event["type"] for event in events[1]] == ["BlockRemoved"]
+
+
+def test_a_replay_endpoint_that_cannot_be_bound_is_refused_by_name(publisher: ZmqEventPublisher) -> None:
+    with pytest.raises(ConfigError, match="kv_events_replay_endpoint"):
+        ZmqEventPublisher("tcp://127.0.0.1:*", GROUPS, replay_endpoint=publisher.endpoint)
 
 
 def test_what_hashes_cover_besides_tokens_is_told(publisher: ZmqEventPublisher, subscriber: Any) -> None:
@@ -242,14 +357,15 @@ def test_tokens_and_salt_of_events_give_the_hashes(
     blocks_per_chunk: int, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     offload = OffloadConfig(host_bytes="1MiB", blocks_per_chunk=blocks_per_chunk)
-    llm = make_llm(tiny_model("llama"), block_tokens=4, kv_events=True, offload=offload)
+    options = {"kv_events": True, "kv_events_salted": True}
+    llm = make_llm(tiny_model("llama"), block_tokens=4, offload=offload, **options)
     for salt in (None, "", "mine"):
         llm.generate(list(range(40)), SamplingParams(max_tokens=4), salt=salt)
     stored = [event for event in llm.take_events() if isinstance(event, BlockStored)]
     assert {event.medium for event in stored} == {"GPU", "CPU"}
     starts = set()
     for event in stored:
-        (keys,) = event.extra_keys
+        keys = event.extra_keys[0]
         if event.parent_block_hash is None:
             starts.add((event.medium, keys))
             told = keys[0] if keys else None
@@ -260,8 +376,25 @@ def test_tokens_and_salt_of_events_give_the_hashes(
             parent = event.parent_block_hash
         hashes: list[bytes] = []
         extend_hashes(hashes, event.token_ids, 4, parent)
-        assert event.block_hashes == (hashes[-1],)
+        assert event.block_hashes == tuple(hashes)
     assert starts == {(medium, keys) for medium in ("GPU", "CPU") for keys in ((), ("",), ("mine",))}
+
+
+@pytest.mark.parametrize("with_events", [False, True])
+def test_of_salted_requests_nothing_is_told_unless_that_is_wanted(
+    with_events: bool, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+) -> None:
+    offload = OffloadConfig(host_bytes="1MiB", blocks_per_chunk=2)
+    options = {"kv_events": True, "kv_events_salted": with_events, "num_device_blocks": 30}
+    llm = make_llm(tiny_model("llama"), block_tokens=4, offload=offload, **options)
+    llm.generate(list(range(40)), SamplingParams(max_tokens=4), salt="mine")
+    told = llm.take_events()
+    assert {event.medium for event in told} == ({"GPU", "CPU"} if with_events else set())
+    for at in range(4):  # evicts them from the device
+        llm.generate(list(range(at, at + 60)), SamplingParams(max_tokens=4))
+    hashes = {h for event in told if isinstance(event, BlockStored) for h in event.block_hashes}
+    removed = {h for event in llm.take_events() if isinstance(event, BlockRemoved) for h in event.block_hashes}
+    assert bool(removed & hashes) == with_events
 
 
 @pytest.mark.parametrize("endpoint", ["5557", 5557, "nonsense://x"])

@@ -15,7 +15,6 @@ import pytest
 
 import cargohold.connector.offloading.loads as loads_module
 import cargohold.connector.offloading.messages as messages_module
-import cargohold.connector.offloading.prefetch as prefetch_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
@@ -27,15 +26,15 @@ from cargohold.cache.policies.runs import Runs
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
+from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.jobs import JobTable, Load, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import BlocksToLoad, BlocksToStore, Loads, blocks_to_load, blocks_to_store
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.messages import OffloadingMetadata
-from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import RequestState, TransferParams
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.shared import Shared, TierEvents
+from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.connector_reports import ConnectorReports
@@ -55,9 +54,10 @@ from cargohold.protocol import (
 from cargohold.testing.simulation.campaign import Recipe
 from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access
-from cargohold.tiers.scheduler_side import Fetch
+from cargohold.tiers.scheduler_side import Fetch, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
-from cargohold.tiers.scheduler_side.writing import Dispatch
+from cargohold.tiers.scheduler_side.tasks import TaskTable
+from cargohold.tiers.scheduler_side.writing import Writes
 from tests.simulation.mutation import Mutant, Patch, registrar
 
 MUTANTS: Final[list[Mutant]] = []
@@ -210,7 +210,7 @@ def forgets_blocks_that_were_stored_lazily(patch: Patch) -> None:
 
 @mutant(workload="tiny-pool")
 def forgets_an_event_when_chunks_are_evicted(patch: Patch) -> None:
-    patch.setattr(TierEvents, "_removed", lambda self, keys: ())
+    patch.setattr(TierEvents, "_take_back", lambda self, medium, keys: None)
 
 
 @mutant(connector="multi", faults="raises", first_seed=28)
@@ -499,9 +499,9 @@ def keeps_chunks_whose_fetch_failed(patch: Patch) -> None:
 @mutant(connector="tiered", workload="returning", faults="slow,restart")
 def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
     prepare = TierManager.prepare_load
-    writes = Dispatch.writes
+    take = Writes.take
 
-    def unpinned(self: Dispatch, new_id: Any) -> Any:
+    def unpinned(self: Writes) -> Any:
         with pytest.MonkeyPatch.context() as inner:
 
             def without_hold(manager: TierManager, keys: Any) -> Any:
@@ -510,24 +510,14 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
                 return handle
 
             inner.setattr(TierManager, "prepare_load", without_hold)
-            return list(writes(self, new_id))
+            return list(take(self))
 
-    patch.setattr(Dispatch, "writes", unpinned)
+    patch.setattr(Writes, "take", unpinned)
 
 
 @mutant(connector="tiered", workload="returning")
 def never_lets_go_of_what_it_has_fetched(patch: Patch) -> None:
     patch.setattr(Fetch, "release", lambda self: None)
-
-
-@mutant(connector="tiered", workload="returning", faults="stalls", first_seed=28)
-def divides_by_an_unknown_time_when_a_deadline_passes_within_a_call(patch: Patch) -> None:
-    def divided(num_tokens: int, load_s: float, limit_s: float) -> int:
-        return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
-
-    patch.setattr(prefetch_module, "num_tokens_in_time", divided)
-    # Every use of the time reads the clock anew; what is set is ignored.
-    patch.setattr(Prefetcher, "_now", property(lambda self: self._clock(), lambda self, now: None), raising=False)
 
 
 @mutant(connector="tiered", workload="returning")
@@ -536,7 +526,8 @@ def reserves_slots_while_it_looks_a_request_up(patch: Patch) -> None:
 
     def at_once(self: Prefetcher, *arguments: Any) -> bool:
         answer = must_wait(self, *arguments)
-        self.act()
+        self._current = self._asked
+        self._advance_all()
         return answer
 
     patch.setattr(Prefetcher, "must_wait", at_once)
@@ -546,11 +537,11 @@ def reserves_slots_while_it_looks_a_request_up(patch: Patch) -> None:
 def shortens_the_waits_of_others_while_it_looks_a_request_up(patch: Patch) -> None:
     must_wait = Prefetcher.must_wait
 
-    def selfish(self: Prefetcher, state: RequestState, *arguments: int) -> bool:
-        for _, other in self._live:
-            if other is not state.waiting:
-                other.deadline -= 0.001
-        return must_wait(self, state, *arguments)
+    def selfish(self: Prefetcher, waiting: Waiting | None, *arguments: Any) -> bool:
+        for other in self._asked:
+            if other is not waiting:
+                other.limit_s -= 0.001
+        return must_wait(self, waiting, *arguments)
 
     patch.setattr(Prefetcher, "must_wait", selfish)
 
@@ -570,7 +561,7 @@ def marks_chunks_as_used_before_admission(patch: Patch) -> None:
 
 @mutant(connector="tiered", workload="stops")
 def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
-    patch.setattr(Dispatch, "rename", lambda self: None)
+    patch.setattr(TaskTable, "rename", lambda self: None)
 
 
 # --- patience with tiers below host memory ----------------------------------------------------------------------------
@@ -578,7 +569,12 @@ def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
 
 @mutant(connector="tiered", workload="endurance", faults="hangs")
 def waits_longer_than_computing_takes(patch: Patch) -> None:
-    patch.setattr(Prefetcher, "_limit_wait", lambda *_: True)
+    patch.setattr(Prefetcher, "_limit_by_computing", lambda *_: None)
+
+
+@mutant(connector="tiered", workload="endurance", faults="hangs")
+def never_counts_the_time_of_a_wait(patch: Patch) -> None:
+    patch.setattr(Waiting, "waited_s", property(lambda self: 0.0, lambda self, seconds: None))
 
 
 @mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=28)

@@ -34,6 +34,7 @@ class ChunkKeys:
         self.chunk_tokens = group.block_tokens * blocks_per_chunk
         self.keys: list[OffloadKey] = []
         self._hashes_per_chunk = self.chunk_tokens // hash_block_tokens
+        self._hashes_per_block = group.block_tokens // hash_block_tokens
         self._suffix = offload_key(b"", group.index)
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:
@@ -43,3 +44,8 @@ class ChunkKeys:
         if first < len(block_hashes):
             suffix = self._suffix
             self.keys += [block_hash + suffix for block_hash in block_hashes[first::per_chunk]]
+
+    def inner_hashes(self, block_hashes: Sequence[bytes], at: int) -> tuple[bytes, ...]:
+        """Return the hashes of the engine blocks of chunk number ``at`` but the last, whose hash is in the chunk's key."""
+        start, per_block = at * self._hashes_per_chunk, self._hashes_per_block
+        return tuple(block_hashes[start + per_block - 1 : start + self._hashes_per_chunk - 1 : per_block])

@@ -12,6 +12,7 @@ from enum import Enum
 from cargohold.engine.core.config import LoadFailurePolicy, SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
 from cargohold.engine.core.roster import QueuePolicy
+from cargohold.engine.events import WIRE_MAP, WIRES
 from cargohold.engine.executor.factory import ExecutorConfig, ExecutorKind
 from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.errors import ConfigError
@@ -58,8 +59,13 @@ class EngineConfig:
         load_failure_policy: ``recompute`` or ``fail``: what becomes of a request whose KV could not be loaded.
         load_timeout_s: a connector that does not end a load within this time is turned off.
         kv_events: whether KV events are collected.
+        kv_events_salted: whether that includes events of salted requests' blocks. Their tokens are others' prompts, and routers
+            that do not know of salts take them for everybody's.
         kv_events_endpoint: publish KV events over ZeroMQ, bound to this address, such as ``tcp://127.0.0.1:5557``; needs the
             extra ``events``.
+        kv_events_topic: the topic of messages with KV events, such as ``kv@pod@model`` for llm-d.
+        kv_events_wire: ``map`` or ``array``: an event is written with names, or as its values alone, as older followers read.
+        kv_events_replay_endpoint: another address, at which followers ask for messages that they have missed.
         tensor_parallel_size: workers over which weights and KV heads are split; it must divide the model's heads.
         executor: ``inline`` (one worker, in this process), ``multiprocess`` or ``ray`` (one process or Ray actor per worker).
             By default inline for one worker, and multiprocess for several.
@@ -82,7 +88,11 @@ class EngineConfig:
     load_failure_policy: str = "recompute"
     load_timeout_s: float = 120.0
     kv_events: bool = False
+    kv_events_salted: bool = False
     kv_events_endpoint: str | None = None
+    kv_events_topic: str = ""
+    kv_events_wire: str = WIRE_MAP
+    kv_events_replay_endpoint: str | None = None
     tensor_parallel_size: int = 1
     executor: str | None = None
     ray_address: str | None = None
@@ -110,9 +120,11 @@ class EngineConfig:
         )
         is_time = is_number(self.shutdown_timeout_s) and 0 <= self.shutdown_timeout_s <= MAX_TIMEOUT_S
         self._require("shutdown_timeout_s", is_time, f"a number of seconds from 0 to {MAX_TIMEOUT_S}")
-        for key in ("prefix_caching", "kv_events"):
+        for key in ("prefix_caching", "kv_events", "kv_events_salted"):
             self._require(key, isinstance(getattr(self, key), bool), "True or False")
-        self._check_endpoint()
+        self._check_endpoint("kv_events_endpoint")
+        self._check_endpoint("kv_events_replay_endpoint")
+        self._check_publishing()
         self._check_workers()
 
     @property
@@ -122,10 +134,21 @@ class EngineConfig:
             return ExecutorKind.INLINE if self.tensor_parallel_size == 1 else ExecutorKind.MULTIPROCESS
         return ExecutorKind(self.executor)
 
-    def _check_endpoint(self) -> None:
-        endpoint = self.kv_events_endpoint
+    def _check_publishing(self) -> None:
+        self._require("kv_events_topic", isinstance(self.kv_events_topic, str), "a text such as kv@pod@model")
+        self._require_one_of("kv_events_wire", WIRES)
+        replay = self.kv_events_replay_endpoint
+        is_free = replay is None or (self.kv_events_endpoint is not None and replay != self.kv_events_endpoint)
+        self._require(
+            "kv_events_replay_endpoint", is_free, "None unless kv_events_endpoint is set, and another address"
+        )
+        is_reachable = replay is None or not replay.startswith("inproc:")
+        self._require("kv_events_replay_endpoint", is_reachable, "an address such as tcp://127.0.0.1:5558")
+
+    def _check_endpoint(self, key: str) -> None:
+        endpoint = getattr(self, key)
         is_address = isinstance(endpoint, str) and "://" in endpoint
-        self._require("kv_events_endpoint", endpoint is None or is_address, "an address such as tcp://127.0.0.1:5557")
+        self._require(key, endpoint is None or is_address, "an address such as tcp://127.0.0.1:5557")
         if endpoint is None or not endpoint.startswith("tcp://"):
             return
         # ZeroMQ takes a number modulo 65536, and of a word the digits at its start: it would listen on another port.
@@ -134,7 +157,7 @@ class EngineConfig:
         expected = (
             f"an address that ends in a port from 1 to {_MAX_PORT}, or in * for any free one: tcp://127.0.0.1:5557"
         )
-        self._require("kv_events_endpoint", is_port, expected)
+        self._require(key, is_port, expected)
 
     def _check_workers(self) -> None:
         if self.executor is not None:
@@ -218,6 +241,7 @@ def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
             load_failure_policy=LoadFailurePolicy(config.load_failure_policy),
             load_timeout_s=config.load_timeout_s,
             emit_events=config.kv_events or config.kv_events_endpoint is not None,
+            emit_salted_events=config.kv_events_salted,
         ),
         executor=ExecutorConfig(
             kind=config.executor_kind,

@@ -1,4 +1,4 @@
-"""Publishes KV events over ZeroMQ, in the message format that KV-aware routers in the field already read.
+"""Publishes KV events over ZeroMQ, in the message formats that KV-aware routers in the field already read.
 
 A message has three frames: topic, sequence number (eight bytes, big-endian, from 0), and a msgpack payload::
 
@@ -13,12 +13,22 @@ A message has three frames: topic, sequence number (eight bytes, big-endian, fro
          | {"type": "AllBlocksCleared"}
 
 This is the format of vLLM's KV event publisher (``vllm.distributed.kv_events``), where hashes are the last 64 bits of the
-digests by default.
+digests by default. With ``wire="array"``, an event is the list of these values in the same order, as vLLM sent it until 2026.
+
+The first event of all is an ``AllBlocksCleared``: what a follower heard from this address before was of an engine that is gone.
+
+Replay: a follower that has missed messages asks for them at a second address, with a REQ or DEALER socket; the request is an
+empty frame, which REQ sockets send by themselves, and the first sequence number that it wants, in eight bytes. It gets each
+message that is still kept, as an empty frame and the three frames above, and then an end mark: empty topic and payload, and
+minus one for the number. This, too, is vLLM's protocol.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -27,10 +37,24 @@ import msgspec
 from cargohold.errors import ConfigError
 from cargohold.protocol import AllBlocksCleared, AttentionKind, BlockRemoved, BlockStored, KVCacheGroup, KVEvent
 
+logger = logging.getLogger(__name__)
+
+WIRE_MAP: Final = "map"
+WIRE_ARRAY: Final = "array"
+WIRES: Final = (WIRE_MAP, WIRE_ARRAY)
+"""How an event is written: a map of names and values, or the values alone."""
+
 MAX_QUEUED_MESSAGES = 10_000
 """Messages queued for each follower, one per step. A step that computes thousands of tokens makes tens of kilobytes."""
 _MAX_RECEIVED_BYTES = 4096
 """Largest message accepted. Followers send only topics; without a limit, anybody who connects could fill our memory."""
+MAX_REPLAYED_MESSAGES = 10_000
+MAX_REPLAYED_BYTES = 64 * 1024**2
+"""Most messages kept for followers that have missed some, and most bytes of them."""
+_REPLAY_PATIENCE_MS = 1000
+"""Milliseconds that an answer waits for a follower that does not read it. The others wait meanwhile."""
+_SEQUENCE_BYTES = 8
+_END_OF_REPLAY = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
 _HASH_BYTES = 8
 _LINGER_MS = 200
 _KINDS: Final = {
@@ -42,6 +66,92 @@ _KINDS: Final = {
 """Names of kinds in events. By them, routers know which groups' events tell how much of a prefix is there."""
 
 
+class ReplayBuffer:
+    """The latest messages, for followers that have missed some. Thread-safe.
+
+    Args:
+        max_messages: maximum number of messages kept.
+        max_bytes: maximum number of bytes kept in their payloads.
+    """
+
+    def __init__(self, max_messages: int = MAX_REPLAYED_MESSAGES, max_bytes: int = MAX_REPLAYED_BYTES) -> None:
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._messages: deque[tuple[int, bytes]] = deque()
+        self._num_bytes = 0
+
+    def add(self, sequence: int, payload: bytes) -> None:
+        """Keep a message; drop the oldest ones if there are too many."""
+        with self._lock:
+            self._messages.append((sequence, payload))
+            self._num_bytes += len(payload)
+            while len(self._messages) > self._max_messages or self._num_bytes > self._max_bytes:
+                self._num_bytes -= len(self._messages.popleft()[1])
+
+    def since(self, first: int) -> list[tuple[int, bytes]]:
+        """Return the messages from sequence number ``first`` on, as far as they are kept."""
+        with self._lock:
+            return [(sequence, payload) for sequence, payload in self._messages if sequence >= first]
+
+
+class ReplayServer:
+    """Answers followers that have missed messages, in a thread of its own.
+
+    Args:
+        endpoint: where to bind, such as ``tcp://*:5558`` or ``ipc:///run/kv-replay``.
+        buffer: the messages.
+        topic: first frame of every message.
+
+    Raises:
+        ConfigError: the endpoint cannot be bound.
+    """
+
+    def __init__(self, endpoint: str, buffer: ReplayBuffer, topic: bytes) -> None:
+        zmq = _zmq("kv_events_replay_endpoint", endpoint)
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        # So many messages are kept for one follower, and its answer is cut short rather than wait for one that reads nothing.
+        socket.setsockopt(zmq.SNDHWM, MAX_REPLAYED_MESSAGES + 1)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.SNDTIMEO, _REPLAY_PATIENCE_MS)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            self._context.term()
+            raise ConfigError("kv_events_replay_endpoint", endpoint, f"it cannot be bound: {error}") from error
+        self.endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(
+            target=_serve_replays, args=(zmq, socket, buffer, topic), name="cargohold-kv-replay", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the socket; the address is free then. May be called twice."""
+        self._context.term()  # ends the wait of the thread, which closes the socket
+        self._thread.join()
+
+
+def _serve_replays(zmq: Any, socket: Any, buffer: ReplayBuffer, topic: bytes) -> None:
+    """Answer requests until the socket's context is terminated."""
+    with socket:
+        while True:
+            try:
+                follower, *request = socket.recv_multipart()
+                if len(request) != 2 or request[0] or len(request[1]) != _SEQUENCE_BYTES:
+                    continue  # nothing that a follower asks; whoever sends it may be anybody
+                for sequence, payload in buffer.since(int.from_bytes(request[1], "big")):
+                    socket.send_multipart((follower, b"", topic, sequence.to_bytes(_SEQUENCE_BYTES, "big"), payload))
+                socket.send_multipart((follower, b"", b"", _END_OF_REPLAY, b""))
+            except zmq.ContextTerminated:
+                return
+            except zmq.ZMQError as error:
+                logger.warning("kv events: an answer to a follower that missed some was cut short: %s", error)
+
+
 class ZmqEventPublisher:
     """A ZeroMQ PUB socket. Sending never blocks: what a slow subscriber has no room for is dropped, and it sees the gap.
 
@@ -49,11 +159,13 @@ class ZmqEventPublisher:
         endpoint: where to bind, such as ``tcp://*:5557`` or ``ipc:///run/kv-events``.
         groups: the KV-cache groups that events are of.
         topic: first frame of every message.
+        wire: ``map`` or ``array``: how an event is written.
+        replay_endpoint: where followers ask for messages that they have missed; ``None`` if they cannot.
         data_parallel_rank: which engine replica this is.
         wall_clock: seconds since the epoch.
 
     Raises:
-        ConfigError: the packages are missing, or the endpoint cannot be bound.
+        ConfigError: the packages are missing, or an endpoint cannot be bound.
     """
 
     def __init__(
@@ -62,53 +174,77 @@ class ZmqEventPublisher:
         groups: Sequence[KVCacheGroup],
         *,
         topic: str = "",
+        wire: str = WIRE_MAP,
+        replay_endpoint: str | None = None,
         data_parallel_rank: int = 0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        try:
-            import zmq  # noqa: PLC0415  # an optional extra
-        except ImportError as error:
-            raise ConfigError(
-                "kv_events_endpoint", endpoint, "install what it needs: pip install 'cargohold[events]'"
-            ) from error
+        zmq = _zmq("kv_events_endpoint", endpoint)
         self._encode = msgspec.msgpack.Encoder().encode
         self._topic = topic.encode()
+        self._as_array = wire == WIRE_ARRAY
         self._rank = data_parallel_rank
         self._groups = groups
         self._wall_clock = wall_clock
         self._sequence = 0
         # Followers within this process have to share its context. For others the publisher has its own, whose end waits until
         # the address is free.
-        self._own_context = None if endpoint.startswith("inproc:") else zmq.Context[zmq.Socket[bytes]]()
-        self._socket: zmq.Socket[bytes] = (self._own_context or zmq.Context.instance()).socket(zmq.PUB)
+        self._own_context = None if endpoint.startswith("inproc:") else zmq.Context()
+        self._socket = (self._own_context or zmq.Context.instance()).socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)  # also for a socket that nobody closes
+        self._buffer: ReplayBuffer | None = None
+        self._replays: ReplayServer | None = None
         try:
             self._socket.bind(endpoint)
+            if replay_endpoint is not None:
+                self._buffer = ReplayBuffer()
+                self._replays = ReplayServer(replay_endpoint, self._buffer, self._topic)
         except zmq.ZMQError as error:
             self._close(linger_ms=0)
             raise ConfigError("kv_events_endpoint", endpoint, f"it cannot be bound: {error}") from error
+        except ConfigError:
+            self._close(linger_ms=0)
+            raise
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay_endpoint = None if self._replays is None else self._replays.endpoint
         self._dont_wait = zmq.DONTWAIT
 
     def publish(self, events: Iterable[KVEvent]) -> None:
         """Send events as one message; send nothing if there are none."""
         messages = [_as_message(event, self._groups) for event in events]
-        if messages:
-            payload = self._encode([self._wall_clock(), messages, self._rank])
-            frames = (self._topic, self._sequence.to_bytes(8, "big"), payload)
-            self._socket.send_multipart(frames, flags=self._dont_wait)
-            self._sequence += 1
+        if not messages:
+            return
+        if not self._sequence:
+            messages.insert(0, {"type": "AllBlocksCleared"})
+        told = [list(message.values()) for message in messages] if self._as_array else messages
+        payload = self._encode([self._wall_clock(), told, self._rank])
+        frames = (self._topic, self._sequence.to_bytes(_SEQUENCE_BYTES, "big"), payload)
+        if self._buffer is not None:
+            self._buffer.add(self._sequence, payload)
+        self._socket.send_multipart(frames, flags=self._dont_wait)
+        self._sequence += 1
 
     def close(self) -> None:
-        """Close the socket after giving queued messages a moment to go out; the address is free then. May be called twice."""
+        """Close the sockets after queued messages had a moment to go out; the addresses are free then. May be called twice."""
         self._close(linger_ms=_LINGER_MS)
 
     def _close(self, linger_ms: int) -> None:
+        if self._replays is not None:
+            self._replays.close()
         self._socket.close(linger=linger_ms)
         if self._own_context is not None:
             self._own_context.term()
+
+
+def _zmq(key: str, value: object) -> Any:
+    """Return the module ``zmq``. Raises ``ConfigError`` if it is not installed."""
+    try:
+        import zmq  # noqa: PLC0415  # an optional extra
+    except ImportError as error:
+        raise ConfigError(key, value, "install what it needs: pip install 'cargohold[events]'") from error
+    return zmq
 
 
 def _as_message(event: KVEvent, groups: Sequence[KVCacheGroup]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class SchedulerEnvironment:
             ``shares_loads``, waiting for another request's load is pointless even with ``prefix_caching``.
         applies_locks: whether the engine applies the answers of ``report_to_scheduler``.
         emits_events: whether anyone listens to KV events.
+        emits_salted_events: whether that includes events of salted requests' blocks.
         full_hits: whether a hit may cover all tokens of a request. The engine then computes the last token again, for its
             logits, without writing that token's KV a second time. ``False`` for an engine that would write it: a recurrent
             state would take the token in twice, so a hit must end before the last token.
@@ -55,6 +56,7 @@ class SchedulerEnvironment:
     shares_load_ends: bool = True
     applies_locks: bool = True
     emits_events: bool = False
+    emits_salted_events: bool = False
     full_hits: bool = True
     keeps_partial_loads: bool = True
     give_up_loads_after_s: float | None = None

@@ -83,6 +83,11 @@ class RequestView(Protocol):
         """The adapter with which the KV is computed; ``None`` for the model's own weights alone."""
         ...
 
+    @property
+    def salt(self) -> str | None:
+        """What the client keeps its KV apart with: only requests with the same salt share it. ``None`` if there is none."""
+        ...
+
     def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
         """Return what the hash of ``[start, end)`` covers besides the tokens, so that followers of events can compute it.
 

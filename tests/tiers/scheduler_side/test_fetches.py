@@ -21,8 +21,8 @@ def test_a_fetch_is_not_ready_before_all_workers_are_done() -> None:
     assert isinstance(fetch, Fetch)
     (load,) = world.step()
     assert list(world.lower.lookup(KEYS[:4])) == [NOT_YET] * 4
-    world.lower.note_answers(load.job_id, bytes([1, 1, 0, 1]), 2)
-    world.lower.note_answers(load.job_id, bytes([1, 1, 1, 1]), 1)
+    world.lower.note_report({load.job_id: (bytes([1, 1, 0, 1]), 2)}, {})
+    world.lower.note_report({load.job_id: (bytes([1, 1, 1, 1]), 1)}, {})
     assert world.manager.num_ready == 0
     assert world.lower.end(load.job_id, TransferOutcome.DONE)
     assert list(world.manager.lookup(KEYS[:4])) == [READY, READY, ABSENT, READY]
@@ -196,7 +196,7 @@ def test_slots_of_a_job_stay_reserved_until_it_is_reported() -> None:
     fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
     assert fetch is not None
     (load,) = world.step()
-    world.lower.note_answers(load.job_id, bytes([1, 1]), 1)
+    world.lower.note_report({load.job_id: (bytes([1, 1]), 1)}, {})
     for _ in range(9):
         world.clock.advance(9.0)
         world.step()

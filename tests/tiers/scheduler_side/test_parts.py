@@ -9,17 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.testing.simulation import VirtualClock
-from cargohold.tiers.scheduler_side.known import (
-    DAY_S,
-    MAX_LOOKS,
-    PAUSE_S,
-    Allowance,
-    Backlog,
-    Batch,
-    Pace,
-    Presence,
-    SteppedClock,
-)
+from cargohold.tiers.scheduler_side.pace import PAUSE_S, Pace, SteppedClock
+from cargohold.tiers.scheduler_side.tier_state import Presence
+from cargohold.tiers.scheduler_side.writing import DAY_S, MAX_LOOKS, Allowance, Backlog
 
 KEYS = [bytes([at]) * 36 for at in range(20)]
 
@@ -39,9 +31,9 @@ class TestBacklog:
         backlog = Backlog(20)
         backlog.add(KEYS[:3], dict(zip(KEYS, (None, *KEYS), strict=False)))
         add(backlog, (KEYS[9], KEYS[8]))
-        assert backlog.take(2, everything) == Batch((KEYS[0], KEYS[1]), (None, KEYS[0]))
-        assert backlog.take(9, everything) == Batch((KEYS[2], KEYS[9]), (KEYS[1], KEYS[8]))
-        assert backlog.take(9, everything) is None
+        assert list(backlog.take(2, everything).items()) == [(KEYS[0], None), (KEYS[1], KEYS[0])]
+        assert list(backlog.take(9, everything).items()) == [(KEYS[2], KEYS[1]), (KEYS[9], KEYS[8])]
+        assert backlog.take(9, everything) == {}
 
     def test_what_has_left_host_memory_is_passed_over(self) -> None:
         backlog = Backlog(20)
@@ -50,8 +42,8 @@ class TestBacklog:
         def there(keys: Sequence[bytes]) -> Sequence[bytes]:
             return [key for key in keys if key not in {KEYS[0], KEYS[3]}]
 
-        assert backlog.take(2, there) == Batch((KEYS[1], KEYS[2]), (KEYS[0], KEYS[1]))
-        assert backlog.take(9, there) == Batch((KEYS[4],), (KEYS[3],))
+        assert list(backlog.take(2, there).items()) == [(KEYS[1], KEYS[0]), (KEYS[2], KEYS[1])]
+        assert backlog.take(9, there) == {KEYS[4]: KEYS[3]}
         assert len(backlog) == 0
 
     def test_the_oldest_are_given_up_when_there_are_too_many(self) -> None:
@@ -59,8 +51,8 @@ class TestBacklog:
         add(backlog, *((key, None) for key in KEYS[:3]))
         backlog.add(KEYS[3:5], dict.fromkeys(KEYS))
         assert [backlog.take(1, everything) for _ in range(4)] == [
-            *(Batch((key,), (None,)) for key in KEYS[2:5]),
-            None,
+            *({key: None} for key in KEYS[2:5]),
+            {},
         ]
 
     def test_what_was_used_is_written_last_and_the_end_of_a_prefix_before_its_start(self) -> None:
@@ -68,7 +60,7 @@ class TestBacklog:
         backlog.add(KEYS[:4], dict.fromkeys(KEYS))
         backlog.postpone([*KEYS[:2], KEYS[9]])  # the last is nothing that waits
         taken = [backlog.take(1, everything) for _ in range(4)]
-        assert [batch.keys[0] for batch in taken if batch] == [KEYS[2], KEYS[3], KEYS[1], KEYS[0]]
+        assert [key for batch in taken for key in batch] == [KEYS[2], KEYS[3], KEYS[1], KEYS[0]]
 
     def test_passing_over_many_takes_no_longer_for_each(self) -> None:
         """Found by measuring: 50,000 chunks that had gone while a disk was suspended cost the scheduler a second."""
@@ -83,7 +75,7 @@ class TestBacklog:
 
         num_looks = []
         while len(backlog):
-            assert backlog.take(9, nothing) is None
+            assert backlog.take(9, nothing) == {}
             num_looks.append(len(looked_at))
             looked_at.clear()
         assert max(num_looks) <= MAX_LOOKS and sum(num_looks) == 200_000

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from cargohold.cache import ChunksStored
 from cargohold.protocol import TransferOutcome
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import JobKind
@@ -103,34 +100,3 @@ def test_chunks_written_while_loads_are_suspended_are_announced_when_they_can_be
     (touch,) = world.step()
     world.end(touch, [True, True])
     assert follow(world, {KEYS[0]}) == {KEYS[0], KEYS[4], KEYS[5]}, "they were found"
-
-
-@pytest.mark.parametrize("max_chunks", [None, 5])
-def test_no_more_chunks_are_announced_than_can_be_remembered(
-    monkeypatch: pytest.MonkeyPatch, max_chunks: int | None
-) -> None:
-    """Found by reading: a disk evicts by itself, and all that was ever written to it was remembered for ever.
-
-    And in a long run: of a disk for a dozen chunks, thousands were announced at the same time.
-    """
-    if max_chunks is None:
-        monkeypatch.setattr("cargohold.tiers.scheduler_side.tier_state.MAX_ANNOUNCED", 5)
-    world = World(max_chunks=max_chunks)
-    (tier,) = world.lower.tiers
-    index: set[bytes] = set()
-
-    def follow() -> None:
-        for event in tier.take_events():
-            (index.update if isinstance(event, ChunksStored) else index.difference_update)(event.keys)
-
-    for first in range(0, 12, 3):
-        tier.note_presence(KEYS[first : first + 3], [True] * 3)
-        follow()
-        assert len(index) <= 5 and index >= set(KEYS[first : first + 3])
-    tier.note_presence(KEYS[7:8], [True])  # heard of again, so it is not the next to be given up
-    tier.note_presence(KEYS[:3], [True] * 3)
-    follow()
-    assert index == {KEYS[0], KEYS[1], KEYS[2], KEYS[7], KEYS[11]}
-    tier.note_presence(KEYS, [True] * len(KEYS))
-    follow()
-    assert index == set(KEYS[-5:]), "also if a single answer is longer"

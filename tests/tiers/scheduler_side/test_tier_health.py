@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.protocol import TransferOutcome
+from cargohold.protocol import Outage, TransferOutcome
 from cargohold.tiers import BreakerState, JobKind, TierHealth
 from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, fetches
 from tests.tiers.scheduler_side.world import KEYS, World, breaker_state, fail_load, fail_loads, follow, key_of, written
@@ -116,13 +116,13 @@ def test_a_tier_that_is_off_on_a_worker_gets_no_job(caplog: pytest.LogCaptureFix
     known = follow(world, set())
     assert known == set(KEYS[:2])
     for worker in range(2):
-        world.lower.note_health(worker, 0, TierHealth(is_off=True))
+        world.lower.note_report({}, {(worker, 0): TierHealth(is_off=True)})
     assert follow(world, known) == set(), "nobody can load anything from it"
     assert list(world.lower.lookup([KEYS[0], KEYS[11], key_of(1, 0)])) == [ABSENT] * 3
     world.lower.probe([key_of(1, 0)])
     world.manager.touch(KEYS[:8])
     world.keep([key_of(1, 0)])
-    assert not world.lower.tiers[0].backlog and world.step() == []
+    assert not world.lower.writes[0].backlog and world.step() == []
     for job in jobs:
         world.end(job, [True] * len(job.keys), TransferOutcome.DONE if job is jobs[-1] else TransferOutcome.FAILED)
     assert follow(world, set()) == set(), "what it wrote last is of no use"
@@ -139,7 +139,7 @@ def test_a_tier_is_used_as_far_as_the_breakers_of_all_workers_allow(access: str,
     (tier,) = world.lower.tiers
     for worker, suspended in ((1, True), (0, False), (1, False)):
         news = TierHealth(**{access: state}, reason="gone") if suspended else TierHealth()  # type: ignore[arg-type]  # by name
-        world.lower.note_health(worker, 0, news)
+        world.lower.note_report({}, {(worker, 0): news})
         is_suspended = (worker, suspended) != (1, False)
         assert tier.health == (TierHealth(**{access: state}, reason="gone") if is_suspended else TierHealth())  # type: ignore[arg-type]  # by name
         is_open = is_suspended and state is BreakerState.OPEN
@@ -278,3 +278,24 @@ def test_a_tier_with_an_index_is_tried_by_loads() -> None:
         assert breaker_state(world) is BreakerState.HALF_OPEN
         fail_load(world, key)
         cooldown *= 2
+
+
+def test_an_outage_says_what_why_since_when_and_when_it_is_tried_again() -> None:
+    world = World(num_workers=2)
+    (tier,) = world.lower.tiers
+    assert world.lower.outages() == []
+    world.clock.advance(3)
+    tier.note_health(0, TierHealth(load=BreakerState.OPEN, reason="gone", retry_s=1.0))
+    assert world.lower.outages() == [Outage(tier.name, "loads", "gone", since=3.0, retry_at=4.0)]
+    world.clock.advance(1)
+    tier.note_health(1, TierHealth(write=BreakerState.OPEN, reason="full", retry_s=2.0))
+    tier.note_health(0, TierHealth(load=BreakerState.HALF_OPEN, reason="gone"))
+    (outage,) = world.lower.outages()
+    assert (outage.what, outage.reason, outage.since, outage.retry_at) == ("loads and writes", "full", 3.0, 6.0)
+    tier.note_health(0, TierHealth())
+    assert [outage.what for outage in world.lower.outages()] == ["writes"]
+    tier.note_health(1, TierHealth())
+    assert world.lower.outages() == []
+    tier.note_health(1, TierHealth(is_off=True))
+    (outage,) = world.lower.outages()
+    assert (outage.what, outage.since, outage.retry_at) == ("everything", 4.0, None)

@@ -80,7 +80,7 @@ def test_answers_of_too_few_workers_are_ignored() -> None:
     world = World(num_workers=2)
     world.lower.probe(KEYS[:2])
     (probe,) = world.step()
-    world.lower.note_answers(probe.job_id, bytes([1, 1]), 1)
+    world.lower.note_report({probe.job_id: (bytes([1, 1]), 1)}, {})
     world.lower.end(probe.job_id, TransferOutcome.DONE)
     assert world.lower.lookup([KEYS[0]])[0] == ABSENT
 
@@ -89,7 +89,7 @@ def test_answers_of_a_job_that_is_not_in_flight_are_ignored() -> None:
     world = World()
     world.learn(KEYS[:1])
     known = world.lower.lookup(KEYS[:2])
-    world.lower.note_answers(10**9, b"\1", 1)
+    world.lower.note_report({10**9: (b"\1", 1)}, {})
     assert not world.lower.end(10**9, TransferOutcome.DONE)
     assert world.lower.lookup(KEYS[:2]) == known
 
@@ -109,7 +109,7 @@ def test_a_chunk_is_present_when_all_workers_say_so() -> None:
     world.lower.probe(KEYS[:4])
     (probe,) = world.step()
     for answers, num_workers in ((b"\1\1\0\1", 1), (b"\1\0\1\1", 2)):
-        world.lower.note_answers(probe.job_id, answers, num_workers)
+        world.lower.note_report({probe.job_id: (answers, num_workers)}, {})
     assert world.lower.end(probe.job_id, TransferOutcome.DONE)
     assert list(world.lower.lookup(KEYS[:4])) == [READY, ABSENT, ABSENT, READY]
 
@@ -130,7 +130,7 @@ def test_a_touch_reaches_host_memory_and_changes_of_either_level_are_seen() -> N
 def test_jobs_that_wait_for_a_tier_that_is_off_are_refused() -> None:
     world = World()
     probes = world.lower.probe(KEYS[:2])
-    world.lower.note_health(0, 0, TierHealth(is_off=True))
+    world.lower.note_report({}, {(0, 0): TierHealth(is_off=True)})
     assert world.step() == [] and all(probe.has_ended for probe in probes)
     assert list(world.lower.lookup(KEYS[:2])) == [ABSENT, ABSENT]
 

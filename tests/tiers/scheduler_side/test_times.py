@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import isfinite
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.connector.offloading.prefetch_plan import StepPace
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep
 from cargohold.protocol import Patience
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.tiers.scheduler_side import Pace, TieringConfig, TierOptions
-from cargohold.tiers.scheduler_side.known import Allowance
+from cargohold.tiers.scheduler_side.pace import StepPace
 from cargohold.tiers.scheduler_side.tier_state import TierState
+from cargohold.tiers.scheduler_side.writing import Allowance
 
 SECONDS = st.one_of(st.sampled_from([0.0, 5e-324, 1e-9, 1e9]), st.floats(0, 1e9))
 """Durations."""
@@ -76,7 +77,7 @@ def test_the_time_that_computing_takes_is_finite_and_never_negative(
         share = ScheduledTokens("r", (0,) * num_scheduled, 0, 0, ((),), None)
         pace.begin(SchedulerStep(scheduled=(share,) if num_scheduled else ()))
         clock.advance(seconds)
-        pace.end()
+        pace.end(Counter())
         clock.advance(pause_s)
     predicted = pace.predict(num_tokens)
     assert predicted is None or (isfinite(predicted) and predicted >= 0)

@@ -6,10 +6,8 @@ import pytest
 
 from cargohold.blocks import READY
 from cargohold.cache import StoreOffer
-from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import JobKind
-from cargohold.tiers.scheduler_side import Admission, TieringConfig, TierOptions, WriteMode
-from cargohold.tiers.scheduler_side.tier_state import TierState
+from cargohold.tiers.scheduler_side import Admission, WriteMode
 from tests.tiers.scheduler_side.world import KEYS, World, key_of
 
 
@@ -99,11 +97,11 @@ def test_admission_on_second_use_remembers_the_latest_chunks_that_were_seen_once
 
 
 def test_admission_on_second_use_counts_uses_while_the_tier_has_the_chunk() -> None:
-    tier = TierState(TierOptions(name="tier", admission=Admission.REUSED), 8, VirtualClock(), TieringConfig())
+    world = World(admission=Admission.REUSED)
     for is_there in (True, False):
-        tier.note_presence(KEYS[:1], [is_there])
-        tier.note_new_in_host(KEYS[:1], {KEYS[0]: None})
-        assert len(tier.backlog) == (0 if is_there else 1)
+        world.lower.tiers[0].note_presence(KEYS[:1], [is_there])
+        world.lower.note_new_in_host(KEYS[:1], {KEYS[0]: None})
+        assert len(world.lower.writes[0].backlog) == (0 if is_there else 1)
 
 
 def test_a_failed_write_is_not_repeated_with_every_use() -> None:
@@ -121,14 +119,14 @@ def test_a_used_chunk_is_written_once_with_its_parent() -> None:
     world = World(capacity=16, admission=Admission.REUSED)
     world.keep(KEYS[:4])
     world.manager.touch(KEYS[:6])
-    assert len(world.lower.tiers[0].backlog) == 4, "what host memory has"
+    assert len(world.lower.writes[0].backlog) == 4, "what host memory has"
     (store,) = world.step()
     assert (store.kind, store.keys, store.parents) == (JobKind.STORE, tuple(KEYS[:4]), (None, *KEYS[:3]))
     world.manager.touch(KEYS[:4])
     assert world.step() == [], "it is being written"
     world.end(store, [True] * 4)
     world.manager.touch(KEYS[:4])
-    assert len(world.lower.tiers[0].backlog) == 0
+    assert len(world.lower.writes[0].backlog) == 0
     assert world.step() == []
     stats = world.lower.take_stats()
     assert (stats["tier0_stored_chunks"], stats["tier0_not_stored_chunks"]) == (4, 0)
@@ -138,7 +136,7 @@ def test_a_chunk_that_the_tier_has_is_not_written_again() -> None:
     world = World()
     world.learn(KEYS[:2])
     world.keep(KEYS[:3])
-    assert len(world.lower.tiers[0].backlog) == 1, "nor does it wait for its turn, and keep the engine stepping"
+    assert len(world.lower.writes[0].backlog) == 1, "nor does it wait for its turn, and keep the engine stepping"
     assert [command.keys for command in world.step()] == [(KEYS[2],)]
 
 
@@ -166,7 +164,7 @@ def test_the_engine_has_work_for_a_while_as_long_as_chunks_wait_to_be_written() 
     while world.lower.is_settling:
         for command in world.step():
             world.end(command, [True])
-    assert len(world.lower.tiers[0].backlog) == 0
+    assert len(world.lower.writes[0].backlog) == 0
     world.keep(KEYS[3:5])
     world.step()
     before = world.lower.is_settling
@@ -188,7 +186,7 @@ def test_the_engine_has_work_for_a_bounded_time_however_much_is_to_be_written() 
         world.clock.advance(1.0)
         world.end(store, [True])
         num_steps += 1
-    assert num_steps == 5 and world.lower.tiers[0].backlog
+    assert num_steps == 5 and world.lower.writes[0].backlog
 
 
 def test_the_engine_has_work_for_writes_after_a_long_idle_time() -> None:

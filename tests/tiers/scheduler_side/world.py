@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cargohold.cache import ChunksStored, OffloadManager, make_manager
+from cargohold.cache import ChunksRemoved, ChunksStored, OffloadManager, make_manager
 from cargohold.protocol import TransferOutcome
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import Answer, BreakerConfig, BreakerState, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierJob
@@ -12,6 +12,7 @@ from cargohold.tiers.health import MediumHealth
 from cargohold.tiers.scheduler_side import (
     UNKNOWN,
     Admission,
+    AllChunksRemoved,
     Chain,
     LowerTiers,
     TierCommand,
@@ -109,14 +110,14 @@ class World:
         """Let a worker report the health of the tiers, as it does with every step."""
         for at, medium in enumerate(self.media):
             if not self.lower.tiers[at].is_off and medium.report() != self.lower.tiers[at].health:
-                self.lower.note_health(0, at, medium.report())
+                self.lower.note_report({}, {(0, at): medium.report()})
 
     def end(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome = TransferOutcome.DONE) -> None:
         assert len(answers) == len(command.keys)
         del self.running[command.job_id]
         self._judge(command, answers, outcome)
         self.report()
-        self.lower.note_answers(command.job_id, bytes(answers), self.lower.config.num_workers)
+        self.lower.note_report({command.job_id: (bytes(answers), self.lower.config.num_workers)}, {})
         assert self.lower.end(command.job_id, outcome)
 
     def _judge(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome) -> None:
@@ -149,7 +150,13 @@ KEYS = [key_of(0, at) for at in range(NUM_CHUNKS)]
 def follow(world: World, known: set[bytes]) -> set[bytes]:
     """An index that was built from events, with what became of it since."""
     for event in world.lower.tiers[0].take_events():
-        known = known.union(event.keys) if isinstance(event, ChunksStored) else known.difference(event.keys)
+        match event:
+            case ChunksStored():
+                known = known.union(event.keys)
+            case ChunksRemoved():
+                known = known.difference(event.keys)
+            case AllChunksRemoved():
+                known = set()
     return known
 
 

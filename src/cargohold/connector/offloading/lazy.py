@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -15,6 +15,7 @@ from cargohold.cache.keys import offload_key
 from cargohold.cache.manager import OffloadKey, StoreOffer
 from cargohold.cache.policies.recency import LRUPolicy
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig, OffloadConfig
+from cargohold.connector.offloading.events import Contents, TierEvents, contents_of
 from cargohold.connector.offloading.factory import OffloadingFactory, scheduler_side, tier_options
 from cargohold.connector.offloading.jobs import Store
 from cargohold.connector.offloading.messages import StoreJob
@@ -25,6 +26,7 @@ from cargohold.connector.offloading.stores import EagerStores, end_store, start_
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, ContractError
 from cargohold.protocol import (
+    NULL_BLOCK_ID,
     BlockIds,
     KVCacheBlockView,
     SchedulerContext,
@@ -166,6 +168,41 @@ class FreeQueueScout:
         return block.ref_cnt == 0 and block.block_hash == block_hash
 
 
+class BlockContents:
+    """What device blocks hold, for events: their requests have the tokens, and may have ended when a block is stored."""
+
+    def __init__(self) -> None:
+        # By block id, the block's key and contents when a request last filled it: one entry per device block at most.
+        self._of_block: dict[int, tuple[OffloadKey, Contents]] = {}
+        # By request, the number of its chunks noted so far, per group.
+        self._num_noted: dict[str, list[int]] = {}
+
+    def note(self, step: StepView, requests: Mapping[str, RequestState], events: TierEvents) -> None:
+        """Remember the blocks that this step fills, or that its requests have found on the device."""
+        for share in step.scheduled:
+            state = requests[share.request_id]
+            num_tokens = min(share.num_computed_tokens + share.num_scheduled_tokens, state.request.num_tokens)
+            noted = self._num_noted.setdefault(share.request_id, [0] * len(state.keys))
+            ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
+            if noted == ends or not events.is_published(state.request):
+                continue  # most, while generating
+            state.extend_keys()
+            for group, (keys, table) in enumerate(zip(state.keys, share.block_ids, strict=True)):
+                for at in range(noted[group], min(ends[group], len(keys.keys))):
+                    noted[group] = at + 1
+                    if table[at] != NULL_BLOCK_ID:
+                        self._of_block[table[at]] = keys.keys[at], contents_of(state.request, keys, at)
+
+    def forget(self, request_id: str) -> None:
+        """Forget how many chunks of a request were noted: it has ended, or begins anew."""
+        self._num_noted.pop(request_id, None)
+
+    def of(self, blocks: Iterable[tuple[OffloadKey, KVCacheBlockView]]) -> list[tuple[OffloadKey, Contents]]:
+        """Return the contents of blocks that hold the chunks with these keys, where they are known."""
+        seen = ((key, self._of_block.get(block.block_id)) for key, block in blocks)
+        return [known for key, known in seen if known is not None and known[0] == key]
+
+
 # --- stores of the lazy connector -------------------------------------------------------------------------------------
 
 
@@ -183,13 +220,15 @@ class LazyStores:
         self._requests = requests
         self._lookahead = lookahead
         self._scout: FreeQueueScout | None = None
+        self._seen = BlockContents()
         # Stores what other engines were promised, as it is computed.
         self._promised = EagerStores(shared, requests)
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
     ) -> None:
-        """Do nothing: what the device has and the tier lacks is found when it comes near eviction."""
+        """Store nothing: what the device has and the tier lacks is found when it comes near eviction."""
+        self._seen.forget(state.request.request_id)  # blocks of an earlier admission may be others
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield the stores of chunks that another engine is promised, and that of the blocks that would be evicted next.
@@ -201,6 +240,8 @@ class LazyStores:
         if shares or self._promised.has_pending_work:
             yield from self._promised.plan_for(shares)
         context = self._context()
+        if self._shared.events is not None:
+            self._seen.note(step, self._requests, self._shared.events)
         if self._scout is None:
             self._scout = FreeQueueScout(context, self._is_kept, self._lookahead)
         blocks = self._scout.find_unsafe(self._shared.num_storable_blocks())
@@ -226,6 +267,7 @@ class LazyStores:
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember what another engine was promised; all other blocks are found when they come near eviction."""
+        self._seen.forget(state.request.request_id)
         if state.is_handed_off:
             self._promised.end_request(state, block_ids)
 
@@ -233,6 +275,11 @@ class LazyStores:
     def has_pending_work(self) -> bool:
         """Whether promised chunks are still to be stored. Nothing is evicted while no request runs."""
         return self._promised.has_pending_work
+
+    @property
+    def promised_blocks(self) -> Sequence[int]:
+        """Blocks of ended requests that are held because another engine was promised their KV."""
+        return self._promised.promised_blocks
 
     def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
         """Yield the store of ``unsafe`` blocks, which are in eviction order.
@@ -248,6 +295,8 @@ class LazyStores:
             return
         blocks = [by_key[key] for key in handle.keys]
         context.touch(blocks)
+        if self._shared.events is not None:
+            self._shared.events.note_contents(self._seen.of(zip(handle.keys, blocks, strict=True)))
         block_ids = tuple(block.block_id for block in blocks)
         # No request holds these blocks, so the store has no request ids.
         store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)

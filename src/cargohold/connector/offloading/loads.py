@@ -23,10 +23,10 @@ from typing import NamedTuple
 from cargohold.cache.manager import OffloadKey
 from cargohold.connector.offloading.jobs import Load, Origins
 from cargohold.connector.offloading.messages import LoadJob
-from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, KVCacheGroup, KVConnectorOutput, TransferOutcome
+from cargohold.tiers.scheduler_side import Wanted, sources_per_token
 
 
 class BlocksToStore(NamedTuple):
@@ -136,13 +136,17 @@ def rows_to_store(
 
 
 class Loads:
-    """Plans loads, and handles their ends."""
+    """Plans loads, and handles their ends.
 
-    def __init__(
-        self, shared: Shared, requests: Mapping[str, RequestState], prefetcher: Prefetcher | None = None
-    ) -> None:
+    Args:
+        shared: what the scheduler side shares.
+        requests: the requests, by id.
+        lower_names: names of the tiers below host memory, the fastest first.
+    """
+
+    def __init__(self, shared: Shared, requests: Mapping[str, RequestState], lower_names: Sequence[str] = ()) -> None:
         self._shared = shared
-        self._prefetcher = prefetcher
+        self._tier_names = (shared.tier, *lower_names)
         self._requests = requests
         self._planned: list[LoadJob] = []
         # Blocks that some worker reported as bad, of loads that have not ended on all workers.
@@ -181,10 +185,9 @@ class Loads:
             for keys, (_, part) in zip(state.keys, parts, strict=True)
             for number in part.numbers
         ]
-        if self._prefetcher is not None:
-            origins = self._prefetcher.origins(state, num_computed_tokens, num_hit_tokens, shared.tier)
-        else:
-            origins = Origins((shared.tier,), bytes(num_hit_tokens - num_computed_tokens))
+        wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, num_hit_tokens)
+        sources = {} if state.waiting is None else state.waiting.sources
+        origins = Origins(self._tier_names, sources_per_token(wanted, sources, num_hit_tokens))
         shared.holder.hold(block_ids)
         request_id = state.request.request_id
         load = Load(

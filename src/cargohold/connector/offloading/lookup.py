@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from cargohold.blocks import READY, GroupUnits, longest_hit
 from cargohold.cache.manager import OffloadManager
+from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.jobs import JobTable
-from cargohold.connector.offloading.prefetch import Prefetcher
 from cargohold.connector.offloading.requests import Lookup, RequestState
-from cargohold.connector.offloading.states import HostStates
+from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted
 
 
 class TierLookup:
@@ -22,6 +23,7 @@ class TierLookup:
         shares_load_ends: whether at least those are found with which another request can continue where the load ends.
         full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
         prefetcher: fetches chunks from lower tiers first; ``None`` if there are no lower tiers.
+        events: KV events of all tiers; ``None`` if nobody listens.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class TierLookup:
         shares_load_ends: bool,
         full_hits: bool,
         prefetcher: Prefetcher | None = None,
+        events: TierEvents | None = None,
     ) -> None:
         self._manager = manager
         self._prefetcher = prefetcher
+        self._events = events
         self._jobs = jobs
         self._shares_loads = shares_loads
         self._shares_load_ends = shares_load_ends
@@ -50,9 +54,16 @@ class TierLookup:
         limit = num_tokens if self._full_hits else num_tokens - 1
         if state.params.max_load_tokens is not None:
             limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
-        prefetcher = self._prefetcher
-        if prefetcher is not None and prefetcher.must_wait(state, num_computed_tokens, limit):
-            return None
+        wanted = None
+        if self._prefetcher is not None:
+            wanted = Wanted(state.keys, num_tokens, num_computed_tokens, limit)
+            if state.waiting is not None and state.waiting.has_expired:
+                state.waiting = None
+                state.notes.append(
+                    "the engine had no place for the request for so long that lower tiers were asked anew"
+                )
+            if self._prefetcher.must_wait(state.waiting, wanted):
+                return None
         lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
         # Many requests may wait for one load, while other jobs end in every step.
         if (
@@ -61,9 +72,29 @@ class TierLookup:
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
         ):
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
-        if prefetcher is not None and prefetcher.begins_to_wait(state, num_computed_tokens, limit, lookup.num_tokens):
-            return None
+        may_have_more = limit - lookup.num_tokens >= state.chunk_tokens
+        if self._prefetcher is not None and wanted is not None and state.waiting is None and may_have_more:
+            num_announced, events = self._num_announced(state), self._events
+            if events is None:
+                state.waiting = self._prefetcher.begin(wanted, state.notes, num_announced)
+            else:
+                on_ask = partial(events.note_wanted, state.request, state.keys)
+                state.waiting = self._prefetcher.begin(wanted, state.notes, num_announced, on_ask)
+            if state.waiting.must_wait:
+                return None
         return None if lookup.undecided else lookup.num_tokens
+
+    def _num_announced(self, state: RequestState) -> int:
+        """Return how many leading tokens another engine has announced that this one can use; note it if that is none."""
+        handoff = state.params.handoff
+        if handoff is None or self._prefetcher is None:
+            return 0
+        difference = handoff.difference(self._prefetcher.namespace)
+        if difference:
+            state.notes.append(
+                f"what was announced was computed by an engine that differs in its {difference}, so it cannot be used here"
+            )
+        return 0 if difference else handoff.num_tokens
 
     def why_no_more(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int

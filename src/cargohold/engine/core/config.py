@@ -31,6 +31,7 @@ class SchedulerConfig:
         load_timeout_s: a connector that has not ended a load after this time is turned off. A connector has deadlines of
             its own; this one is for connectors that miss them.
         emit_events: whether KV events are collected.
+        emit_salted_events: whether that includes events of salted requests' blocks.
     """
 
     max_num_seqs: int
@@ -41,6 +42,7 @@ class SchedulerConfig:
     load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
     load_timeout_s: float = 120.0
     emit_events: bool = False
+    emit_salted_events: bool = False
 
     @property
     def give_up_loads_after_s(self) -> float:

@@ -134,14 +134,25 @@ class KVCacheManager:
         layout: the paged KV cache.
         prefix_caching: whether blocks may be found again by their prefix.
         emit_events: whether to collect KV events for ``take_events``.
+        emit_salted_events: whether that includes events of salted requests' blocks.
     """
 
-    def __init__(self, layout: KVCacheLayout, *, prefix_caching: bool = True, emit_events: bool = False) -> None:
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        *,
+        prefix_caching: bool = True,
+        emit_events: bool = False,
+        emit_salted_events: bool = False,
+    ) -> None:
         self.layout = layout
         self.pool = BlockPool(layout.num_blocks, on_removed=self._note_removed if emit_events else None)
         self._null_block = self.pool.null_block
         self._prefix_caching = prefix_caching
         self._emit_events = emit_events
+        self._emit_salted_events = emit_salted_events
+        # Cached blocks of salted requests that are not published, by hash and group.
+        self._unpublished: set[tuple[bytes, int]] = set()
         self._events: list[KVEvent] = []
         self._tables: dict[str, tuple[BlockTable, ...]] = {}
 
@@ -237,7 +248,7 @@ class KVCacheManager:
             hashes = self._hashes(request, table.group)
             new = table.cache_full_blocks(self.pool, hashes, num_tokens)
             if self._emit_events:
-                self._events.extend(self._stored_event(request, table.group, hashes, at) for at in new)
+                self._note_stored(request, table.group, hashes, new)
 
     def free(self, request: Request) -> None:
         """Give back all blocks of the request, last first, so that the ends of prefixes are evicted before their starts."""
@@ -288,6 +299,15 @@ class KVCacheManager:
             blocks.append(block)
         return blocks
 
+    def _note_stored(
+        self, request: Request, group: KVCacheGroup, hashes: Sequence[bytes], blocks: Iterable[int]
+    ) -> None:
+        """Note that a request's blocks with these numbers entered the prefix cache."""
+        if request.salt is None or self._emit_salted_events:
+            self._events.extend(self._stored_event(request, group, hashes, at) for at in blocks)
+        else:
+            self._unpublished.update((hashes[at], group.index) for at in blocks)
+
     def _stored_event(self, request: Request, group: KVCacheGroup, hashes: Sequence[bytes], at: int) -> BlockStored:
         start = at * group.block_tokens
         end = start + group.block_tokens
@@ -303,7 +323,10 @@ class KVCacheManager:
         )
 
     def _note_removed(self, block_hash: bytes, group_id: int) -> None:
-        self._events.append(BlockRemoved((block_hash,), group_id, MEDIUM_DEVICE))
+        if (block_hash, group_id) in self._unpublished:
+            self._unpublished.remove((block_hash, group_id))
+        else:
+            self._events.append(BlockRemoved((block_hash,), group_id, MEDIUM_DEVICE))
 
 
 def max_held_blocks(group: KVCacheGroup, num_tokens: int, max_step_tokens: int) -> int:

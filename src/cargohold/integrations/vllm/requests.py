@@ -56,6 +56,12 @@ class SeenRequest:
         lora = getattr(self.own, "lora_request", None)
         return None if lora is None else Adapter(lora.lora_name, lora.lora_int_id)
 
+    @property
+    def salt(self) -> str | None:
+        """The request's ``cache_salt``."""
+        salt: str | None = self.own.cache_salt
+        return salt
+
     def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
         """What block hashes cover of these tokens besides their ids, in the form of vLLM's own events."""
         keys: tuple[Any, ...] | None = compat.extra_keys(self.own, start, end, 0)[0]

@@ -35,6 +35,8 @@ class AdapterSettings:
             long, is turned off. Connectors have deadlines of their own; this one is for connectors that miss them.
         follow_resets: whether a reset of vLLM's prefix cache drops what is kept below it, too. Programs that change weights in
             place reset that cache.
+        kv_events_salted: whether KV events of this connector's tiers are published for requests with a ``cache_salt``, too;
+            vLLM publishes its own of all requests.
         record: a new file for the block trace of all requests, for ``cargohold replay``: hashes only.
     """
 
@@ -42,6 +44,7 @@ class AdapterSettings:
     load_failure_policy: str = RECOMPUTE
     load_timeout_s: float = 120.0
     follow_resets: bool = True
+    kv_events_salted: bool = False
     record: str | None = None
 
     def __post_init__(self) -> None:
@@ -50,8 +53,9 @@ class AdapterSettings:
                 raise ConfigError(key, getattr(self, key), f"it must be one of {', '.join(choices)}")
         if not is_positive_number(self.load_timeout_s):
             raise ConfigError("load_timeout_s", self.load_timeout_s, "it must be a number of seconds above 0")
-        if not isinstance(self.follow_resets, bool):
-            raise ConfigError("follow_resets", self.follow_resets, "it must be true or false")
+        for key in ("follow_resets", "kv_events_salted"):
+            if not isinstance(getattr(self, key), bool):
+                raise ConfigError(key, getattr(self, key), "it must be true or false")
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,11 @@ class EarlyView:
         return self._request.extra_keys(start, end)
 
     @property
+    def salt(self) -> str | None:
+        """The salt."""
+        return self._request.salt
+
+    @property
     def tenant(self) -> str | None:
         """The request's own."""
         return self._request.tenant

@@ -90,6 +90,7 @@ class SimulatedEngine(Replica):
     """
 
     dedupes_blocks = True
+    has_own_hashes = True
 
     def __init__(
         self,
@@ -116,6 +117,7 @@ class SimulatedEngine(Replica):
             prefix_caching=self.config.prefix_caching,
             applies_locks=applies_locks,
             emits_events=self.config.emit_events,
+            emits_salted_events=self.config.emit_salted_events,
             give_up_loads_after_s=self.config.give_up_loads_after_s,
         )
         self.connector = factory.make_scheduler_side(environment)

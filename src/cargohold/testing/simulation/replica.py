@@ -139,9 +139,11 @@ class Replica(ABC):
         last_step: the step made last, or being made, and its output.
         on_update: called with each update of a request.
         dedupes_blocks: whether the device pool keeps each prefix at most once.
+        has_own_hashes: whether block hashes are those of ``cargohold.blocks``, so that events can be checked.
     """
 
     dedupes_blocks: ClassVar[bool]
+    has_own_hashes: ClassVar[bool]
 
     def __init__(
         self,

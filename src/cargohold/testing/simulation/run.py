@@ -21,7 +21,6 @@ from cargohold.testing.simulation.oracles import (
     CopyOracle,
     EventOracle,
     Expectation,
-    Index,
     LimitOracle,
     LookUpOracle,
     Oracle,
@@ -212,8 +211,6 @@ class Run:
         self._clock: VirtualClock = self._world.clock
         self._expected: dict[str, Expectation] = {}
         self._asks: dict[str, Ask] = {}
-        self._index: Index = {}
-        self._events: EventOracle | None = None
         self._result = RunResult()
         # Versions of the weights: the one in use, and the one that the process started with.
         self._weights = self._first_weights = 0
@@ -402,12 +399,7 @@ class Run:
             *world.oracles(engine),
         ]
         if engine.config.emit_events:
-            # Host memory above other tiers is empty in a new process, but there is no event that says so.
-            before = self._events
-            is_known = before is None or (before.knows_tiers and not scenario.connector.has_lower_tiers)
-            knows_tiers = not scenario.connector.custom and is_known
-            self._events = EventOracle(engine, self._index, knows_tiers=knows_tiers, outlived=before is not None)
-            self._oracles.append(self._events)
+            self._oracles.append(EventOracle(engine, knows_tiers=not scenario.connector.custom))
         self._oracles.append(PoolOracle(engine))
         if scenario.connector.restores_if_faster:
             self._oracles.append(

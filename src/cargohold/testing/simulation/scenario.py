@@ -152,6 +152,7 @@ def _draw_shape(random: Random, load: Workload, actions: tuple[Action, ...]) -> 
         "prefix_caching": options.get("prefix_caching", random.random() < 0.8),
         "load_failure_policy": LoadFailurePolicy.FAIL if random.random() < 0.1 else LoadFailurePolicy.RECOMPUTE,
         "emit_events": options.get("emit_events", random.random() < 0.6),
+        "emit_salted_events": options.get("emit_salted_events", bool(max_step_tokens % 2)),
     }
     drawn = LinkProfile(
         latency_s=random.choice((0.0, 0.005, 0.03, 0.2)),

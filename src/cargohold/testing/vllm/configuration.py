@@ -141,6 +141,7 @@ def _transfer_config(load_failure_policy: str) -> Any:
             "if_unsupported": "refuse",
             "load_failure_policy": load_failure_policy,
             "load_timeout_s": LOAD_TIMEOUT_S,
+            "kv_events_salted": True,
         },
     )
 

@@ -149,13 +149,14 @@ class VllmEngine(Replica):
     """
 
     dedupes_blocks = False
+    has_own_hashes = False
 
     def __init__(self, shape: Shape, *, clock: VirtualClock, copies: Sequence[CopiesInFlight], random: Random) -> None:
         options = shape.scheduler
         layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
         config = SchedulerConfig(
-            **{name: value for name, value in options.items() if name not in (ASYNC, MATCH_UNIT, RETAINED)},
-            load_timeout_s=LOAD_TIMEOUT_S,
+            **{name: value for name, value in options.items() if name not in (ASYNC, MATCH_UNIT, RETAINED)}
+            | {"load_timeout_s": LOAD_TIMEOUT_S, "emit_salted_events": True}  # vLLM publishes all of its own
         )
         super().__init__(layout, config, clock, copies, NO_HASHES)
         self._random = random

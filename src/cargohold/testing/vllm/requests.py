@@ -144,6 +144,8 @@ def from_vllm(event: Any, medium: str) -> KVEvent:
     """
     match event:
         case compat.BlockStored():
+            num_tokens = event.block_size * len(event.block_hashes)
+            assert event.medium == MEDIUM_DEVICE or len(event.token_ids) == num_tokens, "an event without its tokens"
             return BlockStored(
                 block_hashes=tuple(event.block_hashes),
                 parent_block_hash=event.parent_block_hash,

@@ -2,27 +2,36 @@
 
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch
-from cargohold.tiers.scheduler_side.known import Pace
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.manager import TieringManager
+from cargohold.tiers.scheduler_side.pace import Pace, StepPace
+from cargohold.tiers.scheduler_side.plan import HostStates, Wanted, sources_per_token
+from cargohold.tiers.scheduler_side.prefetch import Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.promises import Promises
-from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask
-from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions
-from cargohold.tiers.scheduler_side.writing import random_epoch
+from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask, random_epoch
+from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, AllChunksRemoved, TierEvent, TieringConfig, TierOptions
 
 __all__ = [
     "UNKNOWN",
     "Admission",
+    "AllChunksRemoved",
     "Chain",
     "Fetch",
+    "HostStates",
     "LowerTiers",
     "Pace",
+    "Prefetcher",
     "Promises",
+    "StepPace",
     "TierCommand",
+    "TierEvent",
     "TierOptions",
     "TierTask",
     "TieringConfig",
     "TieringManager",
+    "Waiting",
+    "Wanted",
     "WriteMode",
     "random_epoch",
+    "sources_per_token",
 ]

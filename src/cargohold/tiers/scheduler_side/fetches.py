@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,29 +32,16 @@ class Chain:
     parent: OffloadKey | None
 
 
-@dataclass(slots=True)
-class _Part:
-    """What is fetched from one tier.
-
-    Attributes:
-        num_running: number of jobs that have not ended.
-        num_arrived: number of chunks that have arrived.
-        has_failed: whether a job was not carried out as a whole.
-    """
-
-    num_running: int = 0
-    num_arrived: int = 0
-    has_failed: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Brings chunks into host memory for a request, and pins them there until it is released.
+    """Brings chunks into host memory, and pins them there until it is released.
 
     Attributes:
         started_at: time at which it began.
         expires_at: time at which it is released at the latest.
         on_release: called when it is released.
+        running: by tier, the number of its jobs that have not ended.
+        failed: tiers with a job that was not carried out as a whole.
         sources: index of the tier that each arrived chunk came from.
         pins: pins on its chunks in host memory.
         is_released: whether it was released.
@@ -63,16 +51,17 @@ class Fetch:
     started_at: float
     expires_at: float
     on_release: Callable[[Fetch], None]
+    running: Counter[int] = field(default_factory=Counter)
+    failed: set[int] = field(default_factory=set)
     sources: dict[OffloadKey, int] = field(default_factory=dict)
     pins: list[LoadHandle] = field(default_factory=list)
     is_released: bool = False
     is_given_up: bool = False
-    _parts: dict[int, _Part] = field(default_factory=dict)
 
     @property
     def num_running(self) -> int:
         """Number of its jobs that have not ended."""
-        return sum(part.num_running for part in self._parts.values())
+        return self.running.total()
 
     def num_measured(self, tier: int) -> int | None:
         """Return how many chunks came from a tier since the beginning, if that says how fast it is; else ``None``.
@@ -81,23 +70,11 @@ class Fetch:
         that it lacks a chunk; and even if the request has given up waiting meanwhile, or a tier whose loads always take too
         long would never be known to be slow. The jobs of a request that needs its chunks no more are cut short.
         """
-        part = self._parts[tier]
+        num_arrived = list(self.sources.values()).count(tier)
         is_cut_short = self.is_released and not self.is_given_up
-        if part.num_running or is_cut_short or (part.has_failed and not (self.is_given_up and part.num_arrived)):
+        if self.running[tier] or is_cut_short or (tier in self.failed and not (self.is_given_up and num_arrived)):
             return None
-        return part.num_arrived
-
-    def begin_job(self, tier: int) -> None:
-        """Note that a job begins that brings up chunks from a tier."""
-        self._parts.setdefault(tier, _Part()).num_running += 1
-
-    def end_job(self, tier: int, arrived: Sequence[OffloadKey], *, is_done: bool) -> None:
-        """Note that a job has ended, which chunks arrived, and whether it was carried out as a whole."""
-        part = self._parts[tier]
-        part.num_running -= 1
-        part.num_arrived += len(arrived)
-        part.has_failed |= not is_done
-        self.sources.update(dict.fromkeys(arrived, tier))
+        return num_arrived
 
     def release(self) -> None:
         """Give back the pins and cancel the jobs: the request has its chunks, or needs none. May be called repeatedly."""
@@ -126,10 +103,11 @@ class Fetches:
 
     Args:
         host: the manager of host memory.
-        tiers: the tiers; they learn how long their loads take.
+        tiers: the tiers; they learn what their loads have brought, and how long that took.
         tasks: the table that load jobs are added to.
         clock: time in which the engine steps.
         timeout_s: maximum time that a request waits; afterwards it has the same time to be admitted.
+        on_arrived: told of the tier's index and the chunks that have come from there, each with the one before it.
 
     Attributes:
         arriving: chunks that are being brought up.
@@ -137,13 +115,20 @@ class Fetches:
     """
 
     def __init__(
-        self, host: OffloadManager, tiers: Sequence[TierState], tasks: TaskTable, clock: Clock, timeout_s: float
+        self,
+        host: OffloadManager,
+        tiers: Sequence[TierState],
+        tasks: TaskTable,
+        clock: Clock,
+        timeout_s: float,
+        on_arrived: Callable[[int, Mapping[OffloadKey, OffloadKey | None]], None],
     ) -> None:
         self._host = host
         self._tiers = tiers
         self._tasks = tasks
         self._clock = clock
         self._timeout_s = timeout_s
+        self._on_arrived = on_arrived
         self._live: set[Fetch] = set()
         self.arriving: set[OffloadKey] = set()
         self.num_never_there = 0
@@ -173,28 +158,6 @@ class Fetches:
             return None
         return fetch
 
-    def _end_load(
-        self, handle: StoreHandle, fetch: Fetch, task: TierTask, succeeded: Sequence[bool], is_done: bool
-    ) -> None:
-        """End a load job: chunks that arrived on all workers become ready and are pinned, the others are removed.
-
-        ``is_done`` says whether the job was carried out as a whole, whatever it found.
-        """
-        self.arriving.difference_update(task.keys)
-        good = [key for key, is_good in zip(task.keys, succeeded, strict=True) if is_good]
-        fetch.end_job(task.tier, good, is_done=is_done)
-        self._note_pace(task, fetch)
-        if not good:
-            handle.forfeit()
-            return
-        # A handle commits all its chunks or none, so chunks that did not arrive are ready until the next line. Nobody looks
-        # them up in between.
-        handle.commit()
-        self._host.remove([key for key, is_good in zip(task.keys, succeeded, strict=True) if not is_good])
-        self.num_never_there += len(task.keys) - len(good)
-        if not fetch.is_released:
-            fetch.pins.append(self._host.prepare_load(good))
-
     def release_expired(self) -> None:
         """Release fetches that have expired, so that no request pins chunks for ever."""
         now = self._clock()
@@ -217,23 +180,56 @@ class Fetches:
         Returns:
             ``False`` if there was no slot for a batch of chunks and it is worth trying again later; else ``True``.
         """
-        parent = chain.parent
+        before = dict(zip(chain.keys, (chain.parent, *chain.keys), strict=False))
         for start in range(0, len(chain.keys), BATCH_CHUNKS):
             keys = chain.keys[start : start + BATCH_CHUNKS]
-            handle = self._host.prepare_store(keys, parent)
+            handle = self._host.prepare_store(keys, before[keys[0]])
             if not handle.keys:
                 handle.commit()
                 return not handle.deferred
             self.arriving.update(handle.keys)
-            fetch.begin_job(chain.tier)
-            before = dict(zip(keys, (parent, *keys), strict=False))
+            fetch.running[chain.tier] += 1
             parents = [before[key] for key in handle.keys]
             on_end = partial(self._end_load, handle, fetch)
-            self._tasks.want(TierTask(JobKind.LOAD, chain.tier, handle.keys, parents, handle.slots, fetch, on_end))
+            self._tasks.want(TierTask(JobKind.LOAD, chain.tier, handle.keys, on_end, parents, handle.slots, fetch))
             if len(handle.keys) < len(keys):
                 break
-            parent = keys[-1]
         return True
+
+    def _end_load(
+        self, handle: StoreHandle, fetch: Fetch, task: TierTask, succeeded: Sequence[bool], is_done: bool
+    ) -> None:
+        """End a load job: chunks that arrived on all workers become ready and are pinned, the others are removed.
+
+        ``is_done`` says whether the job was carried out as a whole, whatever it found.
+        """
+        tier = self._tiers[task.tier]
+        self.arriving.difference_update(task.keys)
+        if is_done:
+            tier.note_presence(task.keys, succeeded)
+        elif not task.is_cancelled:
+            tier.presence.forget(task.keys)
+        good = [key for key, is_good in zip(task.keys, succeeded, strict=True) if is_good]
+        bad = [key for key, is_good in zip(task.keys, succeeded, strict=True) if not is_good]
+        tier.stats["loaded_chunks"] += len(good)
+        tier.stats["not_loaded_chunks"] += len(bad)
+        fetch.running[task.tier] -= 1
+        fetch.sources.update(dict.fromkeys(good, task.tier))
+        if not is_done:
+            fetch.failed.add(task.tier)
+        self._note_pace(task, fetch)
+        if not good:
+            handle.forfeit()
+            return
+        # A handle commits all its chunks or none, so chunks that did not arrive are ready until the next line. Nobody looks
+        # them up in between.
+        handle.commit()
+        self._host.remove(bad)
+        self.num_never_there += len(bad)
+        if not fetch.is_released:
+            fetch.pins.append(self._host.prepare_load(good))
+        parents = dict(zip(task.keys, task.parents, strict=True))
+        self._on_arrived(task.tier, {key: parents[key] for key in good})
 
     def _note_pace(self, task: TierTask, fetch: Fetch) -> None:
         """Let a tier learn how long it took to bring up its chunks, if the job that has ended was the last and tells that."""
@@ -244,7 +240,4 @@ class Fetches:
     def _forget(self, fetch: Fetch) -> None:
         self._live.discard(fetch)
         if fetch.num_running:  # seldom: its request mostly waits until all jobs have ended
-            self._tasks.cancel(
-                lambda task: task.owner is fetch,
-                in_flight=not fetch.is_given_up,
-            )
+            self._tasks.cancel(lambda task: task.owner is fetch, in_flight=not fetch.is_given_up)

@@ -21,15 +21,15 @@ from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.protocol import Clock, TransferOutcome
+from cargohold.protocol import Clock, Outage, TransferOutcome
 from cargohold.tiers.health import TierHealth
 from cargohold.tiers.port import JobKind
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
-from cargohold.tiers.scheduler_side.known import SteppedClock
+from cargohold.tiers.scheduler_side.pace import SteppedClock
 from cargohold.tiers.scheduler_side.promises import Promises
-from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTask
+from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
-from cargohold.tiers.scheduler_side.writing import Dispatch, Upkeep, random_epoch
+from cargohold.tiers.scheduler_side.writing import Writes
 
 SETTLE_S = 5.0
 """Seconds that an idle engine steps on so that the chunks stored last are written down. The others wait for later steps."""
@@ -38,7 +38,6 @@ PROGRESS_S = 3.0
 
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
-_NO_NAMESPACE: Mapping[str, str] = MappingProxyType({})
 
 
 class LowerTiers:
@@ -53,7 +52,8 @@ class LowerTiers:
 
     Attributes:
         host: as given.
-        tiers: the state of each tier.
+        tiers: what is known of each tier.
+        writes: what is written to each tier.
         promises: the chunks that other engines were promised.
         namespace: what the chunks' bytes depend on in the first shared tier, as the first worker says; empty until it has.
         config: as given.
@@ -74,17 +74,16 @@ class LowerTiers:
         self.config = config
         self.clock = SteppedClock(clock)
         self.host = host
-        self.namespace: Mapping[str, str] = _NO_NAMESPACE
-        self._tasks = TaskTable(self.clock)
+        self.namespace: Mapping[str, str] = {}
+        self._tasks = TaskTable(self.clock, new_epoch)
         self.tiers = [
             TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
             for at, options in enumerate(tiers)
         ]
         self.max_look_up = min((tier.presence.limit for tier in self.tiers), default=0) // 2
-        self._dispatch = Dispatch(host, self.tiers, self._tasks, config, new_epoch)
-        self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s)
-        self._upkeep = Upkeep(self.tiers, self._tasks)
-        self.promises = Promises(host, self.tiers, self.clock, config.restore_timeout_s)
+        self.writes = [Writes(at, tier, host, self._tasks, clock) for at, tier in enumerate(self.tiers)]
+        self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s, self._note_arrived)
+        self.promises = Promises(host, self.writes, self.clock, config.restore_timeout_s)
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
 
@@ -94,6 +93,11 @@ class LowerTiers:
     def num_never_there(self) -> int:
         """Number of chunks that host memory counts as removed although they had never arrived from a tier."""
         return self._fetches.num_never_there
+
+    @property
+    def max_chunks(self) -> Mapping[str, int]:
+        """The number of chunks that each tier may hold, by its name, for those that have a limit of ours."""
+        return {tier.name: most for tier in self.tiers if (most := tier.options.max_chunks) is not None}
 
     @property
     def is_readable(self) -> bool:
@@ -129,11 +133,17 @@ class LowerTiers:
             return True
         if now >= self._settles_at:
             return False
-        return bool(self._tasks) or any(tier.num_writable and tier.is_writable for tier in self.tiers)
+        return bool(self._tasks) or any(
+            writes.num_writable and tier.is_writable for writes, tier in zip(self.writes, self.tiers, strict=True)
+        )
 
     @property
     def _is_loading(self) -> bool:
         return any(task.kind is JobKind.LOAD for task in self._tasks)
+
+    def is_asked_for(self, key: OffloadKey) -> bool:
+        """Whether a chunk is on its way from or to a tier, or a tier is being asked whether it has it."""
+        return key in self._fetches.arriving or any(writes.is_busy_with(key) for writes in self.writes)
 
     def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, skipped: Container[int] = ()) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
@@ -209,7 +219,7 @@ class LowerTiers:
                 count = tier.num_to_ask(len(asked), before, within_s)
                 tier.probing.update(asked[:count])
                 probes += [
-                    TierTask(JobKind.PROBE, at, part, num_before=before, num_after=len(asked) - count)
+                    TierTask(JobKind.PROBE, at, part, self._end_probe, num_before=before, num_after=len(asked) - count)
                     for part in tier.parts(asked[:count])
                 ]
         for probe in probes:
@@ -234,17 +244,18 @@ class LowerTiers:
 
     def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Learn that host memory has new chunks: they are to be written down."""
-        self._note_new(self.tiers, keys, parents)
+        for writes in self.writes:
+            writes.note_new(keys, parents)
+        self._expect_writes()
         self.promises.note_ready(keys)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """Learn that a request uses these chunks, in prefix order."""
-        states = self.host.lookup(keys)
-        for tier in self.tiers:
-            tier.note_used(keys, states)
-        if any(tier.backlog for tier in self.tiers):
-            self._expect_writes()
-        self._upkeep.note_used([key for key, state in zip(keys, states, strict=True) if state == READY], keys)
+        ready = [key for key, state in zip(keys, self.host.lookup(keys), strict=True) if state == READY]
+        for writes in self.writes:
+            writes.note_used(keys, ready)
+            if writes.backlog:
+                self._expect_writes()
 
     def reset(self) -> None:
         """Forget all chunks, and give chunks other names in the tiers from now on. Only while nothing is being fetched.
@@ -253,10 +264,11 @@ class LowerTiers:
         """
         assert not self.is_fetching, "chunks on their way would be remembered under the wrong name"
         self._tasks.cancel(lambda _: True)
-        for tier in self.tiers:
+        for tier, writes in zip(self.tiers, self.writes, strict=True):
             tier.clear()
+            writes.clear()
         self.promises.note_reset()
-        self._dispatch.rename()
+        self._tasks.rename()
 
     # --- for workers --------------------------------------------------------------------------------------------------
 
@@ -266,21 +278,48 @@ class LowerTiers:
         self.promises.give_up_late()
         if not self._tasks:
             self._progressed_at = self.clock()
-        return (*self._dispatch.requested(new_id, self._turn_away), *self._dispatch.writes(new_id))
+        commands = []
+        full: set[int] = set()
+        for task in self._tasks.take_wanted():
+            tier = self.tiers[task.tier]
+            # The workers of a full tier would refuse the job, which looks like a failure of the medium.
+            if not task.is_cancelled and (task.tier in full or self._is_too_much(task)):
+                full.add(task.tier)
+                self._tasks.want(task)
+            elif not task.is_cancelled and tier.takes(task.kind):
+                commands.append(self._tasks.begin(new_id(), task, self.config.restore_timeout_s))
+            else:
+                task.is_cancelled = True
+                self._conclude(task, is_done=False)
+        for writes in self.writes:
+            commands += (self._tasks.begin(new_id(), task, self.config.store_timeout_s) for task in writes.take())
+        return tuple(commands)
 
     def take_cancelled(self) -> tuple[int, ...]:
         """Return the ids of jobs cancelled since the last call; they are reported like all others, only sooner."""
         return self._tasks.take_cancelled()
 
-    def note_answers(self, job_id: int, succeeded: bytes, num_workers: int) -> None:
-        """Take in what ``num_workers`` workers say of a job's chunks: 1 if all of them were successful, else 0."""
-        task = self._tasks.get(job_id)
-        if task is not None:
-            task.note_answers(succeeded, num_workers)
+    def note_report(
+        self,
+        answers: Mapping[int, tuple[bytes, int]],
+        health: Mapping[tuple[int, int], TierHealth],
+        namespace: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take in what some or all workers say of their jobs' chunks, and of their tiers. ``end`` ends a job.
 
-    def note_health(self, worker: int, at: int, health: TierHealth) -> None:
-        """Learn what a worker says of the health of tier ``at``: a chunk counts only if all workers have it."""
-        self.tiers[at].note_health(worker, health)
+        Args:
+            answers: by job, one byte per chunk, 1 if all workers that are merged here were successful, and their number.
+            health: by the worker's rank and the tier's index, the tier's health where it has changed.
+            namespace: what the chunks' bytes depend on, if a worker says it now.
+        """
+        self.namespace = namespace or self.namespace
+        for job_id, (succeeded, num_workers) in answers.items():
+            if (task := self._tasks.get(job_id)) is not None:
+                task.note_answers(succeeded, num_workers)
+        for (rank, at), of_tier in health.items():
+            self.tiers[at].note_health(rank, of_tier)
+            if self.tiers[at].is_off:
+                self.writes[at].clear()
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
         """End a job that all workers have reported. Returns ``False`` if it is not a job of lower tiers."""
@@ -288,8 +327,12 @@ class LowerTiers:
         if task is None:
             return False
         self._progressed_at = self.clock()
-        self._conclude(task, outcome)
+        self._conclude(task, is_done=outcome is TransferOutcome.DONE)
         return True
+
+    def outages(self) -> list[Outage]:
+        """Return which tiers are out of use, as a whole or in part."""
+        return [outage for tier in self.tiers if (outage := tier.outage()) is not None]
 
     def take_stats(self) -> Counter[str]:
         """Return counters since the last call."""
@@ -305,9 +348,10 @@ class LowerTiers:
         for at, tier in enumerate(self.tiers):
             own = [task for task in tasks if task.tier == at]
             assert tier.probing == {k for t in own if t.kind is JobKind.PROBE for k in t.keys}, "asked by nobody"
-            assert tier.touching == {k for t in own if t.kind is JobKind.TOUCH for k in t.keys}, "touched by nobody"
-            assert tier.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
-            assert len(tier.backlog) <= self.host.capacity, "the backlog is longer than it may be"
+            writes = self.writes[at]
+            assert writes.touching == {k for t in own if t.kind is JobKind.TOUCH for k in t.keys}, "touched by nobody"
+            assert writes.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
+            assert len(writes.backlog) <= self.host.capacity, "the backlog is longer than it may be"
         self._fetches.check()
         num_read = sum(len(task.keys) for task in tasks if task.kind is JobKind.STORE)
         self.promises.check()
@@ -316,78 +360,37 @@ class LowerTiers:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _note_new(
-        self,
-        tiers: Sequence[TierState],
-        keys: Sequence[OffloadKey],
-        parents: Mapping[OffloadKey, OffloadKey | None],
-    ) -> None:
-        for tier in tiers:
-            tier.note_new_in_host(keys, parents)
-        self._expect_writes()
-
     def _expect_writes(self) -> None:
         self._settles_at = self.clock() + SETTLE_S
 
-    def _conclude(self, task: TierTask, outcome: TransferOutcome) -> None:
-        """Draw the consequences of a job's end."""
+    def _is_too_much(self, task: TierTask) -> bool:
+        num_asked = self._tasks.num_asked(task.tier)
+        return num_asked > 0 and num_asked + len(task.keys) > self.tiers[task.tier].options.max_asked_chunks
+
+    def _conclude(self, task: TierTask, *, is_done: bool) -> None:
         task.has_ended = True
-        tier, succeeded = self.tiers[task.tier], task.succeeded(self.config.num_workers)
-        is_done = outcome is TransferOutcome.DONE
-        is_told = is_done and not task.is_cancelled  # after a reset, names are others
-        task.on_end(task, succeeded, is_done)
-        match task.kind:
-            case JobKind.PROBE:
-                tier.probing.difference_update(task.keys)
-                if task.owner is self._upkeep:
-                    self._end_upkeep(task, succeeded, is_told=is_told)
-                elif not task.is_cancelled:
-                    self._end_look_up(task, succeeded, is_done=is_done)
-            case JobKind.TOUCH:
-                tier.touching.difference_update(task.keys)
-                if is_told:
-                    tier.note_touched(task.keys, succeeded)
-            case JobKind.LOAD:
-                self._end_load(task, succeeded, is_done=is_done)
-            case JobKind.STORE:
-                tier.end_writing(task, succeeded)
-                if is_told:
-                    tier.note_presence(task.keys, succeeded)
-                self.promises.note_written(task.keys)
-
-    def _end_look_up(self, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
-        tier = self.tiers[task.tier]
-        task.num_found = sum(succeeded)
-        tier.note_presence(task.keys, succeeded)  # a tier that does not answer counts as not having them
         if is_done:
-            tier.note_look_up(task, self.clock() - task.begun_at)
+            self.tiers[task.tier].note_took(task.kind, self.clock() - task.begun_at)
+        task.on_end(task, task.succeeded(self.config.num_workers), is_done)
+        if task.kind is JobKind.STORE:
+            self.promises.note_written(task.keys)
 
-    def _end_upkeep(self, task: TierTask, succeeded: Sequence[bool], *, is_told: bool) -> None:
-        """Note which chunks in use a tier has; write those again that are gone."""
-        self._upkeep.note_ended(task.tier, is_done=is_told)
-        if is_told:
-            tier = self.tiers[task.tier]
-            tier.note_presence(task.keys, succeeded)
-            tier.look_up_pace.note(len(task.keys), self.clock() - task.begun_at)
-            gone = [key for key, is_there in zip(task.keys, succeeded, strict=True) if not is_there]
-            self._note_new([tier], gone, dict(zip(task.keys, task.parents, strict=True)))
-
-    def _end_load(self, task: TierTask, succeeded: Sequence[bool], *, is_done: bool) -> None:
+    def _end_probe(self, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
+        """Remember the answers of a tier. One that does not answer counts as not having the chunks."""
         tier = self.tiers[task.tier]
-        if is_done:
+        tier.probing.difference_update(task.keys)
+        if not task.is_cancelled:
+            task.num_found = sum(succeeded)
             tier.note_presence(task.keys, succeeded)
-        elif not task.is_cancelled:
-            tier.presence.forget(task.keys)
-        tier.stats["loaded_chunks"] += sum(succeeded)
-        tier.stats["not_loaded_chunks"] += len(succeeded) - sum(succeeded)
-        arrived = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
-        self.promises.note_ready(arrived)
-        # Chunks that came from a slower tier are worth writing to the faster ones.
-        self._note_new(self.tiers[: task.tier], arrived, dict(zip(task.keys, task.parents, strict=True)))
+            if is_done:
+                tier.note_look_up(task, self.clock() - task.begun_at)
 
-    def _turn_away(self, task: TierTask) -> None:
-        task.is_cancelled = True
-        self._conclude(task, TransferOutcome.ABANDONED)
+    def _note_arrived(self, tier: int, parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        """Note that chunks came from a tier: they are worth writing to the faster ones."""
+        self.promises.note_ready(parents)
+        for writes in self.writes[:tier]:
+            writes.note_new(list(parents), parents)
+        self._expect_writes()
 
 
 def _over(upper: bytes, lower: bytes) -> bytes:

@@ -24,7 +24,7 @@ from typing import Final
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager
 from cargohold.protocol import Clock
-from cargohold.tiers.scheduler_side.tier_state import TierState
+from cargohold.tiers.scheduler_side.writing import Writes
 
 _NEVER: Final = float("inf")
 
@@ -49,16 +49,17 @@ class Promises:
 
     Args:
         host: the manager of host memory; promised chunks are pinned there.
-        tiers: the tiers below it. Those that other machines share get promised chunks.
+        writes: what is written to each tier below. Those that other machines share get promised chunks.
         clock: time in which the engine steps.
         hold_s: seconds after which a promise is given up.
     """
 
-    def __init__(self, host: OffloadManager, tiers: Sequence[TierState], clock: Clock, hold_s: float) -> None:
+    def __init__(self, host: OffloadManager, writes: Sequence[Writes], clock: Clock, hold_s: float) -> None:
         self._host = host
-        options = [tier.options for tier in tiers]
+        options = [of.tier.options for of in writes]
         is_shared = [of.locality == "REMOTE" and not of.is_read_only for of in options]
-        self._tiers = list(compress(tiers, is_shared))
+        self._writes = list(compress(writes, is_shared))
+        self._tiers = [of.tier for of in self._writes]
         self._clock = clock
         self._hold_s = hold_s
         self._made: dict[OffloadKey, _Promise] = {}
@@ -128,13 +129,13 @@ class Promises:
         for key in ready:
             promise = self._made[key]
             promise.pin, promise.until = self._host.prepare_load([key]), self.deadline()
-        for tier in self._tiers:
-            tier.promised.add(ready, {key: self._made[key].parent for key in ready})
+        for writes in self._writes:
+            writes.promised.add(ready, {key: self._made[key].parent for key in ready})
 
     def note_written(self, keys: Iterable[OffloadKey]) -> None:
         """Learn that a job that wrote these chunks has ended: promises for which no other tier has to write are over."""
         promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is not None]
-        kept = [key for key in promised if not any(tier.is_to_write(key) for tier in self._tiers)]
+        kept = [key for key in promised if not any(writes.is_to_write(key) for writes in self._writes)]
         self._kept.update(dict.fromkeys(kept))
         while len(self._kept) > self._host.capacity:
             self._kept.popitem(last=False)
@@ -183,9 +184,10 @@ class Promises:
             return bytes([ABSENT]) * len(keys)
         there: set[OffloadKey] = set()
         coming: set[OffloadKey] = set()
-        for tier in self._tiers:
-            there.update(key for key, is_there in zip(keys, tier.presence.last(keys), strict=True) if is_there)
-            coming.update(tier.will_take([key for key in keys if key in self._made]))
+        for writes in self._writes:
+            answers = zip(keys, writes.tier.presence.last(keys), strict=True)
+            there.update(key for key, is_there in answers if is_there)
+            coming.update(writes.will_take([key for key in keys if key in self._made]))
         return bytes(READY if key in there else NOT_YET if key in coming else ABSENT for key in keys)
 
     def check(self) -> None:

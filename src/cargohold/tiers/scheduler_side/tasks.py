@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TypeVar
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
 from cargohold.tiers.port import ACCESS_OF, Access, JobKind
+
+_SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
+
+
+def random_epoch() -> bytes:
+    """Return 16 random bytes: a name that no other engine has and that nobody can predict."""
+    return secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +52,11 @@ class TierTask:
         kind: what to do.
         tier: index of the tier.
         keys: the chunks, in any order.
+        on_end: draws the consequences of its end; called with the task, whether each chunk succeeded on all workers, and
+            whether the job was carried out as a whole.
         parents: the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty where that does not matter.
         slots: for loads and stores, their slots in host memory, parallel to ``keys``.
         owner: whom it is for; the owner may cancel it.
-        on_end: called when it has ended, with whether each chunk succeeded on all workers, and whether the job was carried out
-            as a whole.
         num_before: for a probe, number of chunks that the same look-up has found in the tier before.
         num_after: for a probe, number of chunks that the look-up will ask the tier for if all of these are there.
         num_found: for a probe, number of chunks that are there, once it is answered.
@@ -60,10 +70,10 @@ class TierTask:
     kind: JobKind
     tier: int
     keys: Sequence[OffloadKey]
+    on_end: Callable[[TierTask, Sequence[bool], bool], None]
     parents: Sequence[OffloadKey | None] = ()
     slots: Sequence[int] = ()
     owner: object = None
-    on_end: Callable[[TierTask, Sequence[bool], bool], None] = lambda *_: None
     num_before: int = 0
     num_after: int = 0
     num_found: int = field(default=0, init=False)
@@ -92,10 +102,13 @@ class TaskTable:
 
     Args:
         clock: time in which the engine steps.
+        new_epoch: makes a new name for ``rename``.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, new_epoch: Callable[[], bytes]) -> None:
         self._clock = clock
+        self._new_epoch = new_epoch
+        self._epoch = b""
         self._wanted: deque[TierTask] = deque()
         self._in_flight: dict[int, TierTask] = {}
         self._cancelled: list[int] = []
@@ -119,11 +132,13 @@ class TaskTable:
         wanted, self._wanted = self._wanted, deque()
         return wanted
 
-    def begin(self, job_id: int, task: TierTask) -> None:
-        """Note that a task is handed out now under ``job_id``."""
+    def begin(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
+        """Note that a task is handed out now under ``job_id``; return the command for the workers."""
         task.begun_at = self._clock()
         self._in_flight[job_id] = task
         self._count(task, 1)
+        parents = self._names(task.parents) if task.kind is JobKind.STORE else ()
+        return TierCommand(job_id, task.tier, task.kind, self._names(task.keys), tuple(task.slots), parents, timeout_s)
 
     def get(self, job_id: int) -> TierTask | None:
         """Return a job in flight; ``None`` if there is none with that id."""
@@ -159,6 +174,20 @@ class TaskTable:
         """Return the ids of jobs that were cancelled since the last call and are still in flight."""
         cancelled, self._cancelled = self._cancelled, []
         return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
+
+    def rename(self) -> None:
+        """Give chunks other names in the tiers from now on, so that nobody finds what is there under the old names."""
+        self._epoch = self._new_epoch()
+
+    def _names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
+        """Return the names of chunks in the tiers: their keys, or digests of epoch and key after a ``rename``."""
+        return tuple(map(self._name, keys) if self._epoch else keys)
+
+    def _name(self, key: _SomeKey) -> _SomeKey:
+        if key is None:
+            return key
+        # As long as the key; the group in its last 4 bytes stays readable.
+        return blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]
 
     def _count(self, task: TierTask, change: int) -> None:
         place = task.tier, ACCESS_OF[task.kind]

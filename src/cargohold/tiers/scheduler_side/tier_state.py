@@ -1,21 +1,23 @@
-"""The scheduler side of one tier below host memory."""
+"""What the scheduler side knows of one tier below host memory: which chunks it has, how fast it is, how well it is."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
+from itertools import compress
+from typing import TypeAlias
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
-from cargohold.protocol import Clock, Locality
+from cargohold.protocol import Clock, Locality, Outage, Times
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import HEALTHY, BreakerState, TierHealth
 from cargohold.tiers.port import ACCESS_OF, Access, JobKind
-from cargohold.tiers.scheduler_side.known import Allowance, Backlog, LookUpGain, Pace, Presence
+from cargohold.tiers.scheduler_side.pace import LookUpGain, Pace
 from cargohold.tiers.scheduler_side.tasks import TierTask
 
 
@@ -69,6 +71,73 @@ class TieringConfig:
     record_events: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AllChunksRemoved:
+    """An event: none of a tier's chunks can be found any more."""
+
+
+TierEvent: TypeAlias = ManagerEvent | AllChunksRemoved
+
+
+class Presence:
+    """Answers of a tier, remembered for a while.
+
+    A tier may evict chunks, and other engines may write to it, so an answer grows old. Acting on an old answer does no harm: a
+    chunk that has gone is a miss when it is loaded, and a new chunk is found a little later.
+
+    Args:
+        limit: maximum number of answers to remember; the oldest are forgotten first.
+        max_age_s: time in seconds for which an answer counts.
+        clock: monotonic time in seconds.
+
+    Attributes:
+        limit: as given.
+    """
+
+    def __init__(self, limit: int, max_age_s: float, clock: Clock) -> None:
+        self.limit = limit
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, keys: Iterable[OffloadKey]) -> list[bool | None]:
+        """Return whether each chunk is there; ``None`` if there is no answer, or it is too old."""
+        oldest = self._clock() - self._max_age_s
+        answers = map(self._answers.get, keys)
+        return [None if answer is None or answer[1] < oldest else answer[0] for answer in answers]
+
+    def last(self, keys: Iterable[OffloadKey]) -> list[bool | None]:
+        """Return the last answer for each chunk, however old; ``None`` if there is none."""
+        return [None if answer is None else answer[0] for answer in map(self._answers.get, keys)]
+
+    def not_heard_of(self, keys: Iterable[OffloadKey], for_s: float) -> list[OffloadKey]:
+        """Return the chunks about which there was no answer in the last ``for_s`` seconds."""
+        answers, oldest = self._answers, self._clock() - for_s
+        return [key for key in keys if (answer := answers.get(key)) is None or answer[1] < oldest]
+
+    def note(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
+        """Remember answers of the tier, or that chunks were just written to it."""
+        answers, now = self._answers, self._clock()
+        there, absent = (True, now), (False, now)
+        for key, is_there in zip(keys, are_there, strict=True):
+            answers.pop(key, None)
+            answers[key] = there if is_there else absent
+        while len(answers) > self.limit:
+            answers.popitem(last=False)
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget the answers for these chunks."""
+        for key in keys:
+            self._answers.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all answers."""
+        self._answers.clear()
+
+
 # --- the scheduler side of one tier below host memory -----------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
@@ -82,8 +151,6 @@ ANSWERS_PER_SLOT = 4
 MIN_ANSWERS = 2**16
 """Number of answers remembered even if host memory is small: enough for the longest prompts, at some 200 bytes each."""
 MAX_ANSWERS = 2**18
-MAX_ANNOUNCED = 2**18
-"""Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
 MAX_ANSWER_AGE_S = 10.0
 """Seconds for which an answer of the tier counts: it may evict chunks, and other engines may write to it."""
 REMEASURE_S = 30.0
@@ -94,7 +161,7 @@ _GROWTH = 4
 
 
 class TierState:
-    """The scheduler side's state of one tier: its known contents, its health, its pace, and its backlog of writes.
+    """What is known of one tier: its contents, its health, its pace.
 
     Args:
         options: how it is to be used.
@@ -110,12 +177,8 @@ class TierState:
         pace: how long fetching chunks takes.
         look_up_pace: how long it takes to ask a tier without an index which chunks it has.
         look_up_gain: how many of the chunks that requests ask it for it has.
-        backlog: chunks that wait to be written to it.
-        promised: chunks that wait to be written to it before all others, because another engine was promised them.
         stats: counters since they were last taken.
         probing: chunks in probes that it has not answered.
-        touching: chunks in touches that it has not answered.
-        num_writing: number of chunks that are being written to it.
     """
 
     def __init__(
@@ -130,30 +193,19 @@ class TierState:
         self.health = HEALTHY
         self._healths: dict[int, TierHealth] = {}
         self._is_in_flight = is_in_flight
+        self._clock = clock
+        # Since when it is not healthy, and when what is suspended is tried again.
+        self._ill_since: float | None = None
+        self._retry_at: float | None = None
         num_answers = min(MAX_ANSWERS, max(MIN_ANSWERS, ANSWERS_PER_SLOT * host_capacity))
         self.presence = Presence(num_answers, MAX_ANSWER_AGE_S, clock)
         self.pace = Pace(clock, REMEASURE_S)
         self.look_up_pace = Pace(clock, REMEASURE_S)
         self.look_up_gain = LookUpGain()
-        self.backlog = Backlog(host_capacity)
-        self.promised = Backlog(host_capacity)
         self.probing: set[OffloadKey] = set()
-        self.touching: set[OffloadKey] = set()
-        self.num_writing = 0
         self.stats: Counter[str] = Counter()
-        self._max_writing = max(1, min(options.max_inflight_chunks, host_capacity // 4))
-        daily = options.max_daily_chunks
-        self._allowance = None if daily is None else Allowance(daily, clock)
-        self._max_dirty = host_capacity * 3 // 4
-        # The job that writes each chunk, for chunks under their current names.
-        self._writing: dict[OffloadKey, TierTask] = {}
-        # Chunks used once, for ``Admission.REUSED``; oldest first.
-        self._seen: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host_capacity)
-        # Chunks announced as present, if events are recorded; those heard of last are last.
-        self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if config.record_events else None
-        self._max_announced = MAX_ANNOUNCED if options.max_chunks is None else min(MAX_ANNOUNCED, options.max_chunks)
-        self._events: list[ManagerEvent] = []
+        self._times = {JobKind.PROBE: Times("look_up"), JobKind.LOAD: Times("fetch"), JobKind.STORE: Times("write")}
+        self._events: list[TierEvent] | None = [] if config.record_events else None
 
     @property
     def name(self) -> str:
@@ -173,10 +225,20 @@ class TierState:
         suspended = [access.value for access in _READING if self.health.of(access) is BreakerState.OPEN]
         return f"tier {self.name}: {' and '.join(suspended)} are suspended: {self.health.reason}" if suspended else ""
 
+    def outage(self) -> Outage | None:
+        """Return which ways of access are out of use, those that are being tried again among them; ``None`` if all work."""
+        if self._ill_since is None:
+            return None
+        if self.is_off:
+            reason = "a worker can no longer use it, and logged why"
+            return Outage(self.name, "everything", reason, self._ill_since)
+        accesses = [access.value for access in Access if self.health.of(access) is not BreakerState.CLOSED]
+        return Outage(self.name, " and ".join(accesses), self.health.reason, self._ill_since, self._retry_at)
+
     @property
     def is_readable(self) -> bool:
         """Whether requests may look for chunks in the tier: not if that is suspended, or being tried by another request."""
-        return all(map(self._admits, _READING))
+        return self.health is HEALTHY or all(map(self._admits, _READING))
 
     @property
     def is_writable(self) -> bool:
@@ -197,7 +259,9 @@ class TierState:
         """Learn what a worker says of the tier's health."""
         was_off = self.is_off
         self._healths[worker] = health
-        self.health = reduce(TierHealth.worse, self._healths.values(), HEALTHY)
+        worst = reduce(TierHealth.worse, self._healths.values())
+        self.health = HEALTHY if worst == HEALTHY else worst
+        self._note_outage(health)
         if self.is_off and not was_off:
             self.stats["off"] += 1
             logger.error(
@@ -207,7 +271,15 @@ class TierState:
             self.clear()
         elif not self._can_be_relied_on:
             # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
-            self._withdraw()
+            self._note_events(AllChunksRemoved())
+
+    def _note_outage(self, news: TierHealth) -> None:
+        now = self._clock()
+        if self.health == HEALTHY:
+            self._ill_since = self._retry_at = None
+        else:
+            self._ill_since = now if self._ill_since is None else self._ill_since
+            self._retry_at = now + news.retry_s if news.retry_s else self._retry_at
 
     def _admits(self, access: Access) -> bool:
         """Whether a job may be handed out that shows whether this access works: one at a time while it is half-open."""
@@ -271,147 +343,43 @@ class TierState:
             return states.translate(_UNKNOWN_IS_ABSENT)
         return mark(states, keys, self.probing, NOT_YET)
 
-    def wanted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the chunks that would have to be written.
-
-        A chunk that the tier had at its last answer, however old, is taken to be there still: ``Upkeep`` checks that.
-        """
-        if self.is_off or self.options.is_read_only:
-            return []
-        known = zip(keys, self.presence.last(keys), strict=True)
-        return [key for key, is_there in known if is_there is not True and key not in self._writing]
-
-    def is_to_write(self, key: OffloadKey) -> bool:
-        """Whether a promised chunk waits to be written, or is being written."""
-        return key in self.promised or key in self._writing
-
-    def will_take(self, keys: Sequence[OffloadKey]) -> Iterator[OffloadKey]:
-        """Yield the promised chunks among ``keys`` that will be written here, unless something fails.
-
-        Those that are being written, and as many more, in this order, as the daily allowance lasts for; none of these if
-        writes are suspended.
-        """
-        waiting = [key for key in keys if key not in self._writing]
-        num_left = len(waiting) if self.health.of(Access.WRITE) is not BreakerState.OPEN else 0
-        if self._allowance is not None:
-            num_others = len(self.promised) - sum(key in self.promised for key in waiting)
-            num_left = min(num_left, max(0, self._allowance.available - num_others))
-        taken = frozenset(waiting[:num_left])
-        return (key for key in keys if key in self._writing or key in taken)
-
-    def is_asked_for(self, key: OffloadKey) -> bool:
-        """Whether the tier is being asked for a chunk, or the chunk is being written or waits to be."""
-        return key in self.probing or key in self._writing or key in self.backlog
-
-    def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
-        """Learn that host memory has new chunks; add those that the tier is to get to the backlog."""
-        if self.options.admission is Admission.REUSED:
-            keys = [key for key in keys if self._was_seen(key)]
-        self.backlog.add(self.wanted(keys), parents)
-
-    def note_used(self, keys: Sequence[OffloadKey], states: bytes) -> None:
-        """Learn that a request uses these chunks, in prefix order; ``states`` says which of them host memory has."""
-        if self.options.write_mode is WriteMode.BACK:
-            self.backlog.postpone(keys)
-        if self.options.admission is Admission.REUSED:
-            ready = [key for key, state in zip(keys, states, strict=True) if state == READY]
-            self.backlog.add(self.wanted(ready), parents_in(keys))
-
-    @property
-    def num_writable(self) -> int:
-        """Number of chunks to hand out for writing now, promised ones first."""
-        num_waiting = len(self.backlog)
-        if self.options.write_mode is WriteMode.BACK:
-            # So many may wait: the rest of host memory can be evicted without loss.
-            num_waiting = max(0, num_waiting - self._max_dirty)
-        num_waiting += len(self.promised)
-        limit = self._max_writing - self.num_writing
-        if self._allowance is not None:
-            limit = min(limit, self._allowance.available)
-        return max(0, min(num_waiting, limit))
-
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Remember, and announce, whether the tier has these chunks."""
         self.presence.note(keys, are_there)
-        self._announce_presence(keys, are_there)
+        self.announce(keys, are_there)
 
-    def note_touched(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
-        """Remember which chunks of a touch the tier has; announce which it has and which it has not.
+    def take_events(self) -> list[TierEvent]:
+        """Return the events since the last call, in order: chunks that the tier was found to have, or not to have.
 
-        The remembered answer for chunks that are gone is not changed, so that ``Upkeep`` probes for them and writes them again
-        in its time: to write them at once would wear a disk that is smaller than the set of chunks in use.
+        A chunk may be found, or found absent, several times in a row.
         """
-        there = [key for key, is_there in zip(keys, are_there, strict=True) if is_there]
-        self.presence.note(there, [True] * len(there))
-        self._announce_presence(keys, are_there)
-
-    def take_events(self) -> list[ManagerEvent]:
-        """Return the events since the last call, in order: chunks that the tier was found to have, or not to have any more."""
-        events, self._events = self._events, []
+        events = self._events or []
+        if events:
+            self._events = []
         return events
 
-    def begin_writing(self, task: TierTask) -> None:
-        """Note that the chunks of a job are being written, and take them off the daily allowance."""
-        if self._allowance is not None:
-            self._allowance.spend(len(task.keys))
-        self._writing.update(dict.fromkeys(task.keys, task))
-        self.num_writing += len(task.keys)
-
-    def end_writing(self, task: TierTask, succeeded: Sequence[bool]) -> None:
-        """Note that a job's chunks are not being written any more; ``succeeded`` says which of them were written."""
-        for key in task.keys:
-            if self._writing.get(key) is task:
-                del self._writing[key]
-        self.num_writing -= len(task.keys)
-        self.stats["stored_chunks"] += sum(succeeded)
-        self.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
+    def note_took(self, kind: JobKind, seconds: float) -> None:
+        """Count how long a job took that was carried out, from when it was handed out until all workers had reported it."""
+        if kind in self._times:
+            self._times[kind].note(seconds, self.stats)
 
     def clear(self) -> None:
-        """Forget what the tier holds, and the backlog, for a reset or because the tier is off."""
+        """Forget what the tier holds, for a reset or because it is off."""
         self.presence.clear()
-        self.backlog.clear()
-        self.promised.clear()
-        # Chunks being written have names that nobody uses any more: they must not be taken for new chunks.
-        self._writing.clear()
-        self._seen.clear()
-        self._withdraw()
+        self._note_events(AllChunksRemoved())
 
-    def _withdraw(self) -> None:
-        """Announce all announced chunks as removed."""
-        if self._announced:
-            self._events.append(ChunksRemoved(tuple(self._announced)))
-            self._announced.clear()
-
-    def _announce_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
-        announced = self._announced
+    def announce(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
+        """Record which chunks the tier was found to have, and which not to have."""
         # While loads are suspended, chunks may still be written, but nobody could load them. They are announced when found.
-        if announced is None or self.is_off or not self._can_be_relied_on:
+        if self._events is None or self.is_off or not self._can_be_relied_on:
             return
-        stored, removed = [], []
-        for key, is_there in zip(keys, are_there, strict=True):
-            if is_there:
-                if key not in announced:
-                    stored.append(key)
-                    announced[key] = None
-                announced.move_to_end(key)
-            elif key in announced:
-                removed.append(key)
-                del announced[key]
-        # The tier evicts by itself and does not report it, so old announcements are withdrawn.
-        forgotten = [announced.popitem(last=False)[0] for _ in range(len(announced) - self._max_announced)]
-        if stored:
-            self._events.append(ChunksStored(tuple(stored)))
-        if removed or forgotten:
-            self._events.append(ChunksRemoved((*removed, *forgotten)))
+        there = tuple(compress(keys, are_there))
+        absent = tuple(key for key, is_there in zip(keys, are_there, strict=True) if not is_there)
+        self._note_events(ChunksStored(there), ChunksRemoved(absent))
 
-    def _was_seen(self, key: OffloadKey) -> bool:
-        """Whether a chunk was seen before; remember it."""
-        if key in self._seen:
-            return True
-        self._seen[key] = None
-        if len(self._seen) > self._max_seen:
-            self._seen.popitem(last=False)
-        return False
+    def _note_events(self, *events: TierEvent) -> None:
+        if self._events is not None:
+            self._events += events
 
 
 def parents_in(keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:

@@ -1,221 +1,332 @@
-"""Jobs of lower tiers: those that requests want, writes, and the upkeep of chunks in use."""
+"""What is written to lower tiers, and how chunks that host memory gives back are kept there."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
-from itertools import islice
-from typing import TypeVar
+from typing import Final
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager
-from cargohold.tiers.config import WriteMode
-from cargohold.tiers.port import JobKind
+from cargohold.protocol import Clock
+from cargohold.tiers.config import Admission, WriteMode
+from cargohold.tiers.health import BreakerState
+from cargohold.tiers.port import Access, JobKind
 from cargohold.tiers.scheduler_side.fetches import BATCH_CHUNKS
-from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTask
-from cargohold.tiers.scheduler_side.tier_state import TieringConfig, TierState, parents_in
+from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
+from cargohold.tiers.scheduler_side.tier_state import ANSWERS_PER_SLOT, MAX_ANSWERS, TierState
 
-_SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
+LOOK_AFTER_S: Final = 600.0
+"""A tier that has said nothing of a chunk in use for so many seconds is asked for it; it is written again if it is gone."""
+TOUCH_S: Final = 10.0
+"""Tiers with an index are told of the use of each chunk once in this many seconds."""
+DAY_S: Final = 86_400.0
+BURST_S: Final = 3600.0
+"""Unused allowance is saved up for at most this many seconds, so a day may exceed its share by a twenty-fourth."""
+START_S: Final = 60.0
+"""A start is given what accrues in this many seconds.
+
+What an earlier process wrote is not known. If it were an hour's allowance, an engine that is started again and again would
+write many times the limit.
+"""
+MAX_LOOKS: Final = 4096
+"""Maximum number of chunks looked at for one batch: while writes are suspended, all that wait may leave host memory."""
 
 
-def random_epoch() -> bytes:
-    """Return 16 random bytes: a name that no other engine has and that nobody can predict."""
-    return secrets.token_bytes(16)
+class Backlog:
+    """Chunks in host memory that are to be written to a tier, in the order of writing.
 
-
-class Dispatch:
-    """Turns tasks into commands for the workers, as far as the tiers can take them.
+    Only keys are kept. A chunk that leaves host memory before its turn comes is passed over.
 
     Args:
-        host: the manager of host memory; chunks are pinned there while they are written.
-        tiers: the tiers.
-        tasks: the table of tasks; mutated.
-        config: deadlines.
-        new_epoch: makes the new name for ``rename``.
+        limit: maximum number of chunks; beyond it, those at the front are dropped.
     """
 
-    def __init__(
-        self,
-        host: OffloadManager,
-        tiers: Sequence[TierState],
-        tasks: TaskTable,
-        config: TieringConfig,
-        new_epoch: Callable[[], bytes],
-    ) -> None:
-        self._host = host
-        self._tiers = tiers
-        self._tasks = tasks
-        self._config = config
-        self._new_epoch = new_epoch
-        self._epoch = b""
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        # Unlike a plain dictionary, it finds the first key fast even when many before it were removed.
+        self._parents: OrderedDict[OffloadKey, OffloadKey | None] = OrderedDict()
 
-    def requested(self, new_id: Callable[[], int], turn_away: Callable[[TierTask], None]) -> Iterator[TierCommand]:
-        """Yield commands for the probes, touches and loads that wait to be handed out.
+    def __len__(self) -> int:
+        return len(self._parents)
 
-        Tasks that were cancelled, or whose access is suspended, go to ``turn_away`` instead. Tasks for which a tier's workers
-        have no room keep their turn: the workers would refuse them, which looks like a failure of the medium.
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._parents
+
+    def add(self, keys: Iterable[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        """Append chunks that do not wait already; ``parents`` has the chunk before each in its prefix, or ``None``."""
+        waiting = self._parents
+        for key in keys:
+            waiting.setdefault(key, parents[key])
+        while len(waiting) > self._limit:
+            waiting.popitem(last=False)
+
+    def postpone(self, keys: Iterable[OffloadKey]) -> None:
+        """Move waiting chunks of ``keys``, which were just used, to the end: the last of the prefix in front of the first."""
+        for key in reversed(list(keys)):
+            if key in self._parents:
+                self._parents[key] = self._parents.pop(key)
+
+    def take(
+        self, limit: int, ready: Callable[[Sequence[OffloadKey]], Sequence[OffloadKey]]
+    ) -> dict[OffloadKey, OffloadKey | None]:
+        """Take out the chunks whose turn it is, at most ``limit``, of any prefixes.
+
+        While many requests generate, each step completes a chunk of some of them: a job for each would cost more than the
+        chunk itself.
+
+        Args:
+            limit: maximum number of chunks, at least 1.
+            ready: returns those of the given chunks that are to be written and still in host memory, in their order.
+
+        Returns:
+            The chunks in the order of writing, each with the chunk before it in its prefix; none if nothing waits, or none of
+            the first ``MAX_LOOKS`` chunks is ready. Chunks that are not ready are taken out, too.
         """
-        full: set[int] = set()
-        for task in self._tasks.take_wanted():
-            if not task.is_cancelled and (task.tier in full or self._is_too_much(task)):
-                full.add(task.tier)
-                self._tasks.want(task)
-            elif not task.is_cancelled and self._may_go(task):
-                yield self._command(new_id(), task, self._config.restore_timeout_s)
-            else:
-                turn_away(task)
+        parents: dict[OffloadKey, OffloadKey | None] = {}
+        num_looks = min(len(self._parents), MAX_LOOKS)
+        while num_looks and len(parents) < limit:
+            num_next = min(num_looks, limit - len(parents))
+            num_looks -= num_next
+            looked_at = dict(self._parents.popitem(last=False) for _ in range(num_next))
+            parents.update((key, looked_at[key]) for key in ready(list(looked_at)))
+        return parents
 
-    def writes(self, new_id: Callable[[], int]) -> Iterator[TierCommand]:
-        """Yield commands that write as many chunks of the backlogs as may be in flight; pin the chunks."""
-        for at, tier in enumerate(self._tiers):
-            while (room := tier.num_writable) and tier.is_writable:
-                backlog, is_writable = tier.backlog, self._writable
-                if tier.promised:
-                    backlog, is_writable = tier.promised, self._promised
-                batch = backlog.take(min(room, BATCH_CHUNKS), partial(is_writable, tier))
-                if batch is None:
-                    break
-                pins = self._host.prepare_load(batch.keys)
-                task = TierTask(
-                    JobKind.STORE, at, batch.keys, batch.parents, pins.slots, on_end=partial(_release, pins)
-                )
-                tier.begin_writing(task)
-                yield self._command(new_id(), task, self._config.store_timeout_s)
+    def clear(self) -> None:
+        """Drop all waiting chunks."""
+        self._parents.clear()
 
-    def rename(self) -> None:
-        """Give chunks other names in the tiers from now on, so that nobody finds what is there under the old names."""
-        self._epoch = self._new_epoch()
 
-    def _is_too_much(self, task: TierTask) -> bool:
-        num_asked = self._tasks.num_asked(task.tier)
-        return num_asked > 0 and num_asked + len(task.keys) > self._tiers[task.tier].options.max_asked_chunks
+class Allowance:
+    """An allowance of chunks that accrues evenly over the day, and can be saved up for an hour.
 
-    def _may_go(self, task: TierTask) -> bool:
-        return self._tiers[task.tier].takes(task.kind)
+    At least one chunk can be saved up, and is given at the start, however small the allowance is.
 
-    def _writable(self, tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the chunks that a tier wants and host memory has."""
-        wanted = tier.wanted(keys)
+    Args:
+        per_day: chunks per day.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, per_day: int, clock: Clock) -> None:
+        self._per_s = per_day / DAY_S
+        self._limit = max(1.0, self._per_s * BURST_S)
+        self._clock = clock
+        self._saved = max(1.0, self._per_s * START_S)
+        self._counted_at = clock()
+
+    @property
+    def available(self) -> int:
+        """Number of chunks that may be written now."""
+        now = self._clock()
+        self._saved = min(self._limit, self._saved + (now - self._counted_at) * self._per_s)
+        self._counted_at = now
+        return int(self._saved)
+
+    def spend(self, num_chunks: int) -> None:
+        """Take ``num_chunks`` chunks, which are being written, off the allowance."""
+        self._saved -= num_chunks
+
+
+class Writes:
+    """The chunks that are written to one tier, and how it is kept up.
+
+    Args:
+        at: index of the tier.
+        tier: what is known of it; mutated.
+        host: the manager of host memory; chunks are pinned there while they are written.
+        tasks: the table that jobs are added to.
+        clock: monotonic time in seconds.
+
+    Attributes:
+        tier: as given.
+        backlog: chunks that wait to be written.
+        promised: chunks that wait to be written before all others, because another engine was promised them.
+        num_writing: number of chunks that are being written.
+        touching: chunks that the tier is being asked for and told of.
+    """
+
+    def __init__(self, at: int, tier: TierState, host: OffloadManager, tasks: TaskTable, clock: Clock) -> None:
+        self._at = at
+        self.tier = tier
+        self._options = tier.options
+        self._host = host
+        self._tasks = tasks
+        self.backlog = Backlog(host.capacity)
+        self.promised = Backlog(host.capacity)
+        self.num_writing = 0
+        self.touching: set[OffloadKey] = set()
+        self._max_writing = max(1, min(tier.options.max_inflight_chunks, host.capacity // 4))
+        daily = tier.options.max_daily_chunks
+        self._allowance = None if daily is None else Allowance(daily, clock)
+        self._max_dirty = host.capacity * 3 // 4
+        # The job that writes each chunk, for chunks under their current names.
+        self._writing: dict[OffloadKey, TierTask] = {}
+        # Chunks used once, for ``Admission.REUSED``; oldest first.
+        self._seen: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host.capacity)
+
+    # --- what is to be written ----------------------------------------------------------------------------------------
+
+    def note_new(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        """Learn that host memory has new chunks; add those that the tier is to get to the backlog."""
+        if self._options.admission is Admission.REUSED:
+            keys = [key for key in keys if self._was_seen(key)]
+        self.backlog.add(self._wanted(keys), parents)
+
+    def note_used(self, keys: Sequence[OffloadKey], ready: Sequence[OffloadKey]) -> None:
+        """Learn that a request uses ``keys``, in prefix order, of which host memory has ``ready``."""
+        if self._options.write_mode is WriteMode.BACK:
+            self.backlog.postpone(keys)
+        parents = dict(zip(keys, (None, *keys), strict=False))
+        if self._options.admission is Admission.REUSED:
+            self.backlog.add(self._wanted(ready), parents)
+        if self.tier.is_readable:
+            self._touch(ready, parents)
+
+    def clear(self) -> None:
+        """Forget what is to be written, for a reset or because the tier is off."""
+        self.backlog.clear()
+        self.promised.clear()
+        # Chunks being written have names that nobody uses any more: they must not be taken for new chunks.
+        self._writing.clear()
+        self._seen.clear()
+
+    def _wanted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the chunks that would have to be written.
+
+        A chunk that the tier had at its last answer, however old, is taken to be there still: ``_touch`` checks that.
+        """
+        if self.tier.is_off or self._options.is_read_only:
+            return []
+        known = zip(keys, self.tier.presence.last(keys), strict=True)
+        return [key for key, is_there in known if is_there is not True and key not in self._writing]
+
+    def _was_seen(self, key: OffloadKey) -> bool:
+        """Whether a chunk was seen before; remember it."""
+        if key in self._seen:
+            return True
+        self._seen[key] = None
+        if len(self._seen) > self._max_seen:
+            self._seen.popitem(last=False)
+        return False
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_writable(self) -> int:
+        """Number of chunks to hand out for writing now, promised ones first."""
+        num_waiting = len(self.backlog)
+        if self._options.write_mode is WriteMode.BACK:
+            # So many may wait: the rest of host memory can be evicted without loss.
+            num_waiting = max(0, num_waiting - self._max_dirty)
+        num_waiting += len(self.promised)
+        limit = self._max_writing - self.num_writing
+        if self._allowance is not None:
+            limit = min(limit, self._allowance.available)
+        return max(0, min(num_waiting, limit))
+
+    def take(self) -> Iterator[TierTask]:
+        """Yield jobs, to be handed out at once, that write as many chunks of the backlog as may be in flight; pin them."""
+        while (room := self.num_writable) and self.tier.is_writable:
+            backlog, writable = (self.promised, self._promised) if self.promised else (self.backlog, self._writable)
+            parents = backlog.take(min(room, BATCH_CHUNKS), writable)
+            if not parents:
+                break
+            keys = tuple(parents)
+            pins = self._host.prepare_load(keys)
+            on_end = partial(self._end_write, pins)
+            task = TierTask(JobKind.STORE, self._at, keys, on_end, tuple(parents.values()), pins.slots)
+            if self._allowance is not None:
+                self._allowance.spend(len(keys))
+            self._writing.update(dict.fromkeys(keys, task))
+            self.num_writing += len(keys)
+            yield task
+
+    def _writable(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the chunks that the tier is to get and host memory has."""
+        wanted = self._wanted(keys)
         return [key for key, state in zip(wanted, self._host.lookup(wanted), strict=True) if state == READY]
 
-    def _promised(self, tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the promised chunks that host memory has, but for those that are being written. One that is there already is
-        written again, because what was known of it is old.
+    def _promised(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the promised chunks that host memory has, but for those that are being written.
+
+        One that is there already is written again, because what was known of it is old.
         """
         states = zip(keys, self._host.lookup(keys), strict=True)
-        return [key for key, state in states if state == READY and not tier.is_to_write(key)]
+        return [key for key, state in states if state == READY and not self.is_to_write(key)]
 
-    def _command(self, job_id: int, task: TierTask, timeout_s: float) -> TierCommand:
-        self._tasks.begin(job_id, task)
-        parents = self._names(task.parents) if task.kind is JobKind.STORE else ()
-        return TierCommand(job_id, task.tier, task.kind, self._names(task.keys), tuple(task.slots), parents, timeout_s)
+    def is_to_write(self, key: OffloadKey) -> bool:
+        """Whether a promised chunk waits to be written, or is being written."""
+        return key in self.promised or key in self._writing
 
-    def _names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
-        """Return the names of chunks in the tiers: their keys, or digests of epoch and key after a ``rename``."""
-        return tuple(map(self._name, keys) if self._epoch else keys)
+    def will_take(self, keys: Sequence[OffloadKey]) -> Iterator[OffloadKey]:
+        """Yield the promised chunks among ``keys`` that will be written here, unless something fails.
 
-    def _name(self, key: _SomeKey) -> _SomeKey:
-        if key is None:
-            return key
-        # As long as the key; the group in its last 4 bytes stays readable.
-        return blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]
-
-
-def _release(pins: LoadHandle, *_: object) -> None:
-    pins.release()
-
-
-# --- keeps chunks in lower tiers that host memory gives back ----------------------------------------------------------
-
-LOOK_AFTER_S = 600.0
-"""Chunks in use are probed in each tier once in this many seconds, and written again where they are gone."""
-TOUCH_S = 10.0
-"""Tiers with an index are told of the use of each chunk once in this many seconds."""
-
-
-class Upkeep:
-    """Probes the tiers for chunks in use, and tells them of their use.
-
-    More chunks than a tier takes in one job go in several jobs, the end of a prefix first, so that it counts as used earlier
-    than the start and is evicted first. A tier where each chunk has its price is asked for a few at a time: nobody waits for
-    the answers, and requests that wait for others should not stand behind thousands of these.
-
-    Args:
-        tiers: the tiers; mutated.
-        tasks: the table that jobs are added to.
-    """
-
-    def __init__(self, tiers: Sequence[TierState], tasks: TaskTable) -> None:
-        self._tiers = tiers
-        self._tasks = tasks
-        # Per tier: chunks to probe later, with their parents, and whether a probe has not ended. Without one, nothing waits.
-        self._waiting: list[dict[OffloadKey, OffloadKey | None]] = [{} for _ in tiers]
-        self._is_probing = [False for _ in tiers]
-
-    def note_used(self, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
-        """Learn that a request uses ``keys``, in prefix order, of which it gets ``kept`` from host memory."""
-        for at, tier in enumerate(self._tiers):
-            if tier.is_readable:
-                if tier.options.write_mode is not WriteMode.BACK:
-                    self._look_after(at, tier, kept, keys)
-                if tier.options.has_index:
-                    self._tell(at, tier, kept)
-
-    def _look_after(self, at: int, tier: TierState, kept: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
-        asked = self._not_asked_for(tier, kept)
-        if not asked:
-            return
-        parents = parents_in(keys)
-        if tier.options.num_asked_at_once is None:
-            for part in reversed(tier.parts(asked)):
-                self._probe(at, part, parents)
-            return
-        waiting = self._waiting[at]
-        room = tier.options.max_asked_chunks - len(waiting)
-        waiting.update({key: parents[key] for key in asked[:room]})
-        if not self._is_probing[at]:
-            self._probe_next(at)
-
-    def note_ended(self, at: int, *, is_done: bool) -> None:
-        """Learn that a probe of tier ``at`` has ended, and whether it was carried out; begin the next one, if one waits.
-
-        If it was not, what waits is forgotten. What is still not heard of is asked for again when it is used.
+        Those that are being written, and as many more, in this order, as the daily allowance lasts for; none of these if
+        writes are suspended.
         """
-        self._is_probing[at] = False
-        if not is_done:
-            self._waiting[at].clear()
-        self._probe_next(at)
+        waiting = [key for key in keys if key not in self._writing]
+        num_left = len(waiting) if self.tier.health.of(Access.WRITE) is not BreakerState.OPEN else 0
+        if self._allowance is not None:
+            num_others = len(self.promised) - sum(key in self.promised for key in waiting)
+            num_left = min(num_left, max(0, self._allowance.available - num_others))
+        taken = frozenset(waiting[:num_left])
+        return (key for key in keys if key in self._writing or key in taken)
 
-    def _probe_next(self, at: int) -> None:
-        tier, waiting = self._tiers[at], self._waiting[at]
-        size = min(tier.options.num_asked_at_once or 1, tier.options.max_asked_chunks)
-        asked: Sequence[OffloadKey] = ()
-        while waiting and not asked:
-            part = {key: waiting.pop(key) for key in list(islice(waiting, size))}
-            asked = self._not_asked_for(tier, list(part))  # requests may have asked for the others meanwhile
-            if asked:
-                self._is_probing[at] = True
-                self._probe(at, asked, part)
+    def _end_write(self, pins: LoadHandle, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
+        pins.release()
+        for key in task.keys:
+            if self._writing.get(key) is task:
+                del self._writing[key]
+        self.num_writing -= len(task.keys)
+        self.tier.stats["stored_chunks"] += sum(succeeded)
+        self.tier.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
+        if is_done and not task.is_cancelled:  # after a reset, names are others
+            self.tier.note_presence(task.keys, succeeded)
 
-    def _probe(self, at: int, asked: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
-        self._tiers[at].probing.update(asked)
-        self._tasks.want(TierTask(JobKind.PROBE, at, asked, [parents[key] for key in asked], owner=self))
+    def is_busy_with(self, key: OffloadKey) -> bool:
+        """Whether the tier is being asked for a chunk or told of it, or the chunk is being written or waits to be."""
+        return any(key in chunks for chunks in (self.touching, self.tier.probing, self._writing, self.backlog))
 
-    def _not_asked_for(self, tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        return [key for key in tier.presence.not_heard_of(keys, LOOK_AFTER_S) if not tier.is_asked_for(key)]
+    # --- upkeep -------------------------------------------------------------------------------------------------------
 
-    def _tell(self, at: int, tier: TierState, kept: Sequence[OffloadKey]) -> None:
-        """Tell the tier of the use of all chunks that it is thought to have, if it was not told of one of them lately.
+    def _touch(self, ready: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+        """Tell the tier of the use of chunks that host memory gives back, and ask whether it has them still.
 
-        It is told of all of them: if only of some, the start of a prefix might count as used before its end, and be evicted
-        first.
+        A tier sees nothing of their use otherwise, and would evict them. It is told of all that it is thought to have: if
+        only of some, the start of a prefix might count as used before its end, and be evicted first. For the same reason, of
+        several jobs the end of a prefix goes first. Where each chunk has its price, a few are asked for with each use: nobody
+        waits for the answers, and requests that wait for others should not stand behind thousands of these.
         """
-        is_told = tier.touching | tier.probing  # a probe tells the tier of a chunk's use, too
-        last = zip(kept, tier.presence.last(kept), strict=True)
-        known = [key for key, is_there in last if is_there and key not in is_told]
-        if tier.presence.not_heard_of(known, TOUCH_S):
-            tier.touching.update(known)
-            for part in reversed(tier.parts(known)):
-                self._tasks.want(TierTask(JobKind.TOUCH, at, part))
+        presence, options = self.tier.presence, self._options
+        idle = [key for key in ready if not self.is_busy_with(key)]
+        told = presence.not_heard_of(idle, LOOK_AFTER_S) if options.write_mode is WriteMode.THROUGH else []
+        if options.num_asked_at_once is not None:
+            told = [] if self.touching else told[: options.num_asked_at_once]
+        elif options.has_index:
+            known = [key for key, is_there in zip(idle, presence.last(idle), strict=True) if is_there]
+            if presence.not_heard_of(known, TOUCH_S):
+                also = {*known, *told}
+                told = [key for key in idle if key in also]
+        self.touching.update(told)
+        for part in reversed(self.tier.parts(told)):
+            task = TierTask(JobKind.TOUCH, self._at, part, self._end_touch, [parents[key] for key in part])
+            self._tasks.want(task)
+
+    def _end_touch(self, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
+        """Note which chunks the tier has. Write again those that it has not had for long.
+
+        To write them at once would wear a disk that is smaller than the set of chunks in use.
+        """
+        self.touching.difference_update(task.keys)
+        if task.is_cancelled or not is_done:
+            return
+        tier, presence = self.tier, self.tier.presence
+        there = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
+        presence.note(there, [True] * len(there))
+        tier.announce(task.keys, succeeded)
+        if self._options.write_mode is WriteMode.THROUGH:
+            gone = presence.not_heard_of(task.keys, LOOK_AFTER_S)
+            presence.note(gone, [False] * len(gone))
+            self.note_new(gone, dict(zip(task.keys, task.parents, strict=True)))

@@ -56,12 +56,13 @@ class PoolOracle(Oracle):
         self._engine.scheduler.check_settled()
 
     def _check_held(self, held: Counter[int]) -> None:
-        """Check that each offloading connector holds exactly the blocks that its jobs in flight copy."""
+        """Check that each offloading connector holds exactly the blocks that its jobs in flight copy, and what is promised."""
         for side, guards in offloading_sides(self._engine.scheduler.connector):
             if any(guard.broken is not None for guard in guards):
                 continue
             jobs: list[Load | Store] = [*side.jobs.loads(), *side.jobs.stores()]
             copied = Counter(block_id for job in jobs for block_id in job.block_ids)
+            copied.update(side.promised_blocks)
             own = guards[-1].held_references()
             self.require(
                 own == (copied if side.holds_outlive_requests else Counter()),
@@ -135,21 +136,17 @@ class EventOracle(Oracle):
 
     Args:
         engine: the replica; it must emit events.
-        index: what the media held before; mutated.
-        knows_tiers: whether ``index`` is right about the tiers at the start, and the oracle can look into all of them. A
-            connector that was turned off takes back what it announced itself; the contents of its tier are then not known.
-        outlived: whether host memory may be that of an earlier engine, whose chunks are not announced again.
+        knows_tiers: whether the oracle can look into all tiers. Chunks of an earlier engine that are in host memory are not
+            announced again, so it is not compared if it was not empty.
     """
 
     name = "events"
 
-    def __init__(self, engine: Replica, index: Index, *, knows_tiers: bool = True, outlived: bool = False) -> None:
+    def __init__(self, engine: Replica, *, knows_tiers: bool = True) -> None:
         self._engine = engine
-        self._index = index
-        self._knows_tiers = knows_tiers
-        self._may_hold_more: set[str] = {MEDIUM_HOST} if outlived and not knows_tiers else set()
-        index[MEDIUM_DEVICE] = Counter()
-        self._were_empty = not index.setdefault(MEDIUM_HOST, Counter())
+        self._index: Index = {MEDIUM_DEVICE: Counter(), MEDIUM_HOST: Counter()}
+        sides = offloading_sides(engine.scheduler.connector)
+        self._knows_tiers = knows_tiers and not any(side.manager.num_ready for side, _ in sides)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Follow the step's events."""
@@ -160,32 +157,36 @@ class EventOracle(Oracle):
         """Compare with the device pool, and with the tiers unless one was turned off that held something before."""
         for event in self._engine.scheduler.take_events():
             self._follow(event)
-        cached = self._engine.cached_prefixes()
+        cached = self._engine.cached_prefixes() - self._unpublished()
         self.require(self._index[MEDIUM_DEVICE].keys() == cached, "the events of the device pool do not add up to it")
-        if self.knows_tiers or (self._knows_tiers and self._were_empty):
+        if self._knows_tiers:
             self._compare_tiers()
 
     def at_end(self) -> None:
         """Compare once more."""
         self.inspect()
 
-    @property
-    def knows_tiers(self) -> bool:
-        """Whether the index is still right about all tiers: it was at the start, and no connector was turned off."""
-        sides = offloading_sides(self._engine.scheduler.connector)
-        return self._knows_tiers and all(guard.broken is None for _, guards in sides for guard in guards)
-
     def _compare_tiers(self) -> None:
         # A connector that is turned off has taken back what it announced, because nothing can load its chunks any more.
-        managers = [side.manager for side in live_sides(self._engine.scheduler.connector)]
-        inner = [manager.inner if isinstance(manager, FaultyManager) else manager for manager in managers]
         announced = self._index[MEDIUM_HOST]
-        for (block_hash, group), count in announced.items():
-            key = offload_key(block_hash, group)
-            num_holders = sum(manager.lookup([key])[0] == READY for manager in inner)
-            self.require(num_holders == count, f"{count} tier(s) announced {key.hex()[:8]}, {num_holders} hold it")
-        num_ready = sum(manager.num_ready for manager in inner)
-        self.require(announced.total() == num_ready, f"{announced.total()} chunks announced, {num_ready} held")
+        unpublished = [offload_key(*prefix) for prefix in self._unpublished()]
+        num_found = num_ready = 0
+        for side in live_sides(self._engine.scheduler.connector):
+            manager = side.manager.inner if isinstance(side.manager, FaultyManager) else side.manager
+            # Of a chunk of several blocks, the key has the hash of the last.
+            num_found += manager.lookup([offload_key(*prefix) for prefix in announced]).count(READY)
+            num_ready += manager.num_ready - manager.lookup(unpublished).count(READY)
+        self.require(num_found == num_ready, f"{num_found} chunks announced, {num_ready} held")
+        if all(side.blocks_per_chunk == 1 for side in live_sides(self._engine.scheduler.connector)):
+            self.require(announced.total() == num_ready, f"{announced.total()} blocks announced, {num_ready} held")
+
+    def _unpublished(self) -> set[tuple[bytes, int]]:
+        """The prefixes of salted requests, of which nothing is to be heard unless that is wanted."""
+        if self._engine.config.emit_salted_events:
+            return set()
+        salted = [request for request in self._engine.requests.values() if request.salt is not None]
+        groups = range(len(self._engine.layout.groups))
+        return {(block_hash, group) for request in salted for block_hash in request.block_hashes for group in groups}
 
     def _follow(self, event: KVEvent) -> None:
         held = self._index.setdefault(event.medium, Counter())
@@ -195,8 +196,6 @@ class EventOracle(Oracle):
             case BlockRemoved():
                 for block_hash in event.block_hashes:
                     prefix = (block_hash, event.group)
-                    if not held[prefix] and event.medium in self._may_hold_more:
-                        continue
                     self.require(held[prefix] > 0, f"{block_hash.hex()[:8]} was removed, and never stored")
                     held[prefix] -= 1
                     if not held[prefix]:
@@ -207,12 +206,18 @@ class EventOracle(Oracle):
                     self.require(
                         max(held[h, event.group] for h in event.block_hashes) == 1, "stored twice on the device"
                     )
-                self._check_hash(event)
+                self._check_contents(event)
 
-    def _check_hash(self, event: BlockStored) -> None:
-        """Check that tokens, parent and salt give the block's hash, if the event has tokens."""
-        if not event.token_ids:
+    def _check_contents(self, event: BlockStored) -> None:
+        """Check that the event describes itself: tokens, parent and salt give the hashes of its blocks."""
+        if not self._engine.has_own_hashes:
             return
+        num_blocks, per_block = len(event.block_hashes), event.block_tokens // self._engine.layout.hash_block_tokens
+        is_engine_block = event.block_tokens == self._engine.layout.groups[event.group].block_tokens
+        is_whole = is_engine_block and len(event.token_ids) == num_blocks * event.block_tokens
+        self.require(
+            is_whole and len(event.extra_keys) == num_blocks, "an event that does not describe all of its blocks"
+        )
         parent = event.parent_block_hash
         if parent is None:
             salt = next(iter(event.extra_keys[0]), None)
@@ -220,4 +225,5 @@ class EventOracle(Oracle):
             parent = root_hash(salt=salt)
         hashes: list[bytes] = []
         extend_hashes(hashes, event.token_ids, self._engine.layout.hash_block_tokens, parent)
-        self.require(hashes[-1:] == list(event.block_hashes), "tokens, parent and salt do not give the hash")
+        is_right = tuple(hashes[per_block - 1 :: per_block]) == event.block_hashes
+        self.require(is_right, "tokens, parent and salt do not give the hashes")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import Final
 
-from cargohold.connector.offloading.prefetch_plan import REACH
 from cargohold.engine.core.request import FinishReason, Request
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.step import SchedulerStep, StepOutput
@@ -19,6 +18,7 @@ from cargohold.testing.simulation.oracles.base import Oracle
 from cargohold.testing.simulation.replica import Replica, guards_of, live_sides
 from cargohold.testing.simulation.transfers import LinkProfile
 from cargohold.tiers import BreakerConfig
+from cargohold.tiers.scheduler_side.pace import REACH
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Final
 
 from cargohold.cache import OffloadKey, OffloadManager
@@ -20,7 +20,7 @@ from cargohold.testing.simulation.faulty import FaultyManager
 from cargohold.testing.simulation.oracles.base import Oracle
 from cargohold.testing.simulation.replica import Replica, num_stuck_jobs, offloading_sides
 from cargohold.tiers.scheduler_side import TieringManager
-from cargohold.tiers.scheduler_side.known import SteppedClock
+from cargohold.tiers.scheduler_side.pace import SteppedClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +184,8 @@ EVERY_LATER: Final = 100
 NUM_EARLY: Final = 50
 """One look-up in so many is checked, the first included: to write everything down before and after takes long. Where requests
 wait for tiers in trouble, there are thousands of look-ups that find all as it was."""
-_APART = (SteppedClock, VirtualClock, FunctionType, MethodType, BuiltinFunctionType, memoryview)
-"""Of these, only who they are is compared: of clocks, which move by themselves, of code, and of views of the tiers' memory."""
+_APART = (SteppedClock, VirtualClock, FunctionType, MethodType, BuiltinFunctionType, MappingProxyType, memoryview)
+"""Of these, only who they are is compared: of clocks, which move by themselves, of code, and of what cannot change."""
 
 
 class LookUpOracle(Oracle):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache import ForwardingManager, OffloadKey, make_manager
 from cargohold.cache.keys import ChunkKeys
-from cargohold.connector.offloading.states import DeepStates
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig, TierOptions
+from cargohold.tiers.scheduler_side.plan import DeepStates
 
 HOST, DISK, NOWHERE, UNASKED = "host", "disk", "nowhere", "unasked"
 

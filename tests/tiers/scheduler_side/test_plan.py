@@ -10,16 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import OffloadKey, OffloadManager, make_manager
-from cargohold.connector.offloading.prefetch_plan import (
-    chains_to_fetch,
-    needed_keys,
-    num_tokens_in_time,
-    soonest,
-    sources_per_token,
-)
-from cargohold.connector.offloading.requests import RequestState
+from cargohold.cache.keys import ChunkKeys
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock, simulated_layout
-from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig, TierOptions
+from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig, TierOptions, Wanted, sources_per_token
+from cargohold.tiers.scheduler_side.plan import chains_to_fetch, num_tokens_in_time, soonest
 from tests.connector.common import prompt
 
 HOST, DISK, SHARED, NOWHERE = "host", "disk", "shared", "nowhere"
@@ -28,26 +22,27 @@ NUM_CHUNKS = 9
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (11,), (None, 9), (3, 30)]
 
 
-def state_of(windows: tuple[int | None, ...], num_more: int = 0) -> RequestState:
+def wanted_of(windows: tuple[int | None, ...], num_computed_tokens: int = 0, num_more: int = 0) -> Wanted:
     layout = simulated_layout(60, windows=windows)
     request = SimulatedEngine(layout).add("r", prompt(0, CHUNK * NUM_CHUNKS + num_more), 1)
-    state = RequestState.create(request, layout, CHUNK // layout.hash_block_tokens)
-    state.extend_keys()
-    return state
+    keys = [ChunkKeys(group, CHUNK // layout.hash_block_tokens, layout.hash_block_tokens) for group in layout.groups]
+    for of_group in keys:
+        of_group.extend(request.block_hashes)
+    return Wanted(keys, request.num_tokens, num_computed_tokens, request.num_tokens)
 
 
-def needed(state: RequestState, group: int, first: int, end: int) -> list[int]:
+def needed(wanted: Wanted, group: int, first: int, end: int) -> list[int]:
     """Chunks of a group with a token that is not computed and that the first query behind the hit still sees."""
-    window = state.keys[group].group.window_tokens
-    query = min(CHUNK * end, state.request.num_tokens - 1)
+    window = wanted.keys[group].group.window_tokens
+    query = min(CHUNK * end, wanted.num_tokens - 1)
     seen = 0 if window is None else query - window + 1
     return [chunk for chunk in range(first, end) if CHUNK * (chunk + 1) > seen]
 
 
-def put(state: RequestState, places: Sequence[Sequence[str]]) -> tuple[OffloadManager, LowerTiers]:
+def put(wanted: Wanted, places: Sequence[Sequence[str]]) -> tuple[OffloadManager, LowerTiers]:
     host = make_manager("lru", 100)
     lower = LowerTiers(host, [TierOptions(name=DISK), TierOptions(name=SHARED)], VirtualClock(), TieringConfig())
-    for keys, of_group in zip(state.keys, places, strict=True):
+    for keys, of_group in zip(wanted.keys, places, strict=True):
         for at, (key, place) in enumerate(zip(keys.keys, of_group, strict=True)):
             if place == HOST:
                 host.prepare_store([key], keys.keys[at - 1] if at else None).commit()
@@ -67,16 +62,16 @@ def spans(draw: st.DrawFn) -> tuple[int, int]:
 def test_what_host_memory_lacks_is_brought_up_in_pieces_of_one_prefix_and_one_tier(
     windows: tuple[int | None, ...], span: tuple[int, int], data: st.DataObject
 ) -> None:
-    state = state_of(windows, num_more=data.draw(st.integers(0, 1)))
+    first, end = span
+    wanted = wanted_of(windows, CHUNK * first, num_more=data.draw(st.integers(0, 1)))
     of_chunk = st.sampled_from([HOST, DISK, DISK, SHARED, NOWHERE])
     places = [data.draw(st.lists(of_chunk, min_size=NUM_CHUNKS, max_size=NUM_CHUNKS)) for _ in windows]
-    host, lower = put(state, places)
-    first, end = span
-    asked = [(group, chunk) for group in range(len(windows)) for chunk in needed(state, group, first, end)]
-    key_of = {(group, chunk): state.keys[group].keys[chunk] for group, chunk in asked}
-    assert needed_keys(state, CHUNK * first, CHUNK * end) == list(key_of.values())
+    host, lower = put(wanted, places)
+    asked = [(group, chunk) for group in range(len(windows)) for chunk in needed(wanted, group, first, end)]
+    key_of = {(group, chunk): wanted.keys[group].keys[chunk] for group, chunk in asked}
+    assert wanted.needed_keys(CHUNK * end) == list(key_of.values())
 
-    chains, first_tokens = chains_to_fetch(state, host, lower, CHUNK * first, CHUNK * end)
+    chains, first_tokens = chains_to_fetch(wanted, host, lower, CHUNK * end)
     names = [[lower.tiers[chain.tier].name] * len(chain.keys) for chain in chains]
     brought = {
         key: name
@@ -90,7 +85,7 @@ def test_what_host_memory_lacks_is_brought_up_in_pieces_of_one_prefix_and_one_ti
     for chain in chains:
         group, chunk = at_of[chain.keys[0]]
         assert [at_of[key] for key in chain.keys] == [(group, chunk + at) for at in range(len(chain.keys))]
-        assert chain.parent == (state.keys[group].keys[chunk - 1] if chunk else None)
+        assert chain.parent == (wanted.keys[group].keys[chunk - 1] if chunk else None)
     assert first_tokens == {
         at: CHUNK * min(at_of[chain.keys[0]][1] for chain in chains if chain.tier == at)
         for at in {chain.tier for chain in chains}
@@ -105,29 +100,29 @@ def test_what_host_memory_lacks_is_brought_up_in_pieces_of_one_prefix_and_one_ti
 def test_a_token_comes_from_the_slowest_tier_that_any_group_needs_for_it(
     windows: tuple[int | None, ...], span: tuple[int, int], computed_more: int, data: st.DataObject
 ) -> None:
-    state = state_of(windows, num_more=data.draw(st.integers(0, 1)))
     first, end = span
     num_computed = CHUNK * first + computed_more
+    wanted = wanted_of(windows, num_computed, num_more=data.draw(st.integers(0, 1)))
     brought = st.dictionaries(
-        st.sampled_from([key for keys in state.keys for key in keys.keys]), st.integers(0, 1), max_size=12
+        st.sampled_from([key for keys in wanted.keys for key in keys.keys]), st.integers(0, 1), max_size=12
     )
     sources: dict[OffloadKey, int] = data.draw(brought)
     expected: list[int | None] = []
     for token in range(num_computed, CHUNK * end):
         tiers = [
             sources.get(keys.keys[token // CHUNK], -1) + 1
-            for group, keys in enumerate(state.keys)
-            if token // CHUNK in needed(state, group, first, end)
+            for group, keys in enumerate(wanted.keys)
+            if token // CHUNK in needed(wanted, group, first, end)
         ]
         expected.append(max(tiers, default=None))
     known = [source for source in expected if source is not None]
     filled = [known[0] if source is None else source for source in expected]
-    assert list(sources_per_token(state, sources, num_computed, CHUNK * end)) == filled
+    assert list(sources_per_token(wanted, sources, CHUNK * end)) == filled
 
 
 def test_where_nothing_is_read_host_memory_is_named() -> None:
-    state = state_of((None,))
-    assert sources_per_token(state, {}, CHUNK, CHUNK) == b""
+    wanted = wanted_of((None,), CHUNK)
+    assert sources_per_token(wanted, {}, CHUNK) == b""
 
 
 TIMES = st.one_of(st.sampled_from([0.0, 5e-324, 1e-300, 1e300, float("inf")]), st.floats(0, allow_nan=False))

@@ -1,0 +1,296 @@
+"""KV events of tiers: what a router's own index needs to know of each chunk, whichever way it came into a tier.
+
+A manager, and what is known of a tier, have only keys. A request has the tokens: so a chunk's *contents* are noted when a
+request brings them, just before the chunk is stored, asked for or fetched, and they are kept as long as a tier has the chunk
+or somebody asks for it::
+
+    request --note--> contents --chunk is ready--> BlockStored: tokens, parent, one hash per engine block
+                         |                             |
+                         |                             +--chunk is gone--> BlockRemoved: the same hashes
+                         +--neither announced nor asked for--> forgotten
+
+Of a chunk whose contents are not known nothing is announced. It is announced when they are brought and its tier is heard of
+again. Chunks of salted requests have no contents here unless they are to be published.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, Protocol
+
+from cargohold.cache.keys import ChunkKeys, split_key
+from cargohold.cache.manager import ChunksRemoved, ChunksStored, OffloadKey
+from cargohold.protocol import (
+    MEDIUM_HOST,
+    MEDIUM_STORAGE,
+    Adapter,
+    BlockRemoved,
+    BlockStored,
+    ExtraKey,
+    KVCacheLayout,
+    KVEvent,
+    Locality,
+    RequestView,
+    SchedulerEnvironment,
+)
+from cargohold.tiers.scheduler_side import LowerTiers, TierEvent
+
+MAX_ANNOUNCED: Final = 2**18
+"""Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
+_NUM_SPARE: Final = 1024
+"""Number of contents that are kept although nobody needs them: so many are too few to look through."""
+_FOUR_BYTES: Final = "I"
+"""Type of a token id in an array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What events say of a chunk besides its key.
+
+    Attributes:
+        parent_hash: hash of the block before the chunk; ``None`` at the start of a prompt.
+        tokens: its token ids, in an array of 4 bytes each.
+        inner_hashes: hashes of its blocks but the last, whose hash is in its key.
+        extra_keys: per block, what its hash covers besides tokens.
+        adapter: adapter with which the KV was computed; ``None`` if there was none.
+    """
+
+    parent_hash: bytes | None
+    tokens: array[int]
+    inner_hashes: tuple[bytes, ...] = ()
+    extra_keys: tuple[tuple[ExtraKey, ...], ...] = ()
+    adapter: Adapter | None = None
+
+
+def contents_of(request: RequestView, keys: ChunkKeys, at: int) -> Contents:
+    """Return the contents of chunk number ``at`` of a request, in the group that ``keys`` are of."""
+    size, block_tokens = keys.chunk_tokens, keys.group.block_tokens
+    start, end = at * size, (at + 1) * size
+    return Contents(
+        split_key(keys.keys[at - 1])[0] if at else None,
+        array(_FOUR_BYTES, request.all_token_ids[start:end]),
+        keys.inner_hashes(request.block_hashes, at),
+        tuple(request.extra_keys(first, first + block_tokens) for first in range(start, end, block_tokens)),
+        request.adapter,
+    )
+
+
+class EventSource(Protocol):
+    """A manager, or anything else that knows which chunks a tier holds."""
+
+    def take_events(self) -> Sequence[TierEvent]:
+        """Return the events of chunks that became ready or were removed since the last call, in order."""
+        ...
+
+
+class Medium:
+    """A tier whose events are translated, and its chunks that are announced.
+
+    Args:
+        source: who knows which chunks it holds; must record events.
+        name: name of the medium in events.
+        locality: whether it is local or shared; ``None`` if its name implies it.
+        max_announced: maximum number of chunks announced at the same time. A tier that evicts by itself and does not report it
+            has no more than it can hold: those heard of least lately are taken back.
+    """
+
+    def __init__(
+        self, source: EventSource, name: str, locality: Locality | None = None, max_announced: int | None = None
+    ) -> None:
+        self.source = source
+        self.name = name
+        self.locality = locality
+        self.max_announced = max_announced
+        # Those heard of last are last.
+        self.announced: OrderedDict[OffloadKey, None] = OrderedDict()
+        # By group and hash, in how many of them a block is that is not the last of its chunk: prefixes that part within a
+        # chunk have its first blocks in common.
+        self.inner: Counter[tuple[int, bytes]] = Counter()
+
+
+class TierEvents:
+    """Translates what the tiers of one connector have and lose into KV events.
+
+    The same chunk may come and go several times between two calls of ``take``. What has happened so far is translated before
+    contents are noted or forgotten.
+
+    Args:
+        layout: the engine's paged KV.
+        media: the tiers.
+        is_asked_for: whether a chunk may become ready soon although no store of it was noted.
+        salted: whether chunks of salted requests are announced, too.
+    """
+
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        media: Sequence[Medium],
+        is_asked_for: Callable[[OffloadKey], bool],
+        *,
+        salted: bool,
+    ) -> None:
+        self._block_tokens = [group.block_tokens for group in layout.groups]
+        self._media = media
+        self._is_asked_for = is_asked_for
+        self._salted = salted
+        self._events: list[KVEvent] = []
+        # Those noted, or found to be needed, last are last.
+        self._contents: OrderedDict[OffloadKey, Contents] = OrderedDict()
+        self._storing: set[OffloadKey] = set()
+
+    @property
+    def known(self) -> Mapping[OffloadKey, Contents]:
+        """The contents that are kept now: for inspection."""
+        return self._contents
+
+    def note_store(self, request: RequestView, keys: ChunkKeys, stored: Sequence[OffloadKey], first_chunk: int) -> None:
+        """Remember the contents of chunks whose store begins.
+
+        Args:
+            request: the request whose chunks they are.
+            keys: its keys in the group.
+            stored: the chunks being stored, in prefix order.
+            first_chunk: number of the chunk at which to begin to search for them: at or before the first of them.
+        """
+        if not self.is_published(request):
+            return
+        self._make_room(len(stored))
+        at = first_chunk
+        for key in stored:
+            while keys.keys[at] != key:
+                at += 1
+            self._contents[key] = contents_of(request, keys, at)
+        self._storing.update(stored)
+
+    def note_contents(self, stored: Sequence[tuple[OffloadKey, Contents]]) -> None:
+        """Remember the contents of chunks whose store begins, or that are asked for right after this call."""
+        self._make_room(len(stored))
+        self._contents.update(stored)
+        self._storing.update(key for key, _ in stored)
+
+    def note_wanted(self, request: RequestView, keys: Iterable[ChunkKeys]) -> None:
+        """Remember the contents of a request's chunks, some of which lower tiers are asked for right after this call."""
+        if not self.is_published(request):
+            return
+        for group in keys:
+            new = [(at, key) for at, key in enumerate(group.keys) if key not in self._contents]
+            self._make_room(len(new))
+            self._contents.update((key, contents_of(request, group, at)) for at, key in new)
+
+    def is_published(self, request: RequestView) -> bool:
+        """Whether anything may be announced of a request's chunks."""
+        return self._salted or request.salt is None
+
+    def note_ended(self, keys: Iterable[OffloadKey]) -> None:
+        """Learn that a store of chunks has ended, well or not."""
+        self._storing.difference_update(keys)
+
+    def take(self) -> list[KVEvent]:
+        """Return the KV events since the last call, in order per medium."""
+        self._translate()
+        events, self._events = self._events, []
+        return events
+
+    # --- contents -----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, num_new: int) -> None:
+        """Forget contents that nobody needs, looking at two for each new one: so at most half of all are of no use."""
+        self._translate()
+        contents = self._contents
+        for _ in range(min(2 * num_new, len(contents) - _NUM_SPARE)):
+            key, known = contents.popitem(last=False)
+            if self._is_needed(key):
+                contents[key] = known
+
+    def _is_needed(self, key: OffloadKey) -> bool:
+        is_here = key in self._storing or any(key in medium.announced for medium in self._media)
+        return is_here or self._is_asked_for(key)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _translate(self) -> None:
+        for medium in self._media:
+            for event in medium.source.take_events():
+                if isinstance(event, ChunksStored):
+                    self._announce(medium, event.keys)
+                elif isinstance(event, ChunksRemoved):
+                    self._take_back(medium, event.keys)
+                else:
+                    self._take_back(medium, tuple(medium.announced))
+
+    def _announce(self, medium: Medium, keys: Sequence[OffloadKey]) -> None:
+        announced = medium.announced
+        for key in keys:
+            if key in announced:
+                announced.move_to_end(key)
+            elif (contents := self._contents.get(key)) is not None:
+                announced[key] = None
+                self._events.append(self._stored(medium, key, contents))
+        if medium.max_announced is not None and len(announced) > medium.max_announced:
+            self._take_back(medium, tuple(islice(announced, len(announced) - medium.max_announced)))
+
+    def _stored(self, medium: Medium, key: OffloadKey, contents: Contents) -> BlockStored:
+        """Return the event of a chunk's blocks, without those that are announced already: they come first."""
+        block_hash, group = split_key(key)
+        hashes, size = (*contents.inner_hashes, block_hash), self._block_tokens[group]
+        inner = [(group, inner_hash) for inner_hash in contents.inner_hashes]
+        first = sum(block in medium.inner for block in inner)
+        medium.inner.update(inner)
+        return BlockStored(
+            block_hashes=hashes[first:],
+            parent_block_hash=hashes[first - 1] if first else contents.parent_hash,
+            token_ids=tuple(contents.tokens[first * size :]),
+            block_tokens=size,
+            group=group,
+            medium=medium.name,
+            adapter=contents.adapter,
+            extra_keys=contents.extra_keys[first:],
+            locality=medium.locality,
+        )
+
+    def _take_back(self, medium: Medium, keys: Sequence[OffloadKey]) -> None:
+        """Announce that chunks are gone, as far as they were announced: one event per group."""
+        of_group: dict[int, list[bytes]] = {}
+        for key in keys:
+            if key in medium.announced:
+                del medium.announced[key]
+                block_hash, group = split_key(key)
+                gone = of_group.setdefault(group, [])
+                gone += self._no_longer_held(medium, group, self._contents[key].inner_hashes)
+                gone.append(block_hash)
+        self._events += [
+            BlockRemoved(tuple(hashes), group, medium.name, medium.locality) for group, hashes in of_group.items()
+        ]
+
+    def _no_longer_held(self, medium: Medium, group: int, inner_hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the inner blocks of a chunk that has gone which are in no other chunk."""
+        medium.inner.subtract((group, inner_hash) for inner_hash in inner_hashes)
+        gone = [inner_hash for inner_hash in inner_hashes if not medium.inner[group, inner_hash]]
+        for inner_hash in gone:
+            del medium.inner[group, inner_hash]
+        return gone
+
+
+def tier_events(
+    environment: SchedulerEnvironment, host: EventSource, lower: LowerTiers | None = None
+) -> TierEvents | None:
+    """Return the events of a connector's tiers; ``None`` if nobody listens.
+
+    Args:
+        environment: facts about the engine.
+        host: the manager of host memory; must record events.
+        lower: the tiers below, if there are any.
+    """
+    if not environment.emits_events:
+        return None
+    media = [Medium(host, MEDIUM_HOST)]
+    for tier in () if lower is None else lower.tiers:
+        most = tier.options.max_chunks
+        most = MAX_ANNOUNCED if most is None else min(MAX_ANNOUNCED, most)
+        media.append(Medium(tier, MEDIUM_STORAGE, tier.options.locality, most))
+    is_asked_for = (lambda _: False) if lower is None else lower.is_asked_for
+    return TierEvents(environment.layout, media, is_asked_for, salted=environment.emits_salted_events)

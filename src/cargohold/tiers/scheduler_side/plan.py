@@ -1,0 +1,329 @@
+"""What is worth fetching from lower tiers: presence of chunks over all tiers, and plans. Nothing here has effects."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Final, NamedTuple
+
+from cargohold.blocks import ABSENT, NOT_YET, GroupUnits, PrefixHit, longest_hit
+from cargohold.cache.keys import ChunkKeys
+from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.tiers.scheduler_side.fetches import Chain
+from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
+from cargohold.tiers.scheduler_side.pace import StepPace
+from cargohold.tiers.scheduler_side.tier_state import UNKNOWN
+
+_UNREAD: Final = 255
+_LEAST_WIDTH: Final = 16
+_UNKNOWN_IS_NOT_YET = bytes.maketrans(bytes([UNKNOWN]), bytes([NOT_YET]))
+
+
+class Wanted(NamedTuple):
+    """A prefix that somebody wants to have in host memory: a request, or whoever else knows its keys.
+
+    Attributes:
+        keys: the prompt's chunks, per group.
+        num_tokens: number of tokens of the prompt.
+        num_computed_tokens: number of leading tokens that are on the device, so that nobody needs them.
+        limit_tokens: maximum number of leading tokens that are wanted, computed tokens included.
+    """
+
+    keys: Sequence[ChunkKeys]
+    num_tokens: int
+    num_computed_tokens: int
+    limit_tokens: int
+
+    def needed(self, keys: ChunkKeys, num_hit_tokens: int) -> range:
+        """Return the numbers of the chunks of one group that a hit of so many tokens needs: of windows, the last ones."""
+        next_query = min(num_hit_tokens, self.num_tokens - 1)
+        first_token = max(self.num_computed_tokens, keys.group.num_skipped_tokens(next_query))
+        end = num_hit_tokens // keys.chunk_tokens
+        return range(min(first_token // keys.chunk_tokens, end), end)
+
+    def needed_keys(self, num_hit_tokens: int) -> list[OffloadKey]:
+        """Return the chunks of all groups that a load of the tokens between the computed ones and the hit's end reads."""
+        return [keys.keys[at] for keys in self.keys for at in self.needed(keys, num_hit_tokens)]
+
+
+class Plan(NamedTuple):
+    """What to fetch.
+
+    Attributes:
+        num_tokens: number of leading tokens that host memory then has, computed tokens included.
+        chains: the chunks to fetch.
+        first_tokens: for each tier that chunks are fetched from, the first token that one of them stands for.
+        load_s: estimated seconds that takes; 0 if that is not known.
+    """
+
+    num_tokens: int
+    chains: Sequence[Chain]
+    first_tokens: Mapping[int, int]
+    load_s: float
+
+
+# --- presence of chunks in one group; these implement ``cargohold.blocks.UnitStates`` ---------------------------------
+
+
+class HostStates:
+    """Presence in host memory."""
+
+    def __init__(self, manager: OffloadManager, keys: ChunkKeys) -> None:
+        self._manager = manager
+        self._keys = keys.keys
+
+    def run(self, first: int, end: int) -> bytes:
+        """Return the states of chunks ``[first, end)``, up to the first absent one."""
+        return self._manager.lookup_run(self._keys[first:end])
+
+    def window(self, first: int, end: int) -> bytes:
+        """Return the states of chunks ``[first, end)``."""
+        return self._manager.lookup(self._keys[first:end])
+
+
+class DeepStates:
+    """Presence in host memory or any tier below.
+
+    Args:
+        host: the manager of host memory.
+        lower: the tiers below.
+        keys: the chunks.
+        unknown: mutated: chunks are added that a lower tier must be asked for first. They count as "not yet".
+        skipped: indices of tiers that are not to be asked.
+    """
+
+    def __init__(
+        self,
+        host: OffloadManager,
+        lower: LowerTiers,
+        keys: ChunkKeys,
+        unknown: list[OffloadKey],
+        skipped: Container[int] = (),
+    ) -> None:
+        self._host = host
+        self._lower = lower
+        self._skipped = skipped
+        self._keys = keys.keys
+        self._unknown = unknown
+
+    def run(self, first: int, end: int) -> bytes:
+        """Return the states of chunks ``[first, end)``, up to the first absent one."""
+        states = bytearray()
+        # Chunks of one tier mostly lie together, so the width doubles while they do. Where they do not, it is small, so that
+        # few chunks are looked up in vain.
+        width = _LEAST_WIDTH
+        while (at := first + len(states)) < end:
+            keys = self._keys[at : min(at + width, end)]
+            found = self._host.lookup_run(keys)
+            states += found
+            if len(found) == len(keys):
+                width *= 2
+                continue
+            rest = keys[len(found) :]
+            num_absent = _num_leading(self._host.lookup(rest), ABSENT)
+            below = self._ask(rest[:num_absent], up_to_absent=True)
+            states += below
+            if len(below) < num_absent:
+                break
+            width = 2 * width if num_absent == len(rest) else _LEAST_WIDTH
+        return bytes(states)
+
+    def window(self, first: int, end: int) -> bytes:
+        """Return the states of chunks ``[first, end)``."""
+        keys = self._keys[first:end]
+        states = bytearray(self._host.lookup(keys))
+        absent = [at for at, state in enumerate(states) if state == ABSENT]
+        for at, state in zip(absent, self._ask([keys[at] for at in absent]), strict=True):
+            states[at] = state
+        return bytes(states)
+
+    def _ask(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False) -> bytes:
+        """Return the states that the tiers below give for chunks that host memory lacks."""
+        states = self._lower.lookup(keys, up_to_absent=up_to_absent, skipped=self._skipped)
+        if UNKNOWN in states:
+            self._unknown += [key for key, state in zip(keys, states, strict=False) if state == UNKNOWN]
+        return states.translate(_UNKNOWN_IS_NOT_YET)
+
+
+def _num_leading(states: bytes, state: int) -> int:
+    return len(states) - len(states.lstrip(bytes([state])))
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+class Planner:
+    """Plans what is worth fetching. It only reads.
+
+    Args:
+        host: the manager of host memory.
+        lower: the tiers below it.
+        pace: predicts how long computing takes; ``None`` to fetch whatever there is, even if computing may be faster.
+    """
+
+    def __init__(self, host: OffloadManager, lower: LowerTiers, pace: StepPace | None) -> None:
+        self._host = host
+        self._lower = lower
+        self._pace = pace
+
+    def host_hit(self, wanted: Wanted, limit_tokens: int) -> int:
+        """Return how many leading tokens host memory can give back without a lower tier, computed tokens included."""
+        groups = [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._host, keys)) for keys in wanted.keys]
+        return longest_hit(groups, wanted.num_tokens, wanted.num_computed_tokens, limit_tokens).num_tokens
+
+    def deep_hit(
+        self, wanted: Wanted, limit_tokens: int, unknown: list[OffloadKey], skipped: Container[int]
+    ) -> PrefixHit:
+        """Return the longest prefix that all tiers together have. Adds chunks that tiers must be asked for to ``unknown``."""
+        groups = [
+            GroupUnits(keys.group, keys.chunk_tokens, DeepStates(self._host, self._lower, keys, unknown, skipped))
+            for keys in wanted.keys
+        ]
+        return longest_hit(groups, wanted.num_tokens, wanted.num_computed_tokens, limit_tokens)
+
+    def compute_s(self, wanted: Wanted, num_tokens: int) -> float | None:
+        """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.
+
+        ``None`` if that is not known, or if it is not to be asked.
+        """
+        if self._pace is None or not self._pace.num_sizes:
+            return None
+        return self._pace.predict(num_tokens - self.host_hit(wanted, num_tokens))
+
+    def worth_while(
+        self, wanted: Wanted, num_hit_tokens: int, limit_s: float, skipped: Container[int], notes: list[str]
+    ) -> Plan:
+        """Return what is worth fetching for a hit: all of it, a part, or nothing.
+
+        Args:
+            wanted: what somebody wants.
+            num_hit_tokens: number of leading tokens that all tiers together have.
+            limit_s: seconds that are left for loading.
+            skipped: indices of tiers that are not to be asked.
+            notes: mutated: a line is added if something is left out because computing is expected to be faster.
+        """
+        plan = self._soonest(wanted, self._plan(wanted, num_hit_tokens), skipped, notes)
+        num_in_time = num_tokens_in_time(plan.num_tokens - wanted.num_computed_tokens, plan.load_s, limit_s)
+        limit_tokens = wanted.num_computed_tokens + num_in_time
+        if limit_tokens == plan.num_tokens:
+            return plan
+        return self._soonest(wanted, self._cut(wanted, limit_tokens, skipped), skipped, notes)
+
+    def _soonest(self, wanted: Wanted, plan: Plan, skipped: Container[int], notes: list[str]) -> Plan:
+        """Return ``plan``, the part of it before the chunks of a tier, or nothing: whatever is expected to take least time."""
+        if self._pace is None or not plan.load_s:
+            return plan
+        num_here = self.host_hit(wanted, plan.num_tokens)
+        plans = [plan, Plan(wanted.num_computed_tokens, (), {}, 0.0)]
+        if len(plan.first_tokens) > 1:
+            firsts = sorted(first for first in plan.first_tokens.values() if first > wanted.num_computed_tokens)
+            plans += [self._cut(wanted, first, skipped) for first in firsts]
+        # What is not fetched is computed.
+        rests = [self._pace.predict(plan.num_tokens - max(num_here, part.num_tokens)) for part in plans[1:]]
+        ways = [(plan.load_s, 0.0), *zip((part.load_s for part in plans[1:]), rests, strict=True)]
+        best = plans[soonest(ways)]
+        if left_out := sorted(plan.first_tokens.keys() - best.first_tokens.keys()):
+            names = " and ".join(self._lower.tiers[at].name for at in left_out)
+            best_s = min(load_s + rest_s for load_s, rest_s in ways if rest_s is not None)
+            notes.append(
+                f"computing was expected to be faster than loading from {names}: {best_s:.3f} s against {plan.load_s:.3f} s"
+            )
+        return best
+
+    def _cut(self, wanted: Wanted, limit_tokens: int, skipped: Container[int]) -> Plan:
+        """Return the plan for a hit of at most ``limit_tokens`` tokens."""
+        return self._plan(wanted, self.deep_hit(wanted, limit_tokens, [], skipped).num_tokens)
+
+    def _plan(self, wanted: Wanted, num_tokens: int) -> Plan:
+        chains, first_tokens = chains_to_fetch(wanted, self._host, self._lower, num_tokens)
+        counts: Counter[int] = Counter()
+        for chain in chains:
+            counts[chain.tier] += len(chain.keys)
+        return Plan(num_tokens, chains, first_tokens, self._lower.estimate_s(counts))
+
+
+def chains_to_fetch(
+    wanted: Wanted, host: OffloadManager, lower: LowerTiers, num_hit_tokens: int
+) -> tuple[list[Chain], dict[int, int]]:
+    """Return the needed chunks that host memory lacks and a lower tier has, in chains of one tier each.
+
+    Also return, for each of these tiers, the first token that one of its chunks stands for.
+    """
+    chains: list[Chain] = []
+    first_tokens: dict[int, int] = {}
+    for keys in wanted.keys:
+        for index, chain in _chains(keys, wanted.needed(keys, num_hit_tokens), host, lower):
+            chains.append(chain)
+            first = index * keys.chunk_tokens
+            first_tokens[chain.tier] = min(first, first_tokens.get(chain.tier, first))
+    return chains, first_tokens
+
+
+def _chains(keys: ChunkKeys, needed: range, host: OffloadManager, lower: LowerTiers) -> Iterator[tuple[int, Chain]]:
+    """Yield the chains of one group, each with the number of its first chunk."""
+    own = keys.keys[needed.start : needed.stop]
+    tiers = [-1] * len(own)  # of what host memory has, and of what no tier has
+    absent = [at for at, state in enumerate(host.lookup(own)) if state == ABSENT]
+    for at, tier in zip(absent, lower.tiers_of([own[at] for at in absent]), strict=True):
+        tiers[at] = tier
+    start = 0
+    for tier, run in groupby(tiers):
+        end = start + len(list(run))
+        first = needed.start + start
+        if tier >= 0:
+            yield first, Chain(tier, own[start:end], keys.keys[first - 1] if first else None)
+        start = end
+
+
+def num_tokens_in_time(num_tokens: int, load_s: float, limit_s: float) -> int:
+    """Return how many of ``num_tokens`` tokens are likely to be loaded in time, if loading all of them takes ``load_s``.
+
+    All of them if nothing is known of the speed, for which ``load_s`` is 0; none if there is no time left.
+
+    Args:
+        num_tokens: number of tokens, from 0.
+        load_s: estimated seconds to load all of them, from 0.
+        limit_s: seconds that are left; 0 or less once the deadline has passed.
+    """
+    if limit_s <= 0:
+        return 0
+    return num_tokens if load_s <= limit_s else int(limit_s / load_s * num_tokens)
+
+
+def soonest(ways: Sequence[tuple[float, float | None]]) -> int:
+    """Return the index of the way that is expected to take least time; of several, the first.
+
+    Args:
+        ways: seconds of loading and seconds of computing the rest, per way; ``None`` where that is not known. The first way
+            is taken then, whose rest is known to be nothing.
+    """
+    times = [float("inf") if rest_s is None else load_s + rest_s for load_s, rest_s in ways]
+    return times.index(min(times))
+
+
+def sources_per_token(wanted: Wanted, sources: Mapping[OffloadKey, int], num_hit_tokens: int) -> bytes:
+    """Return one byte per token between the computed ones and the hit's end, for the tier that it came from.
+
+    0 is host memory, ``n + 1`` lower tier ``n``. If the groups' chunks of a token came from different tiers, the slowest
+    counts. Leading tokens that no group reads any more, because windows have moved on, count like the first that is read.
+
+    Args:
+        wanted: what was wanted.
+        sources: index of the lower tier, from 0, of each chunk that was fetched.
+        num_hit_tokens: number of leading tokens that will be on the device after the load.
+    """
+    if not sources:
+        return bytes(num_hit_tokens - wanted.num_computed_tokens)
+    marks = bytearray([_UNREAD]) * (num_hit_tokens - wanted.num_computed_tokens)
+    spans = sorted(
+        (sources.get(keys.keys[at], -1), at * keys.chunk_tokens - wanted.num_computed_tokens, keys.chunk_tokens)
+        for keys in wanted.keys
+        for at in wanted.needed(keys, num_hit_tokens)
+    )
+    for tier, start, length in spans:
+        first = max(0, start)
+        marks[first : start + length] = bytes([tier + 1]) * (start + length - first)
+    num_unread = len(marks) - len(marks.lstrip(bytes([_UNREAD])))
+    marks[:num_unread] = bytes(marks[num_unread : num_unread + 1] or b"\0") * num_unread
+    return bytes(marks)

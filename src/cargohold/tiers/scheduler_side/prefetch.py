@@ -1,0 +1,470 @@
+"""Prefetching: chunks are fetched from lower tiers before whoever wants them is looked up in host memory.
+
+::
+
+    ASK ----> ask the tiers about what host memory does not have
+     |          | all have answered
+     |          v
+     |        how much is it worth while to fetch? --nothing--> OVER: host memory's answer counts
+     v          | some leading chunks
+    BRING --> wait for slots, fetch these chunks, hold those that host memory has
+     |          | all have arrived or failed
+     v          v
+    HELD ---> host memory's answer counts, with the chunks held until the request is admitted
+
+Who wants chunks has a ``Waiting``, and asks in every step whether to wait still (``Prefetcher.must_wait``), which only notes
+that it was asked. All else happens twice per step, in ``Prefetcher._advance``, for those that asked, in their order: when the
+step begins, and when it ends, because answers have come by then.
+
+Chunks that another engine has announced may still be on their way to a tier. The request asks for them again and again, less
+often the longer it has waited, as long as there is time for questions.
+
+A wait ends when its time is up, whatever the tiers do: chunks that have not come by then are computed. That is twice the time
+that computing is expected to take, where that is known, and at most ``restore_timeout_s``. Only steps count in which the
+request asked and the engine had a place for it: otherwise it would have to wait anyway. Half of the time is for look-ups, and
+half for loads: what is not known by then to be there counts as absent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Final, Protocol
+
+from cargohold.blocks import READY
+from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.protocol import SchedulerEnvironment, StepView
+from cargohold.tiers.port import Access
+from cargohold.tiers.scheduler_side.fetches import Fetch
+from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
+from cargohold.tiers.scheduler_side.pace import StepPace
+from cargohold.tiers.scheduler_side.plan import Plan, Planner, Wanted
+from cargohold.tiers.scheduler_side.tasks import TierTask
+
+MAX_COMPUTE_RATIO: Final = 2.0
+"""A request waits for lower tiers for at most this many times the time that computing takes."""
+MAX_TIMEOUT_PART: Final = 0.5
+"""Part of ``restore_timeout_s`` that a load may take by its estimate, because estimates err."""
+LOOK_AGAIN_S: Final = 0.02
+"""Seconds until a request that waits for slots or for others' chunks looks again whether it can have them.
+
+Looking takes time, the more the longer a prompt is.
+"""
+MIN_POLL_S: Final = 0.005
+"""Seconds until a request looks again for announced chunks; later, ``POLL_PART`` of the time that it has waited already."""
+POLL_PART: Final = 0.2
+_NOT_ENOUGH_TIME = "there was not enough time to learn from {} whether it has more chunks"
+
+
+class Phase(Enum):
+    """What a request does about lower tiers. It waits in the first two phases."""
+
+    ASK = "asks which of its chunks they have"
+    BRING = "waits for slots in host memory, then until its chunks are there"
+    HELD = "is looked up in host memory, where its chunks are held until it is admitted"
+    OVER = "is looked up in host memory as it is"
+
+
+class Event(Enum):
+    """What happens to a request that waits."""
+
+    FOUND = "there are chunks that are worth waiting for"
+    NOTHING = "there are none"
+    ARRIVED = "all jobs that fetch its chunks have ended"
+    LATE = "its time is up"
+
+
+NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = MappingProxyType(
+    {
+        (Phase.ASK, Event.FOUND): Phase.BRING,
+        (Phase.ASK, Event.NOTHING): Phase.OVER,
+        (Phase.ASK, Event.LATE): Phase.OVER,
+        (Phase.BRING, Event.ARRIVED): Phase.HELD,
+        (Phase.BRING, Event.NOTHING): Phase.OVER,
+        (Phase.BRING, Event.LATE): Phase.OVER,
+    }
+)
+"""The phase after each event. All other events are impossible. Once the request is admitted or ends, its wait is forgotten."""
+
+
+def _tell_nobody() -> None:
+    pass
+
+
+class Notes(Protocol):
+    """Takes lines for people: what was decided, and why."""
+
+    def append(self, note: str, /) -> None:
+        """Add a line."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A wait for chunks of lower tiers, from the first look-up until the request is admitted.
+
+    Attributes:
+        wanted: what is wanted, as of the last look-up.
+        notes: takes lines for whoever waits.
+        begun_at: time at which it began.
+        limit_s: seconds that it may take.
+        excuse: what to note if it ends because its time is up.
+        waited_s: seconds that it has taken, without those in which nobody asked or the engine had no place.
+        has_place: whether the engine could have admitted the request when it asked last.
+        phase: see ``NEXT``.
+        probes: questions to the tiers that are waited for.
+        num_found: by tier, the number of chunks that earlier questions have found there.
+        skipped: indices of tiers that are not asked, because that would take too long.
+        look_at: time before which it is not looked at again.
+        fetch: the chunks on their way; ``None`` before slots were reserved for them.
+        is_limited: whether its time was compared with that of computing.
+        num_announced: number of leading tokens that another engine has announced and that have not been given up.
+        num_come: number of leading tokens that had come when it was looked at last.
+        on_ask: called before tiers are asked for its chunks, or chunks are fetched.
+    """
+
+    wanted: Wanted
+    notes: Notes
+    begun_at: float
+    limit_s: float
+    excuse: str
+    waited_s: float = 0.0
+    has_place: bool = True
+    phase: Phase = Phase.ASK
+    probes: Sequence[TierTask] = ()
+    num_found: Counter[int] = field(default_factory=Counter)
+    skipped: set[int] = field(default_factory=set)
+    look_at: float = 0.0
+    fetch: Fetch | None = None
+    is_limited: bool = False
+    num_announced: int = 0
+    num_come: int = 0
+    on_ask: Callable[[], None] = _tell_nobody
+
+    def go(self, event: Event) -> None:
+        """Go on to the next phase."""
+        self.phase = NEXT[self.phase, event]
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the answer is "not yet"."""
+        return self.phase is Phase.ASK or self.phase is Phase.BRING
+
+    @property
+    def needs_slots(self) -> bool:
+        """Whether it waits for slots in host memory."""
+        return self.phase is Phase.BRING and self.fetch is None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all jobs that fetch its chunks have ended."""
+        return self.fetch is not None and not self.fetch.num_running
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether its chunks were released before the request was admitted, although its time was not up."""
+        return self.fetch is not None and self.fetch.is_released and self.phase is not Phase.OVER
+
+    @property
+    def sources(self) -> Mapping[OffloadKey, int]:
+        """The tier that each chunk came from."""
+        return {} if self.fetch is None else self.fetch.sources
+
+    @property
+    def asking_s(self) -> float:
+        """Seconds that are left for questions."""
+        return (self.limit_s if self.needs_slots else self.limit_s / 2) - self.waited_s
+
+    def limit(self, left_s: float, excuse: str) -> None:
+        """Wait no longer than for ``left_s`` more seconds, and note ``excuse`` if it ends then."""
+        if self.waited_s + left_s < self.limit_s:
+            self.limit_s, self.excuse = self.waited_s + left_s, excuse
+
+    def give_up(self) -> None:
+        """End the wait because its time is up. Jobs end by themselves, or at their deadlines, and are measured."""
+        no_room = "host memory had no room for what lower tiers have"
+        self.notes.append(no_room if self.needs_slots else self.excuse)
+        self.go(Event.LATE)
+        if self.fetch is not None:
+            self.fetch.give_up()
+
+    def end(self) -> None:
+        """Release the chunks: the request was admitted, or has ended."""
+        self.phase = Phase.OVER
+        if self.fetch is not None:
+            self.fetch.release()
+
+
+class Prefetcher:
+    """Fetches chunks from lower tiers for those who wait for them.
+
+    Args:
+        host: the manager of host memory.
+        lower: the tiers below host memory.
+        environment: facts about the engine.
+        pace: how fast the engine computes; measured by its owner.
+        only_if_faster: whether to fetch chunks only if that is expected to be faster than computing them.
+    """
+
+    def __init__(
+        self,
+        host: OffloadManager,
+        lower: LowerTiers,
+        environment: SchedulerEnvironment,
+        pace: StepPace,
+        *,
+        only_if_faster: bool,
+    ) -> None:
+        self._host = host
+        self._lower = lower
+        self._clock = lower.clock
+        self._planner = Planner(host, lower, pace if only_if_faster else None)
+        self._max_num_seqs = environment.max_num_seqs
+        # How many requests the engine can admit before the next step, and how many it has asked for.
+        self._num_places = environment.max_num_seqs
+        self._num_asked = 0
+        # Those who have asked since the last step began, and those who had before it.
+        self._asked: list[Waiting] = []
+        self._current: list[Waiting] = []
+        # Within one call time stands still: what was compared with a limit is not compared with a later time behind it.
+        self._now = self._counted_to = self._clock()
+        self._are_slots_taken = False
+
+    # --- look-ups: they read, and change nothing but the record of who waits ------------------------------------------
+
+    @property
+    def namespace(self) -> Mapping[str, str]:
+        """What the chunks' bytes depend on in the first shared tier; empty until a worker has said it."""
+        return self._lower.namespace
+
+    def begin(
+        self, wanted: Wanted, notes: Notes, num_announced: int = 0, on_ask: Callable[[], None] = _tell_nobody
+    ) -> Waiting:
+        """Begin to wait for chunks that lower tiers may have. The wait may be over at once.
+
+        Args:
+            wanted: what is wanted.
+            notes: takes lines for whoever waits.
+            num_announced: number of leading tokens whose chunks will come if they are not there yet.
+            on_ask: called before tiers are asked for its chunks, or chunks are fetched.
+        """
+        timeout_s = self._lower.config.restore_timeout_s
+        excuse = f"lower tiers took longer than {timeout_s:g} s"
+        now = self._clock()
+        waiting = Waiting(wanted, notes, now, timeout_s, excuse, num_announced=num_announced, on_ask=on_ask)
+        for tier in self._lower.tiers:
+            if tier.trouble:
+                notes.append(tier.trouble)
+        if self._lower.is_readable:
+            self._note_asked(waiting, wanted)
+        else:
+            waiting.go(Event.NOTHING)
+        return waiting
+
+    def must_wait(self, waiting: Waiting | None, wanted: Wanted) -> bool:
+        """Whether the answer for a request is still "not yet". To be called for every look-up; ``None`` if it does not wait.
+
+        Mutates nothing but ``waiting``.
+        """
+        self._num_asked += 1
+        if waiting is None or not waiting.must_wait:
+            return False
+        if waiting.has_arrived:
+            waiting.go(Event.ARRIVED)
+            return False
+        self._note_asked(waiting, wanted)
+        return True
+
+    def _note_asked(self, waiting: Waiting, wanted: Wanted) -> None:
+        # All answers of one look-up must be remembered until the last has come.
+        max_tokens = int(self._lower.max_look_up / sum([1 / keys.chunk_tokens for keys in wanted.keys]))
+        limit_tokens = min(wanted.limit_tokens, wanted.num_computed_tokens + max_tokens)
+        waiting.wanted = wanted._replace(limit_tokens=limit_tokens)
+        waiting.has_place = self._num_places is None or self._num_asked <= self._num_places
+        self._asked.append(waiting)
+
+    # --- effects: twice per step --------------------------------------------------------------------------------------
+
+    def begin_step(self, step: StepView) -> None:
+        """Note that a step begins; do what those need who have asked since the last one, in their order.
+
+        Asks tiers, reserves slots, begins loads. Mutates host memory, lower tiers and the waits.
+        """
+        self._lower.clock.begin_step()
+        self._current, self._asked, self._num_asked = self._asked, [], 0
+        if self._max_num_seqs is not None:
+            self._num_places = max(1, self._max_num_seqs - len(step.scheduled))  # without any, it would not ask
+        self._advance_all()
+
+    def end_step(self) -> None:
+        """Note that a step has ended, and all jobs that ended in it; count time, and do what answers that have come allow."""
+        self._lower.clock.end_step()
+        now = self._clock()
+        for waiting in self._current:
+            if waiting.has_place:
+                waiting.waited_s += now - max(self._counted_to, waiting.begun_at)
+            if waiting.waited_s >= waiting.limit_s and waiting.must_wait and not waiting.has_arrived:
+                waiting.give_up()
+        self._counted_to = now
+        self._advance_all()
+
+    def _advance_all(self) -> None:
+        self._now = self._clock()
+        self._are_slots_taken = False
+        for waiting in self._current:
+            if waiting.must_wait and not waiting.has_arrived:
+                self._advance(waiting)
+                # First come, first served: the next ones find no slots, either.
+                self._are_slots_taken |= waiting.needs_slots
+
+    def _advance(self, waiting: Waiting) -> None:
+        """Ask tiers, or fetch what they have, if it is time for that."""
+        if not waiting.is_limited:
+            self._limit_by_computing(waiting, waiting.wanted.limit_tokens)
+        if waiting.fetch is not None:
+            return
+        if waiting.asking_s <= 0:
+            self._stop_asking(waiting)
+        is_answered = all(probe.has_ended for probe in waiting.probes)
+        if not is_answered or self._now < waiting.look_at or (waiting.needs_slots and self._are_slots_taken):
+            return
+        if waiting.num_announced and not waiting.probes and waiting.phase is Phase.ASK:
+            for keys in waiting.wanted.keys:  # they may have come since a tier was asked last
+                self._lower.forget_absent(keys.keys[: waiting.num_announced // keys.chunk_tokens])
+        for probe in waiting.probes:
+            waiting.num_found[probe.tier] += probe.num_found
+        waiting.probes = ()
+        self._decide(waiting)
+
+    def _decide(self, waiting: Waiting) -> None:
+        """Ask the tiers further, or fetch what they have, or wait no more: by what is known now."""
+        wanted, unknown = waiting.wanted, list[OffloadKey]()
+        hit = self._planner.deep_hit(wanted, wanted.limit_tokens, unknown, waiting.skipped)
+        if self._skip_slow(waiting, len(unknown)):
+            unknown.clear()
+            hit = self._planner.deep_hit(wanted, wanted.limit_tokens, unknown, waiting.skipped)
+        if hit.undecided:
+            waiting.on_ask()
+            self._ask(waiting, list(dict.fromkeys(unknown)))
+            return
+        if self._is_to_come(waiting, hit.num_tokens):
+            waiting.look_at = self._now + max(MIN_POLL_S, POLL_PART * waiting.waited_s)
+            return
+        left_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, waiting.limit_s - waiting.waited_s)
+        notes: list[str] = []
+        plan = self._planner.worth_while(wanted, hit.num_tokens, left_s, waiting.skipped, notes)
+        for note in notes:
+            waiting.notes.append(note)
+        if plan.chains:
+            waiting.on_ask()
+            self._fetch(waiting, plan)
+        else:
+            waiting.go(Event.NOTHING)
+
+    def _is_to_come(self, waiting: Waiting, num_tokens: int) -> bool:
+        """Whether announced chunks have not come yet, and there is time to wait for them; note how many tokens have come."""
+        waiting.num_come = num_tokens
+        chunk_tokens = max([keys.chunk_tokens for keys in waiting.wanted.keys])
+        is_missing = num_tokens + chunk_tokens <= min(waiting.num_announced, waiting.wanted.limit_tokens)
+        return is_missing and waiting.phase is Phase.ASK and waiting.asking_s > 0 and self._lower.is_readable
+
+    def _ask(self, waiting: Waiting, unknown: Sequence[OffloadKey]) -> None:
+        """Ask the tiers for chunks; if nobody can be asked now, other requests' chunks are waited for."""
+        waiting.probes = self._lower.probe(
+            unknown, skipped=waiting.skipped, num_found=waiting.num_found, within_s=waiting.asking_s
+        )
+        if not waiting.probes:
+            waiting.look_at = self._now + LOOK_AGAIN_S
+        self._limit_trial(waiting, {probe.tier for probe in waiting.probes}, Access.LOOK_UP)
+
+    def _fetch(self, waiting: Waiting, plan: Plan) -> None:
+        """Reserve slots and begin to load, or wait for slots."""
+        if not self._are_slots_taken and self._lower.may_hold_more:
+            needed = waiting.wanted.needed_keys(plan.num_tokens)
+            kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
+            waiting.fetch = self._lower.fetch(plan.chains, kept)
+        if waiting.phase is Phase.ASK:
+            waiting.go(Event.FOUND)
+        if waiting.fetch is None:
+            waiting.look_at = self._now + LOOK_AGAIN_S
+        elif waiting.has_arrived:
+            waiting.notes.append(
+                "the request's own chunks fill host memory: there was no room for more from lower tiers"
+            )
+            waiting.go(Event.ARRIVED)
+        else:
+            self._limit_by_computing(waiting, plan.num_tokens)
+            self._limit_trial(waiting, plan.first_tokens, Access.LOAD)
+
+    # --- how long to wait ---------------------------------------------------------------------------------------------
+
+    def _limit_by_computing(self, waiting: Waiting, num_tokens: int) -> None:
+        """Let a request wait from now on for no more than twice the time that computing takes, if that is known.
+
+        What a tier did lately says nothing of what it does when it hangs: until its jobs count as failed, each request would
+        wait for ``restore_timeout_s``, even if it can be computed in a moment.
+        """
+        compute_s = self._planner.compute_s(waiting.wanted, num_tokens)
+        if compute_s is not None:
+            waiting.is_limited = True
+            left_s = MAX_COMPUTE_RATIO * compute_s
+            waiting.limit(
+                left_s,
+                f"lower tiers took longer than {left_s:.3g} s, and computing is expected to take {compute_s:.3g} s",
+            )
+
+    def _limit_trial(self, waiting: Waiting, tiers: Iterable[int], access: Access) -> None:
+        """Let a request wait for one step only if its jobs try whether one of these tiers works again: it would pay."""
+        if any(self._lower.tiers[at].is_tried(access) for at in tiers):
+            waiting.limit(0.0, "lower tiers are only being tried again")
+
+    def _stop_asking(self, waiting: Waiting) -> None:
+        """Make do with what the tiers have said: from now on, what is not known to be in one of them is not there.
+
+        The questions are answered all the same, for later requests.
+        """
+        unanswered = {probe.tier for probe in waiting.probes if not probe.has_ended}
+        if waiting.num_announced and not waiting.skipped:
+            waiting.notes.append(
+                f"{waiting.num_announced} tokens were announced; "
+                f"{waiting.num_come} had come after {waiting.waited_s:.3g} s"
+            )
+        waiting.num_announced = 0
+        for at, tier in enumerate(self._lower.tiers):
+            if at not in waiting.skipped and tier.is_readable and (at in unanswered or not tier.options.has_index):
+                waiting.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
+        waiting.skipped.update(range(len(self._lower.tiers)))
+        waiting.probes = [probe for probe in waiting.probes if probe.has_ended]
+
+    def _skip_slow(self, waiting: Waiting, num_unknown: int) -> bool:
+        """Skip tiers that are expected to take longer to answer than that saves, or than there is time left, and note it.
+
+        A tier with an index answers at once.
+
+        Returns:
+            Whether there are any.
+        """
+        if not num_unknown:
+            return False
+        num_skipped = len(waiting.skipped)
+        for at, tier in enumerate(self._lower.tiers):
+            if at in waiting.skipped or not tier.is_readable or tier.options.has_index:
+                continue
+            num_found = waiting.num_found[at]
+            if not tier.num_to_ask(num_unknown, num_found, waiting.asking_s):
+                waiting.skipped.add(at)
+                waiting.notes.append(_NOT_ENOUGH_TIME.format(tier.name))
+                continue
+            # A tier that has the first chunks may have all, and so may one for which they were announced.
+            part = 1.0 if num_found or waiting.num_announced else tier.look_up_gain.expected
+            ask_s = tier.look_up_s(num_unknown, num_found, part)
+            compute_s = self._planner.compute_s(waiting.wanted, waiting.wanted.limit_tokens)
+            if ask_s is not None and compute_s is not None and ask_s > part * compute_s:
+                waiting.skipped.add(at)
+                waiting.notes.append(
+                    f"asking {tier.name} was expected to take {ask_s:.3f} s, and to save {part * compute_s:.3f} s"
+                )
+        return len(waiting.skipped) > num_skipped
