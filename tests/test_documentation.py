@@ -128,7 +128,7 @@ def test_further_tables_list_every_option_with_its_default(document: str, headin
         elif name in {"reserve_bytes", "max_bytes"} and value is not None:
             assert parse_bytes(name, default) == parse_bytes(name, value)
         else:
-            shown = {"none": "None", "true": "True"}.get(default, default)  # as one writes it in JSON
+            shown = {"none": "None", "true": "True", "false": "False"}.get(default, default)  # as one writes it in JSON
             assert shown == (f"{value:g}" if isinstance(value, float) else str(value)), name
 
 
