@@ -19,10 +19,10 @@ Numbers begin with the microseconds since 1970, and the first event of all is an
 an engine at this address before its restart sees a gap, not old numbers again, asks for what it missed, and forgets the rest.
 
 Replay: a follower that has missed messages asks for them at a second address, with a DEALER socket; the request is an empty
-frame and the first sequence number that it wants, in eight bytes. It gets each
-message that is still kept, as an empty frame and the three frames above, and then an end mark: empty topic and payload, and
-minus one for the number. This, too, is vLLM's protocol. If messages before these are kept no more, an ``AllBlocksCleared`` comes
-first: whoever has missed removals must not rely on what it knows.
+frame and the first sequence number that it wants, in eight bytes. It gets each message that is still kept, as an empty frame
+and the three frames above, and then an end mark: empty topic and payload, and minus one for the number. This, too, is vLLM's
+protocol. If messages before these are kept no more, an ``AllBlocksCleared`` comes first: whoever has missed removals must not
+rely on what it knows.
 """
 
 from __future__ import annotations
