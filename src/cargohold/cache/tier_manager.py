@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Final
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache import chunk_table
@@ -25,6 +26,11 @@ from cargohold.cache.shares import NORMAL, Limits, Shares
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
+
+_SPARE_PART: Final = 1024
+_MAX_SPARE: Final = 64
+"""When room is made in a large tier for one prefix, a few slots more are made free, at most this part of it: an answer grows by
+one chunk at a time, and one eviction of many chunks costs a fraction of as many evictions."""
 
 
 class _Placement:
@@ -73,6 +79,7 @@ class TierManager(OffloadManager):
         self.capacity = capacity
         self._table = ChunkTable(capacity)
         self.policy: ReplacementPolicy = policy(self._table)
+        self._num_spare = min(capacity // _SPARE_PART, _MAX_SPARE)
         # Hints and quotas; ``None`` until there are any.
         self._shares: Shares | None = None
         self._quotas = dict(quotas or {})
@@ -199,7 +206,7 @@ class TierManager(OffloadManager):
                 around += [slot for slot in slots if slot is not None]
         table.pin(around)
         if _are_apart(offers):
-            if len(offers) > 1:
+            if len(offers) > 1 or self._num_spare:
                 self._make_room_ahead(offers, parents, found)
             for offer, before, slots in zip(offers, parents, found, strict=True):
                 self._place_offer(placement, offer, before, slots)
@@ -242,7 +249,10 @@ class TierManager(OffloadManager):
     def _make_room_ahead(
         self, offers: Sequence[StoreOffer], parents: Sequence[int], found: Sequence[Sequence[int | None]]
     ) -> None:
-        """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table."""
+        """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table.
+
+        For one alone it evicts some more, to spare.
+        """
         newcomers = [
             Newcomers(offer.keys, before)
             for offer, before, slots in zip(offers, parents, found, strict=True)
@@ -250,7 +260,8 @@ class TierManager(OffloadManager):
         ]
         num_slots = sum([len(keys) for keys, _ in newcomers]) - self._table.num_free
         if newcomers and num_slots > 0 and self._shares is None:
-            self.policy.make_room_ahead(newcomers, num_slots)
+            num_spare = self._num_spare if len(newcomers) == 1 else 0
+            self.policy.make_room_ahead(newcomers, num_slots + num_spare)
 
     def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
         """Find slots for offers that share chunks, or continue each other: then after each other. Mutates everything."""
