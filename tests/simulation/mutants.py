@@ -23,10 +23,12 @@ from cargohold.blocks.prefix_hit import _Windowed
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
+from cargohold.cache.shares import HELD, Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
 from cargohold.connector.offloading.events import TierEvents
+from cargohold.connector.offloading.hints import Budgets, Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import BlocksToLoad, BlocksToStore, Loads, blocks_to_load, blocks_to_store
@@ -742,3 +744,61 @@ def does_not_tell_the_connector_of_preemptions(patch: Patch) -> None:
         self._preempted_ids.clear()
 
     patch.setattr(Roster, "preempt", silent)
+
+
+# --- hints and quotas -------------------------------------------------------------------------------------------------
+
+
+@mutant(workload="hints")
+def evicts_chunks_under_a_lease(patch: Patch) -> None:
+    aside = Share.give_up_aside
+    patch.setattr(Share, "give_up_aside", lambda self, count, first, end: aside(self, count, first, max(end, HELD + 1)))
+
+
+@mutant(workload="hints")
+def gives_leases_beyond_their_budget(patch: Patch) -> None:
+    patch.setattr(Budgets, "room", lambda self, tenant, budget: 1_000_000)
+
+
+@mutant(workload="hints")
+def lets_leases_last_for_ever(patch: Patch) -> None:
+    patch.setattr(Hints, "expire", lambda self: None)
+
+
+@mutant(workload="hints")
+def leaves_chunks_out_of_order_when_their_hint_ends(patch: Patch) -> None:
+    end, rank = Hints._end, Hints._rank
+
+    def forgetful(self: Hints, *args: Any) -> None:
+        patch.setattr(Hints, "_rank", lambda *_: None)
+        end(self, *args)
+        patch.setattr(Hints, "_rank", rank)
+
+    patch.setattr(Hints, "_end", forgetful)
+
+
+@mutant(workload="hints")
+def does_not_give_budgets_back(patch: Patch) -> None:
+    take = Budgets.take
+    patch.setattr(Budgets, "take", lambda self, grant, count: take(self, grant, max(count, 0)))
+
+
+@mutant(workload="hints")
+def takes_what_is_reserved_for_a_tenant(patch: Patch) -> None:
+    init = Share.__init__
+
+    def unreserved(self: Share, policy: Any, number: int = 0, limits: Limits = Limits()) -> None:  # noqa: B008  # frozen
+        init(self, policy, number, replace(limits, reserved=0))
+
+    patch.setattr(Share, "__init__", unreserved)
+
+
+@mutant(workload="hints")
+def lets_a_tenant_pass_its_hard_limit(patch: Patch) -> None:
+    patch.setattr(Shares, "num_allowed", lambda self, keys, parent: len(keys))
+
+
+@mutant(workload="hints")
+def forgets_a_hint_in_its_answer(patch: Patch) -> None:
+    on_hints = Hints.on_hints
+    patch.setattr(Hints, "on_hints", lambda self, request, hints: on_hints(self, request, hints)[:1])
