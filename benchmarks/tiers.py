@@ -32,7 +32,7 @@ from cargohold.tiers import (
 )
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.disk import DiskTier
-from cargohold.tiers.queue import Staging
+from cargohold.tiers.memory import Staging
 
 NAMESPACE = Namespace(label="bench", weights="w", config="c", dtype="bfloat16", layout="l", split="rank 0 of 1")
 THREADS = 8

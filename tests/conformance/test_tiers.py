@@ -13,7 +13,7 @@ from cargohold.cache import OffloadKey
 from cargohold.testing.conformance import TierConformance
 from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES
-from cargohold.tiers.queue import padded
+from cargohold.tiers.memory import padded
 from tests.tiers.common import codec, disk_tier
 
 

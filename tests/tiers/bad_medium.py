@@ -19,7 +19,7 @@ import obstore
 import pytest
 from obstore import exceptions as store_errors
 
-from cargohold.tiers.queue import PAGE_BYTES
+from cargohold.tiers.memory import PAGE_BYTES
 from tests.tiers.common import in_thread
 
 WAIT_S: Final = 60.0  # a bound on hangs, not a measure

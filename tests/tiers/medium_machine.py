@@ -21,7 +21,7 @@ from cargohold.errors import ConfigError, TierError
 from cargohold.testing.simulation.clock import VirtualClock
 from cargohold.tiers import JobKind, JobStatus, LoadOutcome, QueueConfig, StoreOutcome, Tier, TierJob, TierQueue
 from cargohold.tiers.inventory import open_inventory
-from cargohold.tiers.queue import PAGE_BYTES, padded
+from cargohold.tiers.memory import PAGE_BYTES, padded
 from tests.tiers.bad_medium import (
     WAIT_S,
     BadMedium,

@@ -19,7 +19,7 @@ from cargohold.tiers import (
     TierJob,
     TierQueue,
 )
-from cargohold.tiers.queue import IoThread, Work
+from cargohold.tiers.queue import IoThread
 from tests.tiers.common import in_thread
 from tests.tiers.queues import CHUNK, WAIT_S, Gate, Setup, chunk, faulty, queue_on
 
@@ -79,7 +79,7 @@ class NoMoreThreads:
         self.num_allowed = num_allowed
         self.started: list[IoThread] = []
 
-    def __call__(self, work: Work, tier: Tier) -> IoThread:
+    def __call__(self, work: TierQueue, tier: Tier) -> IoThread:
         if len(self.started) == self.num_allowed:
             raise RuntimeError("can't start new thread")
         self.started.append(IoThread(work, tier))

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from cargohold.tiers import queue as staging
-from cargohold.tiers.queue import HUGE_PAGE_BYTES, PAGE_BYTES, Staging, address_of, bounce_buffer
+from cargohold.tiers.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Staging, address_of, bounce_buffer, padded
 
 SIZES = [1, PAGE_BYTES, 10_000, 1024**2 - 1, 1024**2, 2 * 1024**2 + 1, 5 * 1024**2]
 
@@ -16,7 +15,7 @@ SIZES = [1, PAGE_BYTES, 10_000, 1024**2 - 1, 1024**2, 2 * 1024**2 + 1, 5 * 1024*
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_aligned_and_large_enough(size: int) -> None:
     view = Staging(size).view
-    assert len(view) == staging.padded(size)
+    assert len(view) == padded(size)
     assert address_of(view) % (HUGE_PAGE_BYTES if size >= 1024**2 else PAGE_BYTES) == 0
     view[:1] = view[-1:] = b"x"
     assert view[0] == view[-1] == ord("x")

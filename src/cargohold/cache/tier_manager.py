@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Final
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache import chunk_table
@@ -25,6 +26,11 @@ from cargohold.cache.shares import NORMAL, Limits, Shares
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
+
+_SPARE_PART: Final = 1024
+_MAX_SPARE: Final = 64
+"""When room is made in a large tier for one prefix, a few slots more are made free, at most this part of it: an answer grows by
+one chunk at a time, and one eviction of many chunks costs a fraction of as many evictions."""
 
 
 class _Placement:
@@ -73,6 +79,7 @@ class TierManager(OffloadManager):
         self.capacity = capacity
         self._table = ChunkTable(capacity)
         self.policy: ReplacementPolicy = policy(self._table)
+        self._num_spare = min(capacity // _SPARE_PART, _MAX_SPARE)
         # Hints and quotas; ``None`` until there are any.
         self._shares: Shares | None = None
         self._quotas = dict(quotas or {})
@@ -88,6 +95,16 @@ class TierManager(OffloadManager):
         self._reading: set[ChunkPins] = set()
         self._num_pins = 0
         self._num_removed = 0
+
+    @property
+    def table(self) -> ChunkTable:
+        """The chunks: for inspection."""
+        return self._table
+
+    @property
+    def shares(self) -> Shares | None:
+        """What hints and quotas add to the policy, if there are any: for inspection."""
+        return self._shares
 
     def admit_all(self) -> None:  # noqa: D102
         self.policy.admit_all()
@@ -199,7 +216,7 @@ class TierManager(OffloadManager):
                 around += [slot for slot in slots if slot is not None]
         table.pin(around)
         if _are_apart(offers):
-            if len(offers) > 1:
+            if len(offers) > 1 or self._num_spare:
                 self._make_room_ahead(offers, parents, found)
             for offer, before, slots in zip(offers, parents, found, strict=True):
                 self._place_offer(placement, offer, before, slots)
@@ -242,7 +259,10 @@ class TierManager(OffloadManager):
     def _make_room_ahead(
         self, offers: Sequence[StoreOffer], parents: Sequence[int], found: Sequence[Sequence[int | None]]
     ) -> None:
-        """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table."""
+        """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table.
+
+        For one alone it evicts some more, to spare.
+        """
         newcomers = [
             Newcomers(offer.keys, before)
             for offer, before, slots in zip(offers, parents, found, strict=True)
@@ -250,7 +270,8 @@ class TierManager(OffloadManager):
         ]
         num_slots = sum([len(keys) for keys, _ in newcomers]) - self._table.num_free
         if newcomers and num_slots > 0 and self._shares is None:
-            self.policy.make_room_ahead(newcomers, num_slots)
+            num_spare = self._num_spare if len(newcomers) == 1 else 0
+            self.policy.make_room_ahead(newcomers, num_slots + num_spare)
 
     def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
         """Find slots for offers that share chunks, or continue each other: then after each other. Mutates everything."""
@@ -277,7 +298,7 @@ class TierManager(OffloadManager):
         """
         keys, missed, num_others = offer.keys, placement.missed, len(placement.keys)
         if self._shares is not None:
-            self._shares.tenant, self._shares.is_wanted = self._shares.share_of(offer.tenant), offer.is_wanted
+            self._shares.tenant, self._shares.level = self._shares.share_of(offer.tenant), offer.level
         # No more are deferred than will find a slot: a request that is longer than the tier is not offered for ever.
         num_waiting = placement.num_waiting - len(placement.deferred)
         at = 0

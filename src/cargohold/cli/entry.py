@@ -25,11 +25,13 @@ def main() -> int:
             chat,  # noqa: F401
             demo,  # noqa: F401
             demo_vllm,  # noqa: F401
+            doctor,  # noqa: F401
             plan,  # noqa: F401
             replay,  # noqa: F401
             run,  # noqa: F401
             serve,  # noqa: F401
             simulate,  # noqa: F401
+            top,  # noqa: F401
         )
 
         return int(app(standalone_mode=False, prog_name="cargohold") or 0)

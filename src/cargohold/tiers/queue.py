@@ -14,18 +14,15 @@ A tier blocks as long as its medium does: a network file system may hang for min
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
-
-import numpy as np
+from typing import Final
 
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.protocol import Clock
 from cargohold.tiers.health import BreakerConfig, BreakerState, MediumHealth, TierHealth
+from cargohold.tiers.memory import Staging, copy_bytes
 from cargohold.tiers.port import (
     ACCESS_OF,
     URGENT,
@@ -40,106 +37,7 @@ from cargohold.tiers.port import (
     TierJob,
 )
 
-PAGE_BYTES = 4096
-"""Direct I/O needs addresses, offsets and lengths that are multiples of this, on any disk of today."""
-
-
-HUGE_PAGE_BYTES = 2 * 1024**2
-"""Size of a huge page. A transfer to or from huge pages reaches the disk in few large pieces instead of hundreds."""
-
-
-def padded(num_bytes: int, page_bytes: int = PAGE_BYTES) -> int:
-    """Round ``num_bytes`` up to a multiple of ``page_bytes``."""
-    return -(-num_bytes // page_bytes) * page_bytes
-
-
-class Staging:
-    """Page-aligned memory that one thread owns.
-
-    Attributes:
-        view: all of the memory; whole pages.
-
-    Args:
-        num_bytes: bytes of the largest chunk.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        size = padded(num_bytes)
-        # Small chunks would waste most of a huge page.
-        self.view = _in_huge_pages(size) if size >= HUGE_PAGE_BYTES // 2 else memoryview(_anonymous(size))
-
-
-def _in_huge_pages(num_bytes: int) -> memoryview:
-    """Return memory that begins at a huge page, if the system has them. Pages are committed when first written to."""
-    # One huge page more than needed, so that the memory can begin at one; pages that are never written to cost nothing.
-    memory = _anonymous(padded(num_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages; ordinary pages do
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -address_of(memoryview(memory)) % HUGE_PAGE_BYTES
-    return memoryview(memory)[first : first + num_bytes]
-
-
-def _anonymous(num_bytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-class _PerThread(threading.local):
-    staging: Staging | None = None
-
-
-_per_thread = _PerThread()
-
-
-def bounce_buffer(num_bytes: int) -> memoryview:
-    """Return page-aligned memory of this thread, in whole pages, with undefined contents. Valid until its next call."""
-    staging = _per_thread.staging
-    if staging is None or len(staging.view) < num_bytes:
-        staging = _per_thread.staging = Staging(max(1, num_bytes))
-    return staging.view[: padded(num_bytes)]
-
-
-def address_of(view: memoryview) -> int:
-    """Return the address of a view's first byte."""
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
-
-
-def copy_bytes(into: memoryview, source: memoryview) -> None:
-    """Copy ``source`` to ``into``, which has the same length, without holding the interpreter's lock."""
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
-
-
-# --- a thread that carries out a tier's jobs --------------------------------------------------------------------------
-
 logger = logging.getLogger(__name__)
-
-
-class Work(Protocol):
-    """The source of a thread's work, which also takes the answers."""
-
-    def take(self) -> tuple[TierJob, int] | None:
-        """Wait for the next job to work on, and return it with the index of its chunk; ``None`` when the thread is to stop.
-
-        The index counts for loads and stores; of other jobs, all chunks are one piece of work.
-        """
-        ...
-
-    def begin_copy(self, job: TierJob) -> bool:
-        """Whether the job's buffers may be used; if so, ``end_copy`` must follow soon."""
-        ...
-
-    def end_copy(self, job: TierJob) -> None:
-        """Note that the job's buffers are not used any more."""
-        ...
-
-    def answer(self, job: TierJob, at: int, answers: list[Answer]) -> None:
-        """Take the answers for the job's chunks from index ``at`` on."""
-        ...
-
-    def fail(self, job: TierJob, at: int, reason: str) -> None:
-        """Take note that the work on the job at index ``at`` could not be carried out, and why."""
-        ...
 
 
 class IoThread:
@@ -149,13 +47,13 @@ class IoThread:
         job: the job that it works on. If the thread is found dead, its owner must end that job.
 
     Args:
-        work: where work comes from, and where answers go.
+        queue: where work comes from, and where answers go.
         tier: the tier to work on.
     """
 
-    def __init__(self, work: Work, tier: Tier) -> None:
+    def __init__(self, queue: TierQueue, tier: Tier) -> None:
         self.job: TierJob | None = None
-        self._work = work
+        self._queue = queue
         self._tier = tier
         self._staging = Staging(tier.chunk_bytes)
         # A daemon, so that it does not keep the process alive when its medium hangs.
@@ -171,18 +69,18 @@ class IoThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (taken := self._work.take()) is not None:
+        while (taken := self._queue.take()) is not None:
             self.job, at = taken
             try:
                 answers = self._carry_out(self.job, at)
             except TierError as error:
-                self._work.fail(self.job, at, error.reason)
+                self._queue.fail(self.job, at, error.reason)
             except Exception as error:  # a tier's bug costs a miss; it is logged with its traceback
                 kind = self.job.kind.value
                 logger.exception("tier %s: a %s failed with an unexpected error", self._tier.name, kind)
-                self._work.fail(self.job, at, one_line(error))
+                self._queue.fail(self.job, at, one_line(error))
             else:
-                self._work.answer(self.job, at, answers)
+                self._queue.answer(self.job, at, answers)
             self.job = None
 
     def _carry_out(self, job: TierJob, at: int) -> list[Answer]:
@@ -216,12 +114,12 @@ class IoThread:
 
     def _copy(self, job: TierJob, into: memoryview, source: memoryview) -> bool:
         """Copy if the job is still live; return whether it was."""
-        if not self._work.begin_copy(job):
+        if not self._queue.begin_copy(job):
             return False
         try:
             copy_bytes(into, source)
         finally:
-            self._work.end_copy(job)
+            self._queue.end_copy(job)
         return True
 
 

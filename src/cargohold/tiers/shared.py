@@ -25,8 +25,8 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import HIDDEN_OPTION, ConfigError, TierError
 from cargohold.rate_limited_log import SparingLog
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec, details_are_sound
+from cargohold.tiers.memory import copy_bytes
 from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
-from cargohold.tiers.queue import copy_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import TierError
+from cargohold.tiers.memory import copy_bytes
 from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
-from cargohold.tiers.queue import copy_bytes
 
 T = TypeVar("T")
 

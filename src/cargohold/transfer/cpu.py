@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cargohold.protocol import Clock, TransferOutcome
-from cargohold.tiers.config import ByteRows, HostMemory
+from cargohold.tiers.memory import ByteRows, HostMemory
 from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker, consecutive_runs
 
 logger = logging.getLogger(__name__)

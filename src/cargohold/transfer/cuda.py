@@ -39,7 +39,7 @@ from typing import Final
 import torch
 
 from cargohold.protocol import Clock, TransferOutcome
-from cargohold.tiers.config import ByteRows, HostMemory
+from cargohold.tiers.memory import ByteRows, HostMemory
 from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.links import Link, PageLocks, cuda_links, fastest_link, on_device, widest_element
 

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cargohold.tiers.config import ByteRows
+from cargohold.tiers.memory import ByteRows
 from cargohold.transfer.base import Direction, consecutive_runs
 
 logger = logging.getLogger(__name__)

@@ -75,3 +75,18 @@ def test_room_for_all_prefixes_is_made_in_one_call(name: str) -> None:
     assert (len(handle.keys), asked) == (6, [5])
     handle.commit()
     manager.check()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("capacity", "num_spare"), [(1_023, 0), (2_048, 2), (100_000, 64)])
+def test_for_one_prefix_a_large_tier_makes_a_few_slots_more_free(name: str, capacity: int, num_spare: int) -> None:
+    manager = TierManager(capacity, find_policy(name))
+    manager.prepare_store(numbered(*range(capacity))).commit()
+    stored = []
+    for number in range(num_spare + 2):
+        handle = manager.prepare_store(numbered(1_000_000 + number))
+        handle.commit()
+        stored.append((len(handle.keys), manager.num_removed))
+    removed_at_once = [(1, 1 + num_spare)] * (1 + num_spare)
+    assert stored == [*removed_at_once, (1, 2 * (1 + num_spare))]
+    manager.check()

@@ -74,14 +74,14 @@ class ReplacementPolicy(ABC):
         """
 
     def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:  # noqa: B027  # it saves time alone
-        """Evict at most ``num_slots`` chunks for absent chunks of several prefixes, which will be placed one after the other.
+        """Evict at most ``num_slots`` chunks for absent chunks of prefixes, which will be placed one after the other.
 
         Optional: if it evicts fewer, ``make_room`` is asked for each prefix that finds no free slot. It must evict none that
         ``make_room`` would keep for all of them. What comes from many requests in one step then takes one eviction.
 
         Args:
             newcomers: the chunks of each prefix; all their parents are pinned.
-            num_slots: how many of all these chunks have no slot yet.
+            num_slots: how many of all these chunks have no slot yet, and maybe a few more, to spare.
         """
 
     @abstractmethod

@@ -149,7 +149,7 @@ class ReuseIndexPolicy(RunsPolicy):
         self._go_on(parent)
         at, now = 0, self._now
         for kind, same in groupby(kinds[: len(slots)]):
-            part = slots[at : at + sum(1 for _ in same)]
+            part = slots[at : at + len(list(same))]
             self.runs.add(part, self._cell(kind, 0), now, kind)
             at += len(part)
         known = self._tags
@@ -159,9 +159,10 @@ class ReuseIndexPolicy(RunsPolicy):
             uses = [kind >> _CLASS_BITS for kind in kinds[len(slots) :]]
             self._absent.remember_each(tags[len(slots) :], uses, [now] * len(uses))
         model = self._model
-        for tag, kind in zip(tags, kinds, strict=True):
-            if tag < model.sample_end:
-                model.observe(tag, kind & _CLASS, now)
+        if min(tags) < model.sample_end:
+            for tag, kind in zip(tags, kinds, strict=True):
+                if tag < model.sample_end:
+                    model.observe(tag, kind & _CLASS, now)
         self._now += len(tags)
         self._age_if_due()
 
@@ -280,12 +281,11 @@ class ReuseIndexPolicy(RunsPolicy):
 
     def _remember(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:
         """Remember the uses of evicted chunks, given as slots by run."""
-        known = self._tags
         tags: list[int] = []
         uses: list[int] = []
         times: list[int] = []
         for run, slots in victims:
-            tags += [known[slot] for slot in slots]
+            tags += map(self._tags.__getitem__, slots)
             uses += [run.kind >> _CLASS_BITS] * len(slots)
             times += [run.time] * len(slots)
         self._absent.remember_each(tags, uses, times)
@@ -312,10 +312,8 @@ class ReuseIndexPolicy(RunsPolicy):
         self._aged_at = now
         # The older ones first, so that each cell stays in order.
         for cell in sorted(self._cells.values(), key=attrgetter("bucket"), reverse=True):
-            limit = 2 << cell.bucket
-            while (run := cell.oldest) is not None and now - run.time >= limit:
-                cell.take_out(run)
-                self._cell_of(run).append(run)
+            while (run := cell.oldest) is not None and (bucket := age_bucket(now - run.time)) > cell.bucket:
+                cell.pass_on(now - (1 << bucket), self._cell(run.kind, bucket))
 
     def _use_index(self) -> None:
         """Use a new table of worth. Mutates the cells and their queue."""

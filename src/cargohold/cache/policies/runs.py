@@ -105,6 +105,20 @@ class Order(Generic[Entry]):
         older.newer, newer.older = newer, older
         run.older = run.newer = None
 
+    def pass_on(self, time: int, other: Order[Entry]) -> None:
+        """Move the runs of ``time`` and before to the young end of another order, all of whose runs are older.
+
+        The oldest must be one of them.
+        """
+        first = last = self.end.newer
+        run, before = first, other.end.older
+        while run is not None and run is not self.end and run.time <= time:
+            run.order, last, run = other, run, run.newer
+        assert first is not None and last is not None and run is not None and before is not None
+        self.end.newer, run.older = run, self.end
+        before.newer, first.older = first, before
+        last.newer, other.end.older = other.end, last
+
     def _link(self, run: Run[Entry], newer: Run[Entry]) -> None:
         older = newer.older
         assert older is not None

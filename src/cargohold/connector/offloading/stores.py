@@ -177,6 +177,11 @@ class StorePlanner(Protocol):
         """Whether stores are to be planned although no request runs."""
         ...
 
+    @property
+    def promised_blocks(self) -> Sequence[int]:
+        """Blocks of ended requests that are held because another engine was promised their KV, and it is not stored yet."""
+        ...
+
 
 MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
 """Makes a ``StorePlanner`` for the requests of a connector."""
@@ -206,7 +211,7 @@ class _Offered:
         """Return the offer in the form that managers take."""
         index = self.blocks.chunks[0] if self.keys else 0
         parent = self.state.keys[self.group].keys[index - 1] if index else None
-        return StoreOffer(self.keys, parent, self.state.tenant, self.state.is_wanted)
+        return StoreOffer(self.keys, parent, self.state.tenant, self.state.level)
 
     def num_again(self, keys: AbstractSet[OffloadKey]) -> int:
         """Return how many of these chunks were not computed for the request, because they were on the device."""
@@ -247,6 +252,11 @@ class EagerStores:
     def has_pending_work(self) -> bool:
         """Whether chunks of ended requests are still to be offered. They may wait for ever for what stuck copies hold."""
         return len(self._leftovers) > 0 and (not self._shared.jobs.num_stuck or self._leftovers.num_held > 0)
+
+    @property
+    def promised_blocks(self) -> Sequence[int]:
+        """Blocks that are held for leftovers."""
+        return tuple(chain.from_iterable(leftover.held for leftover in self._leftovers))
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -347,9 +357,10 @@ class EagerStores:
 
     def _plan_leftovers(self) -> Iterator[StoreJob]:
         assert self._shared.context is not None, "without it there are none"
-        for leftover in self._leftovers:
+        for leftover in self._leftovers:  # all of them, even if stuck copies leave no room for any store
             if leftover.held and self._has_passed(leftover.held_until):
                 self._let_go(leftover)
+        for leftover in self._leftovers:
             is_done = True
             for group, first in enumerate(leftover.state.next_chunk):
                 # Look no further than what can be stored now: all leftovers together may be as long as the device pool.
@@ -419,7 +430,8 @@ class EagerStores:
             return
         block_ids, rows = self._places(offered, handle)
         shared.holder.hold(block_ids)
-        store = Store(shared.jobs.new_id(), self._note_taken(offered, handle), handle, block_ids)
+        store = Store(shared.jobs.new_id(), frozenset(), handle, block_ids)
+        store.request_ids = self._note_taken(offered, store.keys)
         yield start_store(shared, store, rows)
 
     def _promise(self, offered: Sequence[_Offered]) -> None:
@@ -458,9 +470,9 @@ class EagerStores:
             starts = [start_of[key] for key in handle.keys]
         return rows_to_store(block_ids, starts, handle.slots, per_chunk)
 
-    def _note_taken(self, offered: Sequence[_Offered], handle: StoreHandle) -> AbstractSet[str]:
+    def _note_taken(self, offered: Sequence[_Offered], taken: AbstractSet[OffloadKey]) -> AbstractSet[str]:
         """Count the chunks that the manager takes, and remember them for events; return the requests that they are of."""
-        taken, events = frozenset(handle.keys), self._shared.events
+        events = self._shared.events
         request_ids: set[str] = set()
         num_again = 0
         for offer in offered:
@@ -481,6 +493,7 @@ class NoStores:
     """Stores nothing, for ``read_only``. Satisfies ``StorePlanner``."""
 
     has_pending_work = False
+    promised_blocks = ()
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int

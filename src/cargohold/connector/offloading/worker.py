@@ -17,8 +17,8 @@ from cargohold.protocol import (
     Stats,
     TransferOutcome,
 )
-from cargohold.tiers.config import ByteRows
 from cargohold.tiers.health import HEALTHY, TierHealth
+from cargohold.tiers.memory import ByteRows
 from cargohold.tiers.port import ONE_BY_ONE, JobStatus, LoadOutcome, StoreOutcome, TierJob
 from cargohold.tiers.scheduler_side.tasks import TierCommand
 from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker

@@ -229,9 +229,9 @@ class PoolContext:
         return any(blocks[block_id].ref_cnt == count for block_id, count in held.items())
 
     def _with_ids(self, block_ids: Sequence[int], operation: str) -> list[Any]:
-        if NULL_BLOCK_ID in block_ids:
-            raise NullBlockError(operation)
-        if min(block_ids, default=0) < 0:
+        if min(block_ids, default=1) <= NULL_BLOCK_ID:
+            if NULL_BLOCK_ID in block_ids:
+                raise NullBlockError(operation)
             raise IndexError(f"block {min(block_ids)} does not exist")
         blocks = self._pool.blocks
         return [blocks[block_id] for block_id in block_ids]

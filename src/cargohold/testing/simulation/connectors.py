@@ -268,6 +268,7 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
     eager = {
         "policy": options.get("eviction", random.choice(sorted(POLICIES))),
         "blocks_per_chunk": options.get("blocks_per_chunk", random.choice((1, 1, 2, 3))),
+        **{name: options[name] for name in ("hints", "quotas") if name in options},
         "store_generated": random.random() < 0.8,
     }
     return TierPlan(slots, None, {**common, **eager})
@@ -286,6 +287,7 @@ def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> T
                 max_inflight_chunks=random.choice((1, 4, 64)),
                 has_index=random.random() < 0.5,
                 num_asked_at_once=aside.choice((None, 1, 4)),
+                locality="REMOTE" if name == "shared" or aside.random() < 0.7 else "LOCAL",
             ),
             max_chunks=random.choice((random.randint(1, 20), 1000, 1000)),
             latency_s=random.choice((0.0, 0.01, 0.1)),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from cargohold.tiers.chunk_format import HEADER_BYTES
-from cargohold.tiers.queue import PAGE_BYTES, address_of, bounce_buffer, copy_bytes, padded
+from cargohold.tiers.memory import PAGE_BYTES, address_of, bounce_buffer, copy_bytes, padded
 
 _NO_HEADER: Final = bytes(HEADER_BYTES)
 USE_BYTES: Final = 8

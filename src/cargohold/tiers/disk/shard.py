@@ -30,8 +30,8 @@ from cargohold.tiers.disk.root import (
     warn_of_strangers,
     write_description,
 )
+from cargohold.tiers.memory import padded
 from cargohold.tiers.namespace import DESCRIPTION, Namespace
-from cargohold.tiers.queue import padded
 from cargohold.tiers.shared import warn_of_owners, warn_of_writers
 from cargohold.units import format_bytes, format_count, parse_path
 

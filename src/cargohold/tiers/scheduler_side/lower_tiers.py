@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.protocol import Clock, TransferOutcome
+from cargohold.protocol import Clock, Outage, TransferOutcome
 from cargohold.tiers.health import TierHealth
 from cargohold.tiers.port import JobKind
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
@@ -38,7 +38,6 @@ PROGRESS_S = 3.0
 
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
-_NO_NAMESPACE: Mapping[str, str] = MappingProxyType({})
 
 
 class LowerTiers:
@@ -75,7 +74,7 @@ class LowerTiers:
         self.config = config
         self.clock = SteppedClock(clock)
         self.host = host
-        self.namespace: Mapping[str, str] = _NO_NAMESPACE
+        self.namespace: Mapping[str, str] = {}
         self._tasks = TaskTable(self.clock, new_epoch)
         self.tiers = [
             TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
@@ -94,6 +93,11 @@ class LowerTiers:
     def num_never_there(self) -> int:
         """Number of chunks that host memory counts as removed although they had never arrived from a tier."""
         return self._fetches.num_never_there
+
+    @property
+    def max_chunks(self) -> Mapping[str, int]:
+        """The number of chunks that each tier may hold, by its name, for those that have a limit of ours."""
+        return {tier.name: most for tier in self.tiers if (most := tier.options.max_chunks) is not None}
 
     @property
     def is_readable(self) -> bool:
@@ -229,14 +233,14 @@ class LowerTiers:
                 answers = zip(keys, tier.presence.last(keys), strict=True)
                 tier.presence.forget([key for key, is_there in answers if is_there is False])
 
-    def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Fetch | None:
+    def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey], tenant: str | None = None) -> Fetch | None:
         """Fetch chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
 
         Returns:
             The fetch to wait for, and to release in the end; nothing is on its way for it if ``kept`` fill host memory.
             ``None`` if there is no slot as long as others use them, and then nothing is pinned.
         """
-        return self._fetches.begin(chains, kept)
+        return self._fetches.begin(chains, kept, tenant)
 
     def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Learn that host memory has new chunks: they are to be written down."""
@@ -299,7 +303,7 @@ class LowerTiers:
         self,
         answers: Mapping[int, tuple[bytes, int]],
         health: Mapping[tuple[int, int], TierHealth],
-        namespace: Mapping[str, str] = _NO_NAMESPACE,
+        namespace: Mapping[str, str] | None = None,
     ) -> None:
         """Take in what some or all workers say of their jobs' chunks, and of their tiers. ``end`` ends a job.
 
@@ -325,6 +329,10 @@ class LowerTiers:
         self._progressed_at = self.clock()
         self._conclude(task, is_done=outcome is TransferOutcome.DONE)
         return True
+
+    def outages(self) -> list[Outage]:
+        """Return which tiers are out of use, as a whole or in part."""
+        return [outage for tier in self.tiers if (outage := tier.outage()) is not None]
 
     def take_stats(self) -> Counter[str]:
         """Return counters since the last call."""
@@ -361,6 +369,8 @@ class LowerTiers:
 
     def _conclude(self, task: TierTask, *, is_done: bool) -> None:
         task.has_ended = True
+        if is_done:
+            self.tiers[task.tier].note_took(task.kind, self.clock() - task.begun_at)
         task.on_end(task, task.succeeded(self.config.num_workers), is_done)
         if task.kind is JobKind.STORE:
             self.promises.note_written(task.keys)

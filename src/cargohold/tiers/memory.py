@@ -1,0 +1,119 @@
+"""Memory for KV and for I/O: host memory, and pages that media read from and write to directly."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from cargohold.errors import ConfigError
+from cargohold.machine import memory_limit_bytes
+from cargohold.units import format_bytes
+
+PAGE_BYTES = 4096
+"""Direct I/O needs addresses, offsets and lengths that are multiples of this, on any disk of today."""
+
+
+HUGE_PAGE_BYTES = 2 * 1024**2
+"""Size of a huge page. A transfer to or from huge pages reaches the disk in few large pieces instead of hundreds."""
+
+
+def padded(num_bytes: int, page_bytes: int = PAGE_BYTES) -> int:
+    """Round ``num_bytes`` up to a multiple of ``page_bytes``."""
+    return -(-num_bytes // page_bytes) * page_bytes
+
+
+class Staging:
+    """Page-aligned memory that one thread owns.
+
+    Attributes:
+        view: all of the memory; whole pages.
+
+    Args:
+        num_bytes: bytes of the largest chunk.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        size = padded(num_bytes)
+        # Small chunks would waste most of a huge page.
+        self.view = _in_huge_pages(size) if size >= HUGE_PAGE_BYTES // 2 else memoryview(_anonymous(size))
+
+
+def _in_huge_pages(num_bytes: int) -> memoryview:
+    """Return memory that begins at a huge page, if the system has them. Pages are committed when first written to."""
+    # One huge page more than needed, so that the memory can begin at one; pages that are never written to cost nothing.
+    memory = _anonymous(padded(num_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages; ordinary pages do
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -address_of(memoryview(memory)) % HUGE_PAGE_BYTES
+    return memoryview(memory)[first : first + num_bytes]
+
+
+def _anonymous(num_bytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class _PerThread(threading.local):
+    staging: Staging | None = None
+
+
+_per_thread = _PerThread()
+
+
+def bounce_buffer(num_bytes: int) -> memoryview:
+    """Return page-aligned memory of this thread, in whole pages, with undefined contents. Valid until its next call."""
+    staging = _per_thread.staging
+    if staging is None or len(staging.view) < num_bytes:
+        staging = _per_thread.staging = Staging(max(1, num_bytes))
+    return staging.view[: padded(num_bytes)]
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of a view's first byte."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def copy_bytes(into: memoryview, source: memoryview) -> None:
+    """Copy ``source`` to ``into``, which has the same length, without holding the interpreter's lock."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+
+
+# --- host memory as a tier --------------------------------------------------------------------------------------------
+
+ByteRows = npt.NDArray[np.uint8]
+
+
+class HostMemory:
+    """One worker's shard of host memory: rows of one block each, in anonymous memory.
+
+    The memory is private to the process and is freed with it, however it ends. Pages are committed when first written, so a
+    large tier costs nothing at the start.
+
+    Args:
+        num_rows: number of rows.
+        row_bytes: bytes per row.
+
+    Raises:
+        ConfigError: this machine does not have so much memory; it need not be the one where the options were checked.
+    """
+
+    def __init__(self, num_rows: int, row_bytes: int) -> None:
+        num_bytes, limit = num_rows * row_bytes, memory_limit_bytes()
+        if num_bytes > limit:
+            reason = f"that is one worker's share, and its machine allows {format_bytes(limit)} in all"
+            raise ConfigError("host_bytes", num_bytes, reason)
+        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # The first write to small pages would cost more than the copy itself.
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.rows: ByteRows = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, row_bytes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per row."""
+        return int(self.rows.shape[1])
