@@ -41,12 +41,13 @@ class Collector(BaseHTTPRequestHandler):
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What the exporter has sent."""
-    kind = type("Own", (Collector,), {"spans": []})
+    spans: list[Any] = []
+    kind = type("Own", (Collector,), {"spans": spans})
     with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield kind.spans
+        yield spans
         server.shutdown()
 
 
