@@ -52,6 +52,9 @@ test-browser: $(VENV)/.dev $(VENV)/.demo ## Test the pages in a real browser, wh
 	$(PIP) install --constraint constraints.txt --group browser
 	$(BIN)/python -m pytest tests/serve/test_page.py tests/replay/test_browser.py $(ARGS)
 
+test-dashboards: $(VENV)/.dev ## Test dashboard and alerts with a real Prometheus, which must be there: apt-get install prometheus
+	$(BIN)/python -m pytest tests/test_dashboards.py $(ARGS)
+
 pictures: $(VENV)/.serve ## Renew the pictures of the page in docs/pictures, in Chromium: apt-get install chromium
 	$(PIP) install --constraint constraints.txt --group browser
 	$(BIN)/python tools/pictures.py $(ARGS)

@@ -148,7 +148,11 @@ def test_the_manual_lists_what_is_counted(chat_model: str, tmp_path: Path) -> No
             llm.generate(f"{start} {'Once upon a time. ' * 20}", sampling)
         counted = llm.stats()
     assert {"loads", "disk_stored_chunks"} <= counted.keys()
-    assert {re.sub(r"^(num_)?(host|disk)_", r"\1<tier>_", name) for name in counted} <= COUNTERS
+    named = {re.sub(r"^(num_)?(host|disk)_", r"\1<tier>_", name) for name in counted}
+    named = {re.sub(r"_le_(\d+ms|inf)$", "_le_<bound>", name) for name in named}
+    named = {re.sub(r"^<tier>_\w+?_(sum_)?le_<", r"<tier>_<what>_\1le_<", name) for name in named}
+    assert "<tier>_<what>_le_<bound>" in named
+    assert named <= COUNTERS
 
 
 def test_the_manual_does_not_mention_what_is_not_there() -> None:

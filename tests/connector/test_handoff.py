@@ -225,6 +225,29 @@ def test_blocks_and_slots_held_for_a_tier_that_hangs_are_free_again_in_time(stor
     finish(engine, tiering)
 
 
+def test_blocks_are_free_again_in_time_while_copies_that_do_not_end_leave_no_room_for_stores() -> None:
+    """Found by the simulator: behind the first of several ended requests, blocks were held for ever."""
+    tiering = SimulatedTiering(40, [shared()], restore_timeout_s=2.0)
+    engine = make_engine(tiering, num_blocks=80, max_num_batched_tokens=256)
+    (transfers,) = tiering.transfers
+    transfers.auto = False
+    engine.add("stuck", prompt(0, 161), 1)
+    engine.step()
+    for name in ("r", "s"):
+        engine.add(name, prompt(len(name), 41), 1, kv_transfer_params=REMOTE_DECODE)
+        engine.add(name + "2", prompt(ord(name), 41), 1, kv_transfer_params=REMOTE_DECODE)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    pool, clock = engine.scheduler.kv.pool, clock_of(engine)
+    assert pool.num_usable_blocks - pool.num_free_blocks > 40
+    end = clock.now + 2.5
+    while clock.now < end:
+        engine.step()
+    assert pool.num_usable_blocks - pool.num_free_blocks == 40, "what is being copied"
+    transfers.auto = True
+    finish(engine, tiering)
+
+
 def test_a_promise_that_cannot_be_held_is_not_made() -> None:
     tiering = SimulatedTiering(4, [shared()], max_inflight_fraction=0.05)
     engine = make_engine(tiering, max_num_batched_tokens=64)

@@ -28,6 +28,7 @@ from cargohold.protocol import (
     KVConnectorSchedulerOutput,
     KVEvent,
     NullConnectorScheduler,
+    Outage,
     RequestView,
     SchedulerContext,
     Stats,
@@ -199,6 +200,10 @@ ANSWERS_OF_OTHER_TYPES: list[tuple[str, object]] = [
     ),
     ("take_events", [BlockRemoved((b"a",), NUM_GROUPS, MEDIUM_HOST)]),
     ("take_events", [AllBlocksCleared(None)]),  # type: ignore[arg-type]  # that is the point
+    ("get_outages", None),
+    ("get_outages", ["disk"]),
+    ("get_outages", [Outage("disk", "loads", None, 1.0)]),  # type: ignore[arg-type]  # that is the point
+    ("get_outages", [Outage("disk", "loads", "gone", "noon")]),  # type: ignore[arg-type]  # that is the point
     ("get_finished_count", "all"),
 ]
 
@@ -217,6 +222,8 @@ def test_an_answer_of_another_type_turns_it_off(
         assert answered.notes == (str(guard.broken),)
     elif method == "get_stats":
         assert answered == {"connectors_off": 1}
+    elif method == "get_outages":
+        assert [outage.what for outage in answered] == ["everything"]
     else:
         assert answered == expected or (list(answered), list(expected)) == ([], [])
 
@@ -411,6 +418,14 @@ def test_levels_of_a_connector_that_is_turned_off_are_taken_back(guard: Connecto
     assert guard.get_stats() == {}, "once"
 
 
+def test_a_connector_that_is_turned_off_is_out_of_use(guard: ConnectorGuard, inner: Scripted) -> None:
+    assert guard.get_outages() == ()
+    guard.break_off("made for this test")
+    (outage,) = guard.get_outages()
+    assert (outage.tier, outage.what, outage.reason) == (inner.name, "everything", "made for this test")
+    assert outage.retry_at is None, "only a restart helps"
+
+
 def test_stats_that_are_none_turn_a_connector_off(guard: ConnectorGuard, inner: Scripted) -> None:
     inner.stats = {"num_ready_chunks": "many"}  # type: ignore[dict-item]  # nonsense on purpose
     assert guard.get_stats() == {"connectors_off": 1}
@@ -476,6 +491,8 @@ def test_whatever_method_raises_the_caller_goes_on(name: str, context: Context) 
         assert not list(answer)
     elif name == "get_stats":
         assert answer == {"connectors_off": 1}
+    elif name == "get_outages":
+        assert [outage.what for outage in answer] == ["everything"]
     elif name == "has_pending_work":
         assert answer, "its workers have still to be stopped"
     else:

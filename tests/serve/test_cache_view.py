@@ -107,8 +107,8 @@ def test_prometheus_reads_the_same(tiered: Server) -> None:
     assert grown("cargohold_prompt_tokens_total", "computed") == answer["usage"]["prompt_tokens"]
     assert grown("cargohold_time_to_first_token_seconds_count", "miss") == 1
     assert after["cargohold_up",] == 1 and after["cargohold_engine_requests", "running"] == 0
-    assert after["cargohold_tier_bytes", "disk"] == call(tiered, "/cache").json["tiers"][2]["held_bytes"]
-    assert after["cargohold_connector_total", "stored_chunks"] > 0
+    assert after["cargohold_tier_ready_bytes", "disk"] == call(tiered, "/cache").json["tiers"][2]["held_bytes"]
+    assert after["cargohold_stored_chunks_total", "host"] > 0
     assert after["cargohold_connector_level", "num_ready_chunks"] > 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cargohold.protocol import TransferOutcome
+from cargohold.protocol import WAITS_MS, Times, TransferOutcome
 from cargohold.transfer.base import Direction
 from tests.vllm.faults import Faults
 
@@ -19,10 +23,13 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.lora.request import LoRARequest
 
-from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats, metric_of
+from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats
 from tests.vllm.common import EAGER, EVENTS, RESTARTED, ask_twice, follow_events, forget, make_prompts, restored, tokens
 from tests.vllm.engine import BLOCK_TOKENS
 from tests.vllm.models import save_adapter
+
+TYPES: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+CONFIG = SimpleNamespace(kv_transfer_config=None)
 
 
 def series(name: str) -> dict[str, float]:
@@ -48,11 +55,21 @@ def test_counters_reach_prometheus(vllm_model: Callable[[str], str], start: Call
     asked = 2 * 3 * 330 + (22 + 20) * 92 + 40
     assert tiers["computed"] == asked - 960
     block_bytes = engine.side.layout.block_bytes
-    assert series("cargohold_transfer_bytes_total")["load"] == 30 * block_bytes
-    assert series("cargohold_transfer_seconds_total")["load"] > 0
-    stored, gone = series("cargohold_stored_chunks_total")[""], series("cargohold_removed_chunks_total")[""]
+    assert series("cargohold_moved_bytes_total")["hostout"] == 30 * block_bytes
+    assert series("cargohold_load_seconds_count")["host"] == 3 == series("cargohold_load_seconds_bucket")["host+Inf"]
+    assert series("cargohold_load_seconds_sum")["host"] > 0
+    assert series("cargohold_load_tokens_total")[""] == 960
+    assert series("cargohold_prefill_tokens_total")[""] > 0 < series("cargohold_prefill_seconds_total")[""]
+    layout = engine.side.layout
+    capacity = series("cargohold_tier_capacity_tokens")
+    assert capacity["host"] == 4 * 2**20 // block_bytes * BLOCK_TOKENS
+    assert capacity["device"] == (layout.num_blocks - 1) * BLOCK_TOKENS
+    stored, gone = series("cargohold_stored_chunks_total")["host"], series("cargohold_removed_chunks_total")["host"]
+    num_ready = engine.side.guard.inner.manager.num_ready
     assert gone > 0
-    assert series("cargohold_tier_chunks")[""] == stored - gone == engine.side.guard.inner.manager.num_ready
+    assert series("cargohold_connector_level")["num_ready_chunks"] == stored - gone == num_ready
+    assert series("cargohold_tier_ready_bytes")["host"] == num_ready * block_bytes
+    assert series("cargohold_tier_in_use_bytes").get("host", 0) == 0
     assert series("cargohold_failures_total") == {"load": 0, "store": 0, "connector_off": 0}
 
 
@@ -102,7 +119,7 @@ def test_prompts_are_counted_once_however_often_their_requests_start_over(
     engine.settle()
     engine.ask(make_prompts(1, 40, seed=6), 1)
     assert engine.metric("num_preemptions") > 0
-    assert series("cargohold_connector_total")["loads"] > 0
+    assert series("cargohold_load_tokens_total")[""] > 0
     assert sum(series("cargohold_prompt_tokens_total").values()) == engine.metric("prompt_tokens") == 2 * 300 + 40
 
 
@@ -112,19 +129,38 @@ def test_a_connector_that_is_turned_off_holds_nothing_any_more(
     engine = start(vllm_model("llama"), EAGER)
     ask_twice(engine, make_prompts(2, 330))
     engine.ask(make_prompts(1, 40, seed=6), 1)
-    assert series("cargohold_tier_chunks")[""] > 0
+    assert series("cargohold_tier_ready_tokens")["host"] > 0
     engine.side.guard.break_off("made for this test")
     engine.ask(make_prompts(1, 40, seed=7), 3)
-    assert series("cargohold_tier_chunks")[""] == 0
+    assert series("cargohold_tier_ready_tokens")["host"] == series("cargohold_tier_capacity_tokens")["host"] == 0
     assert series("cargohold_failures_total")["connector_off"] == 1
+    ((label, since),) = series("cargohold_outage_since_timestamp_seconds").items()
+    assert "everything" in label and "made for this test" in label and since == pytest.approx(time.time(), abs=300)
 
 
 def test_levels_of_a_connector_of_ones_own_can_go_down() -> None:
-    shown = [metric_of(counter) for counter in ("held", "num_held")]
-    assert [(metric.name, metric.labels, metric.is_level) for metric in shown] == [
-        ("cargohold_connector", (("counter", "held"),), False),
-        ("cargohold_connector_level", (("counter", "num_held"),), True),
-    ]
+    metrics = PromMetrics(CONFIG, TYPES, ["model_name", "engine"], {0: ["tiny", "0"]})
+    for held, level in ((5, 3), (1, -1)):
+        metrics.observe({"held": held, "num_held": level})
+    assert series("cargohold_connector_total") == {"held": 6}
+    assert series("cargohold_connector_level") == {"num_held": 2}
+
+
+@given(st.lists(st.lists(st.floats(0, 100), max_size=10), max_size=4))
+def test_histograms_are_what_was_measured(intervals: list[list[float]]) -> None:
+    metrics = PromMetrics(CONFIG, TYPES, ["model_name", "engine"], {0: ["tiny", "0"]})
+    times = Times("host_load")
+    for interval in intervals:
+        counted: collections.Counter[str] = collections.Counter()
+        for seconds in interval:
+            times.note(seconds, counted)
+        metrics.observe(dict(counted))
+    values = [seconds for interval in intervals for seconds in interval]
+    buckets = series("cargohold_load_seconds_bucket")
+    for bound in WAITS_MS:
+        assert buckets[f"host{float(bound / 1000)}"] == sum(value <= bound / 1000 for value in values)
+    assert series("cargohold_load_seconds_count")["host"] == len(values)
+    assert series("cargohold_load_seconds_sum")["host"] == pytest.approx(sum(values))
 
 
 def test_the_log_shows_what_an_interval_brought_and_no_levels() -> None:
@@ -148,13 +184,12 @@ def test_levels_are_shown_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_metrics.Gauge, "set", note)
     monkeypatch.setattr(ray_metrics.Counter, "inc", note)
     types = {Gauge: ray_wrappers.RayGaugeWrapper, Counter: ray_wrappers.RayCounterWrapper, Histogram: None}
-    config = SimpleNamespace(kv_transfer_config=None)
-    metrics = PromMetrics(config, types, ["model_name", "engine"], {0: ["tiny", "0"]})
+    metrics = PromMetrics(CONFIG, types, ["model_name", "engine"], {0: ["tiny", "0"]})
     for stored, removed in ((5, 0), (3, 4)):
-        change = {"stored_chunks": stored, "removed_chunks": removed, "num_ready_chunks": stored - removed}
+        change = {"stored_chunks": stored, "removed_chunks": removed, "num_host_bytes": stored - removed}
         metrics.observe({counter: value for counter, value in change.items() if value})
     assert shown["cargohold_stored_chunks"] == [5, 3]
-    assert shown["cargohold_tier_chunks"] == [5, 4]
+    assert shown["cargohold_tier_ready_bytes"] == [5, 4]
 
 
 def test_an_index_built_from_events_is_what_the_tier_holds(

@@ -30,6 +30,7 @@ def main() -> int:
             run,  # noqa: F401
             serve,  # noqa: F401
             simulate,  # noqa: F401
+            top,  # noqa: F401
         )
 
         return int(app(standalone_mode=False, prog_name="cargohold") or 0)

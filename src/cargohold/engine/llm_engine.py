@@ -292,6 +292,8 @@ class LLMEngine:
     def status(self) -> EngineStatus:
         """How busy the engine is, and whether its connector works."""
         pool, broken = self.scheduler.kv.pool, self.scheduler.connector.broken
+        outages = self.scheduler.connector.get_outages()
+        epoch = time.time() - self._clock() if outages else 0.0
         return EngineStatus(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -300,6 +302,7 @@ class LLMEngine:
             num_free_blocks=pool.num_free_blocks,
             num_cached_blocks=pool.num_cached_prefixes,
             connector_error=None if broken is None else str(broken),
+            outages=tuple(outage.since_1970(epoch) for outage in outages),
         )
 
     def shutdown(self) -> None:

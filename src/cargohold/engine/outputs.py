@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cargohold.engine.model.tokenizer import PieceDecoder
-from cargohold.protocol import HintOutcome
+from cargohold.protocol import HintOutcome, Outage
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ class EngineStatus:
         num_free_blocks: blocks that nobody uses, though they may hold KV that can be found again.
         num_cached_blocks: blocks' worth of KV in it that can be found again.
         connector_error: why the connector was turned off; ``None`` while it works, or if there is none.
+        outages: what the connector does not use now because it has failed, with times in seconds since 1970.
     """
 
     num_running: int = 0
@@ -95,6 +96,7 @@ class EngineStatus:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     connector_error: str | None = None
+    outages: tuple[Outage, ...] = ()
 
 
 # --- generated tokens as text -----------------------------------------------------------------------------------------

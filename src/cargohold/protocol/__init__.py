@@ -54,13 +54,9 @@ from cargohold.protocol.messages import (
     KVConnectorSchedulerOutput,
     KVEvent,
     Locality,
-    Stats,
     TransferOutcome,
     UndeliveredMetadata,
     WorkerMetadata,
-    add_stats,
-    is_level,
-    last_name,
 )
 from cargohold.protocol.request import (
     Adapter,
@@ -72,9 +68,24 @@ from cargohold.protocol.request import (
     SchedulerContext,
     StepView,
 )
+from cargohold.protocol.stats import (
+    AGES_MS,
+    SEPARATOR,
+    WAITS_MS,
+    Outage,
+    Stats,
+    Times,
+    add_stats,
+    is_level,
+    labelled,
+    last_name,
+    level_changes,
+    times_part,
+)
 from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
+    "AGES_MS",
     "HINTS_KEY",
     "MAX_HINTS",
     "MEDIUM_DEVICE",
@@ -84,6 +95,8 @@ __all__ = [
     "NOTHING_TO_REPORT",
     "NULL_BLOCK_ID",
     "NULL_CONNECTOR",
+    "SEPARATOR",
+    "WAITS_MS",
     "Adapter",
     "AllBlocksCleared",
     "AttentionKind",
@@ -118,6 +131,7 @@ __all__ = [
     "Locality",
     "NullConnectorScheduler",
     "NullConnectorWorker",
+    "Outage",
     "OutputAggregator",
     "Patience",
     "Prefix",
@@ -128,6 +142,7 @@ __all__ = [
     "ServedModel",
     "Stats",
     "StepView",
+    "Times",
     "TransferOutcome",
     "UndeliveredMetadata",
     "WorkerConnectorGuard",
@@ -138,6 +153,9 @@ __all__ = [
     "best_outcome",
     "hints_in",
     "is_level",
+    "labelled",
     "last_name",
+    "level_changes",
     "parse_hints",
+    "times_part",
 ]

@@ -11,11 +11,10 @@ from cargohold.protocol.messages import (
     NOTHING_TO_REPORT,
     FinishedTransfers,
     KVConnectorOutput,
-    Stats,
     TransferOutcome,
     WorkerMetadata,
-    add_stats,
 )
+from cargohold.protocol.stats import Stats, add_stats
 
 Id = TypeVar("Id", str, int)
 

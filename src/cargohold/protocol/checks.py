@@ -25,10 +25,10 @@ from cargohold.protocol.messages import (
     KVConnectorSchedulerOutput,
     KVEvent,
     Locality,
-    Stats,
     TransferOutcome,
 )
 from cargohold.protocol.request import Adapter
+from cargohold.protocol.stats import Outage, Stats
 
 _LOCALITIES: Final = (None, "LOCAL", "REMOTE")
 
@@ -65,6 +65,18 @@ def checked_stats(stats: Any) -> Stats:
     if not isinstance(stats, Mapping) or not (_are_all(stats, str) and _are_all(stats.values(), int | float)):
         raise TypeError(f"{stats!r} are no names and numbers")
     return stats
+
+
+def checked_outages(outages: Any) -> Sequence[Outage]:
+    """Check the answer of ``get_outages``, and return it."""
+    if (
+        not isinstance(outages, Sequence)
+        or not _are_all(outages, Outage)
+        or not _are_all((text for outage in outages for text in (outage.tier, outage.what, outage.reason)), str)
+        or not _are_all((time for outage in outages for time in (outage.since, outage.retry_at or 0)), int | float)
+    ):
+        raise TypeError(f"{outages!r} is no sequence of Outage")
+    return outages
 
 
 def checked_number(number: Any, of: str) -> int | None:

@@ -47,10 +47,10 @@ from cargohold.protocol.messages import (
     KVConnectorOutput,
     KVConnectorSchedulerOutput,
     KVEvent,
-    Stats,
     WorkerMetadata,
 )
 from cargohold.protocol.request import RequestView, SchedulerContext, StepView
+from cargohold.protocol.stats import Outage, Stats
 
 
 class KVConnectorScheduler(ABC):
@@ -169,6 +169,10 @@ class KVConnectorScheduler(ABC):
     def get_stats(self) -> Stats:
         """Counters since the last call; see ``Stats``."""
         return {}
+
+    def get_outages(self) -> Sequence[Outage]:
+        """Return what of it is out of use now, because it has failed: for people, who see it in metrics and on pages."""
+        return ()
 
     def get_finished_count(self) -> int | None:
         """Return how many workers must report an id before it counts as finished; ``None`` for all of them."""
@@ -311,6 +315,9 @@ class ForwardingScheduler(KVConnectorScheduler):
 
     def get_stats(self) -> Stats:  # noqa: D102
         return self.inner.get_stats()
+
+    def get_outages(self) -> Sequence[Outage]:  # noqa: D102
+        return self.inner.get_outages()
 
     def get_finished_count(self) -> int | None:  # noqa: D102
         return self.inner.get_finished_count()

@@ -17,6 +17,7 @@ so. Passed on is what asks the program to end (``NOT_CONTAINED``).
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -30,6 +31,7 @@ from cargohold.protocol.checks import (
     checked_hint_events,
     checked_locks,
     checked_number,
+    checked_outages,
     checked_outcomes,
     checked_params,
     checked_report,
@@ -45,10 +47,9 @@ from cargohold.protocol.messages import (
     KVConnectorOutput,
     KVConnectorSchedulerOutput,
     KVEvent,
-    Stats,
-    is_level,
 )
 from cargohold.protocol.request import KVCacheBlockView, RequestView, SchedulerContext, StepView
+from cargohold.protocol.stats import Outage, Stats, is_level
 
 logger = logging.getLogger(__name__)
 
@@ -140,13 +141,23 @@ class ConnectorGuard(KVConnectorScheduler):
         inner: the connector.
         num_blocks: blocks in the device pool, the null block included; locks must name existing blocks.
         num_groups: number of KV-cache groups; events must name an existing group. ``None`` leaves groups unchecked.
+        clock: the engine's clock, for since when the connector is off.
 
     Attributes:
         broken: why the connector was turned off; ``None`` while it is on.
     """
 
-    def __init__(self, inner: KVConnectorScheduler, num_blocks: int, num_groups: int | None = None) -> None:
+    def __init__(
+        self,
+        inner: KVConnectorScheduler,
+        num_blocks: int,
+        num_groups: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._inner = inner
+        self._clock = clock
+        self._broken_at = 0.0
         self._num_blocks = num_blocks
         self._num_groups = num_groups
         self._context: SchedulerContext | None = None
@@ -177,7 +188,7 @@ class ConnectorGuard(KVConnectorScheduler):
     def break_off(self, rule: str, cause: BaseException | None = None) -> None:
         """Turn the connector off because it broke ``rule``, and log that. Does nothing if it is off already."""
         if self.broken is None:
-            self.broken = ContractError(self.name, rule)
+            self.broken, self._broken_at = ContractError(self.name, rule), self._clock()
             self.broken.__cause__ = cause
             logger.error(
                 "connector %s is turned off: %s; requests are served without it", self.name, rule, exc_info=cause
@@ -305,6 +316,14 @@ class ConnectorGuard(KVConnectorScheduler):
         self._is_off_counted = True
         return {"connectors_off": 1, **{counter: -level for counter, level in self._levels.items() if level}}
 
+    def get_outages(self) -> Sequence[Outage]:
+        """Pass the call on; once the connector is off, that is what is out of use."""
+        nothing: Sequence[Outage] = ()
+        outages = self._call("get_outages", nothing, self._outages)
+        if self.broken is None:
+            return outages
+        return (Outage(self.name, "everything", self.broken.rule, self._broken_at),)
+
     def get_finished_count(self) -> int | None:
         """Pass the call on."""
         return self._call("get_finished_count", None, self._finished_count)
@@ -378,6 +397,9 @@ class ConnectorGuard(KVConnectorScheduler):
             if is_level(counter):
                 self._levels[counter] += value
         return stats
+
+    def _outages(self) -> Sequence[Outage]:
+        return checked_outages(self._inner.get_outages())
 
     def _events(self) -> Sequence[KVEvent]:
         events = checked_events(self._inner.take_events(), self._num_groups)

@@ -142,3 +142,8 @@ class KVCacheLayout:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name}={value} is too few: a layout needs at least {least}")
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that the KV of one token takes on all workers, in the blocks of all groups."""
+        return self.block_bytes * self.world_size * sum(1 / group.block_tokens for group in self.groups)

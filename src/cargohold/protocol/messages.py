@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from cargohold.protocol.request import Adapter, ExtraKey
+from cargohold.protocol.stats import Stats
 
 
 class TransferOutcome(IntEnum):
@@ -69,34 +70,6 @@ class EmptyMetadata:
     def aggregate(self, other: EmptyMetadata) -> EmptyMetadata:
         """Return ``self``: two empty messages merge into an empty one."""
         return self
-
-
-Stats: TypeAlias = Mapping[str, float]
-"""Counters by name, for one step: increments, not totals, so that they can be summed over steps and workers.
-
-A counter whose name begins with ``num_`` is a *level*: its sum says how much there is now, so its increments may be negative.
-Levels come from scheduler sides; when a connector is turned off, its guard sets its levels back to 0.
-"""
-
-
-def last_name(counter: str) -> str:
-    """Return a counter's name without the dotted connector names in front of it."""
-    return counter.rpartition(".")[2] if "." in counter else counter
-
-
-def is_level(counter: str) -> bool:
-    """Whether a counter is a level (see ``Stats``); its name may have connector names in front."""
-    return last_name(counter).startswith("num_")
-
-
-def add_stats(left: Stats, right: Stats) -> Stats:
-    """Return the sum of two sets of counters. Neither is changed; the result may be ``left`` itself."""
-    if not right:
-        return left
-    total = dict(left)
-    for name, value in right.items():
-        total[name] = total.get(name, 0) + value
-    return total
 
 
 @dataclass(frozen=True, slots=True)

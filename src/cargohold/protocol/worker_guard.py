@@ -18,10 +18,10 @@ from cargohold.protocol.messages import (
     ConnectorMetadata,
     EmptyMetadata,
     KVConnectorOutput,
-    Stats,
     UndeliveredMetadata,
     WorkerMetadata,
 )
+from cargohold.protocol.stats import Stats
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
@@ -70,10 +71,14 @@ async def _watching(app: FastAPI) -> AsyncGenerator[None]:
 
 
 async def _health(request: Request) -> Response:
-    """Whether it takes requests: 200, or 503 while it starts and when it ends."""
+    """Whether it takes requests: 200, or 503 while it starts and when it ends. Also what of the cache is out of use, and why.
+
+    A cache that does not work makes requests slower, but the server goes on: it is healthy.
+    """
     desk: Desk = request.app.state.hall.desk
     status = HTTPStatus.OK if desk.state is State.SERVING else HTTPStatus.SERVICE_UNAVAILABLE
-    return json_response({"status": desk.state.value}, status)
+    outages = () if desk.loaded is None else desk.loaded.status.outages
+    return json_response({"status": desk.state.value, "outages": [asdict(outage) for outage in outages]}, status)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import Counter as PromCounter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from cargohold.protocol import is_level
-from cargohold.serve.cache import Vessel, vessels
+from cargohold.connector.metrics import (
+    FROM_THE_START,
+    PROMPT,
+    Family,
+    Kind,
+    OutageLevels,
+    Series,
+    for_operators,
+    series_of,
+)
+from cargohold.protocol import times_part
 from cargohold.serve.desk import Desk, State, Watch
 from cargohold.serve.records import Record
 
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
-Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class Meters:
@@ -24,16 +34,16 @@ class Meters:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
+        self._requests = PromCounter(
             "cargohold_requests", "Requests that have ended, by how.", ("endpoint", "state"), registry=self.registry
         )
-        self._prompt_tokens = Counter(
-            "cargohold_prompt_tokens",
-            "Prompt tokens of requests by where their KV was found; computed means nowhere.",
-            ("tier",),
+        self._prompt_tokens = PromCounter(
+            PROMPT.name,
+            PROMPT.help,
+            PROMPT.labels,
             registry=self.registry,
         )
-        self._output_tokens = Counter("cargohold_generated_tokens", "Tokens generated.", registry=self.registry)
+        self._output_tokens = PromCounter("cargohold_generated_tokens", "Tokens generated.", registry=self.registry)
         self._ttft = Histogram(
             "cargohold_time_to_first_token_seconds",
             "From a request's arrival in the engine to its first token; hit if half of its prompt or more was found.",
@@ -58,7 +68,7 @@ class Meters:
 
 
 class EngineMeters(Collector):
-    """The engine's queues, what its connectors count, and how full each place is.
+    """The engine's queues, what its connectors count, how full each tier is, and what is out of use.
 
     Args:
         desk: has the model.
@@ -69,47 +79,67 @@ class EngineMeters(Collector):
         self._desk = desk
         self._watch = watch
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Metric]:
         """All of them, as they are now."""
         desk = self._desk
-        yield _gauge("cargohold_up", "Whether requests are taken.", desk.state is State.SERVING)
-        yield _gauge("cargohold_answers_in_progress", "Answers that clients wait for.", desk.num_answers)
+        yield GaugeMetricFamily("cargohold_up", "Whether requests are taken.", desk.state is State.SERVING)
+        yield GaugeMetricFamily("cargohold_answers_in_progress", "Answers that clients wait for.", desk.num_answers)
         yield CounterMetricFamily("cargohold_refused_requests", "Requests that found the queue full.", desk.num_refused)
         if desk.loaded is None:
             return
-        status = desk.loaded.status
+        status, layout = desk.loaded.status, desk.loaded.plan.layout
         requests = GaugeMetricFamily("cargohold_engine_requests", "Requests in the engine.", labels=("state",))
         for state in ("running", "waiting", "loading"):
             requests.add_metric((state,), getattr(status, f"num_{state}"))
         yield requests
-        yield from _places(vessels(desk.loaded, self._watch.stats))
-        yield from self._connectors()
-
-    def _connectors(self) -> Iterator[Family]:
-        counters = CounterMetricFamily(
-            "cargohold_connector", "What connectors and tiers count, by name.", labels=("counter",)
-        )
-        levels = GaugeMetricFamily("cargohold_connector_level", "How much there is now, by name.", labels=("counter",))
-        for name, value in self._watch.stats.items():
-            (levels if is_level(name) else counters).add_metric((name,), value)
-        yield counters
-        yield levels
+        block_bytes = layout.block_bytes * layout.world_size
+        device = {
+            "num_device_capacity_bytes": status.num_blocks * block_bytes,
+            "num_device_bytes": status.num_cached_blocks * block_bytes,
+            "num_device_in_use_bytes": (status.num_blocks - status.num_free_blocks) * block_bytes,
+        }
+        shown = for_operators({**self._watch.stats, **device}, layout.block_bytes, layout.token_bytes)
+        shown |= OutageLevels(epoch=0.0).take_changes(status.outages)
+        yield from _families(shown)
 
 
-def _gauge(name: str, text: str, value: float) -> Family:
-    return GaugeMetricFamily(name, text, value)
+def _families(counters: Mapping[str, float]) -> Iterator[Metric]:
+    """What connectors count, as Prometheus reads it; prompt tokens aside, which the server counts itself."""
+    families: dict[Family, dict[Series, dict[str, float]]] = {}
+    for series in FROM_THE_START:
+        families.setdefault(series.family, {})[series] = {}
+    for counter, value in counters.items():
+        series = series_of(counter)
+        families.setdefault(series.family, {}).setdefault(series, {})[counter] = value
+    for family, of_series in families.items():
+        if family is PROMPT:
+            continue
+        made = Metric(family.name, family.help, family.kind.value)
+        for series, values in of_series.items():
+            labels = dict(zip(family.labels, series.values, strict=True))
+            if family.kind is Kind.HISTOGRAM:
+                _add_histogram(made, family, labels, values)
+            else:
+                suffix = "_total" if family.kind is Kind.COUNTER else ""
+                made.add_sample(f"{family.name}{suffix}", labels, sum(values.values()))
+        yield made
 
 
-def _places(places: list[Vessel]) -> Iterator[Family]:
-    held = GaugeMetricFamily("cargohold_tier_bytes", "Bytes of KV that can be found again.", labels=("tier",))
-    capacity = GaugeMetricFamily("cargohold_tier_capacity_bytes", "Bytes that it may hold.", labels=("tier",))
-    suspended = GaugeMetricFamily("cargohold_tier_suspended", "Ways of access that are suspended.", labels=("tier",))
-    moved = CounterMetricFamily("cargohold_tier_moved_bytes", "Bytes copied in and out.", labels=("tier", "direction"))
-    for place in places:
-        held.add_metric((place.name,), place.held_bytes)
-        if place.capacity_bytes is not None:
-            capacity.add_metric((place.name,), place.capacity_bytes)
-        suspended.add_metric((place.name,), place.suspended)
-        moved.add_metric((place.name, "in"), place.in_bytes)
-        moved.add_metric((place.name, "out"), place.out_bytes)
-    yield from (held, capacity, suspended, moved)
+def _add_histogram(made: Metric, family: Family, labels: dict[str, str], values: Mapping[str, float]) -> None:
+    """Add a histogram's samples: numbers up to each bound, as Prometheus has them, from numbers per bucket."""
+    counts: Counter[float] = Counter()
+    total_s = 0.0
+    for counter, value in values.items():
+        part = times_part(counter)
+        assert part is not None, "only they belong to such a family"
+        if part.sum_counter is None:
+            total_s += value
+        else:
+            counts[part.bound_s] += int(value)
+    num_values = 0
+    for bound in (*family.bounds_s, float("inf")):
+        num_values += counts[bound]
+        shown = floatToGoString(bound)  # type: ignore[no-untyped-call]  # the package annotates only a part of itself
+        made.add_sample(f"{family.name}_bucket", {**labels, "le": shown}, num_values)
+    made.add_sample(f"{family.name}_count", labels, num_values)
+    made.add_sample(f"{family.name}_sum", labels, total_s)

@@ -65,6 +65,7 @@ class TierHealth:
     Attributes:
         look_up, load, write: state of the breaker of each access.
         reason: why a breaker opened last, in one line; empty if all are closed.
+        retry_s: seconds from the moment when an access was suspended last until it is tried again; 0 if none is suspended.
         is_off: whether no worker will use the tier any more: its threads keep dying, or it was shut down.
     """
 
@@ -72,6 +73,7 @@ class TierHealth:
     load: BreakerState = BreakerState.CLOSED
     write: BreakerState = BreakerState.CLOSED
     reason: str = ""
+    retry_s: float = 0.0
     is_off: bool = False
 
     def of(self, access: Access) -> BreakerState:
@@ -95,6 +97,7 @@ class TierHealth:
             max(self.load, other.load),
             max(self.write, other.write),
             (other if other.worst > self.worst else self).reason,
+            max(self.retry_s, other.retry_s),
             self.is_off or other.is_off,
         )
 
@@ -125,6 +128,11 @@ class CircuitBreaker:
         if self._state is BreakerState.OPEN and self._clock() >= self._retry_at:
             self._state, self._has_trial = BreakerState.HALF_OPEN, False
         return self._state
+
+    @property
+    def cooldown_s(self) -> float:
+        """Seconds from opening until the first trial; 0 unless it is open."""
+        return self._cooldown_s if self.state is BreakerState.OPEN else 0.0
 
     def admit(self) -> bool:
         """Let a job through if the state allows, and return whether it does. If so, call one ``note_*`` method at its end."""
@@ -192,7 +200,8 @@ class MediumHealth:
         states = {access: breaker.state for access, breaker in self._breakers.items()}
         worst = max(states, key=states.__getitem__)
         health = TierHealth(states[Access.LOOK_UP], states[Access.LOAD], states[Access.WRITE])
-        return replace(health, reason=self._reasons[worst]) if health.worst else HEALTHY
+        retry_s = max(breaker.cooldown_s for breaker in self._breakers.values())
+        return replace(health, reason=self._reasons[worst], retry_s=retry_s) if health.worst else HEALTHY
 
     def admit(self, kind: JobKind) -> bool:
         """Let a job through if its breaker allows, and return whether it does. If so, call ``note_end`` at its end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from cargohold.engine.core.step import ScheduledTokens, SchedulerStep
@@ -24,7 +26,7 @@ class Engine:
 
     def end(self, num_tokens: int) -> None:
         self.clock.advance(0.05 + 0.001 * num_tokens)
-        self.pace.end()
+        self.pace.end(Counter())
 
     def compute(self, num_tokens: int) -> None:
         self.begin(num_tokens)
@@ -66,7 +68,7 @@ def test_a_step_without_tokens_is_not_measured(sizes: tuple[int, ...]) -> None:
     assert (known is None) is (not sizes)
     engine.pace.begin(SchedulerStep())
     engine.clock.advance(1)
-    engine.pace.end()
+    engine.pace.end(Counter())
     assert engine.pace.predict(200) == known
 
 
@@ -116,7 +118,7 @@ def test_time_in_which_nothing_was_planned_is_not_measured() -> None:
     engine = Engine()
     for num_tokens in (1, 0, 1):
         engine.compute(num_tokens)
-        engine.pace.end()  # there is nothing that could have ended
+        engine.pace.end(Counter())  # there is nothing that could have ended
         engine.clock.advance(60)
     assert engine.pace.predict(1) == pytest.approx(0.051, rel=0.01)
 

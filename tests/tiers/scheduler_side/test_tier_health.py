@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.protocol import TransferOutcome
+from cargohold.protocol import Outage, TransferOutcome
 from cargohold.tiers import BreakerState, JobKind, TierHealth
 from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, fetches
 from tests.tiers.scheduler_side.world import KEYS, World, breaker_state, fail_load, fail_loads, follow, key_of, written
@@ -278,3 +278,24 @@ def test_a_tier_with_an_index_is_tried_by_loads() -> None:
         assert breaker_state(world) is BreakerState.HALF_OPEN
         fail_load(world, key)
         cooldown *= 2
+
+
+def test_an_outage_says_what_why_since_when_and_when_it_is_tried_again() -> None:
+    world = World(num_workers=2)
+    (tier,) = world.lower.tiers
+    assert world.lower.outages() == []
+    world.clock.advance(3)
+    tier.note_health(0, TierHealth(load=BreakerState.OPEN, reason="gone", retry_s=1.0))
+    assert world.lower.outages() == [Outage(tier.name, "loads", "gone", since=3.0, retry_at=4.0)]
+    world.clock.advance(1)
+    tier.note_health(1, TierHealth(write=BreakerState.OPEN, reason="full", retry_s=2.0))
+    tier.note_health(0, TierHealth(load=BreakerState.HALF_OPEN, reason="gone"))
+    (outage,) = world.lower.outages()
+    assert (outage.what, outage.reason, outage.since, outage.retry_at) == ("loads and writes", "full", 3.0, 6.0)
+    tier.note_health(0, TierHealth())
+    assert [outage.what for outage in world.lower.outages()] == ["writes"]
+    tier.note_health(1, TierHealth())
+    assert world.lower.outages() == []
+    tier.note_health(1, TierHealth(is_off=True))
+    (outage,) = world.lower.outages()
+    assert (outage.what, outage.since, outage.retry_at) == ("everything", 4.0, None)

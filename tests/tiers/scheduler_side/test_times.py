@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import isfinite
 
 from hypothesis import given
@@ -76,7 +77,7 @@ def test_the_time_that_computing_takes_is_finite_and_never_negative(
         share = ScheduledTokens("r", (0,) * num_scheduled, 0, 0, ((),), None)
         pace.begin(SchedulerStep(scheduled=(share,) if num_scheduled else ()))
         clock.advance(seconds)
-        pace.end()
+        pace.end(Counter())
         clock.advance(pause_s)
     predicted = pace.predict(num_tokens)
     assert predicted is None or (isfinite(predicted) and predicted >= 0)

@@ -26,6 +26,7 @@ from cargohold.protocol import (
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
     KVEvent,
+    Outage,
     RequestView,
     SchedulerContext,
     SchedulerEnvironment,
@@ -222,6 +223,10 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         for child in self._children:
             stats = add_stats(stats, {f"{child.name}.{name}": value for name, value in child.get_stats().items()})
         return stats
+
+    def get_outages(self) -> Sequence[Outage]:
+        """Return what is out of use of all children."""
+        return [outage for child in self._children for outage in child.get_outages()]
 
     def get_finished_count(self) -> int | None:
         """Return the count on which the children agree. Raises ``ConfigError`` if they do not agree."""

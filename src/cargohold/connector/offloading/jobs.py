@@ -153,6 +153,10 @@ class JobTable:
         self._since[store.job_id] = self._clock()
         self.num_store_blocks += len(store.block_ids)
 
+    def since(self, job_id: int) -> float | None:
+        """Return when a job in flight began; ``None`` if nobody waits for it any more, or it is not in flight."""
+        return self._since.get(job_id)
+
     def end(self, job_id: int) -> Load | Store | None:
         """Remove a job that has ended, and return it; ``None`` if it is not in flight."""
         self._since.pop(job_id, None)

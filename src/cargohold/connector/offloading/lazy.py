@@ -276,6 +276,11 @@ class LazyStores:
         """Whether promised chunks are still to be stored. Nothing is evicted while no request runs."""
         return self._promised.has_pending_work
 
+    @property
+    def promised_blocks(self) -> Sequence[int]:
+        """Blocks of ended requests that are held because another engine was promised their KV."""
+        return self._promised.promised_blocks
+
     def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
         """Yield the store of ``unsafe`` blocks, which are in eviction order.
 

@@ -16,6 +16,7 @@ from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, RequestHolder, Store, TouchHolder
 from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
+from cargohold.connector.offloading.measures import Measures
 from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
@@ -33,13 +34,14 @@ from cargohold.protocol import (
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
     KVEvent,
+    Outage,
     RequestView,
     SchedulerContext,
     SchedulerEnvironment,
     Stats,
     StepView,
 )
-from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher
+from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, StepPace
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._shared = Shared(
             config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
         )
+        self._measures = Measures(self._shared, environment.clock, {} if lower is None else lower.max_chunks)
+        self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
         self._shared.hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
@@ -83,7 +87,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._prefetcher = None
         if lower is not None:
             only_if_faster = config.restore == RESTORE_IF_FASTER
-            self._prefetcher = Prefetcher(lower.host, lower, environment, only_if_faster=only_if_faster)
+            self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
         self._lookup = TierLookup(
             manager if lower is None else lower.host,
             self._shared.jobs,
@@ -99,7 +103,6 @@ class OffloadingScheduler(KVConnectorScheduler):
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
         self._give_up_after_s = environment.give_up_loads_after_s
-        self._levels: dict[str, int] = {}
 
     @property
     def jobs(self) -> JobTable:
@@ -125,6 +128,11 @@ class OffloadingScheduler(KVConnectorScheduler):
     def max_store_blocks(self) -> int:
         """Maximum number of device blocks that stores in flight may hold."""
         return self._shared.max_store_blocks
+
+    @property
+    def promised_blocks(self) -> Sequence[int]:
+        """Blocks of ended requests that are held for what was promised to another engine: for inspection."""
+        return self._stores.promised_blocks
 
     @property
     def holds_outlive_requests(self) -> bool:
@@ -160,6 +168,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._lingering.add(request.request_id)
         state = self._requests[request.request_id]
         state.end_waiting()
+        self._measures.note_answer(state, is_known=True)
         self._stores.end_request(state, block_ids)
         if state.grants:
             self._shared.hints.note_ended(state)
@@ -192,7 +201,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Return how many tokens beyond the computed ones the tier can give back; loads are asynchronous."""
         if self._shared.jobs.num_stuck_blocks > self.max_store_blocks:
             return 0, False  # a load might get stuck, too, and take more blocks out of service
-        num_tokens = self._lookup.find(self._requests[request.request_id], num_computed_tokens)
+        state = self._requests[request.request_id]
+        num_tokens = self._lookup.find(state, num_computed_tokens)
+        self._measures.note_answer(state, is_known=num_tokens is not None)
         if num_tokens is None:
             return None, False
         num_external_tokens = num_tokens - num_computed_tokens
@@ -217,6 +228,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
+        if not state.was_admitted:
+            self._measures.ages.note_used(state.keys[0].keys)
         state.was_admitted = True
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
@@ -225,6 +238,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         Raises ``ContractError`` if a job does not end in time, and its blocks are held by its request alone: they can be
         released only once the workers have stopped.
         """
+        self._pace.begin(step)
         if self._prefetcher is not None:
             self._prefetcher.begin_step(step)
         if self._shared.hints:
@@ -258,7 +272,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         for job_id, outcome in output.finished.jobs.items():
             if self._lower is not None and self._lower.end(job_id, outcome):
                 continue
-            is_stuck = self._shared.jobs.is_stuck(job_id)
+            is_stuck, since = self._shared.jobs.is_stuck(job_id), self._shared.jobs.since(job_id)
             job = self._shared.jobs.end(job_id)
             if isinstance(job, Load) and is_stuck:
                 self._loads.end_stuck(job, outcome)
@@ -268,9 +282,11 @@ class OffloadingScheduler(KVConnectorScheduler):
                 self._stores.end(job, outcome)
             else:
                 logger.warning("a worker reported job %d, which is not in flight", job_id)
+            self._measures.note_end(job, since, outcome)
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return locks and unlocks, if blocks are held by locks. Also ends the step for lower tiers."""
+        self._pace.end(self._shared.stats)
         if self._prefetcher is not None:
             self._prefetcher.end_step()
         return self._shared.holder.take_report()
@@ -307,6 +323,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         is_reset = not self._shared.jobs and self._shared.manager.reset()
         if is_reset:
             self._shared.hints.void_all()
+            self._measures.ages.forget()
         return is_reset
 
     def shutdown(self) -> None:
@@ -315,18 +332,16 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def get_stats(self) -> Stats:
         """Return counters since the last call."""
+        self._measures.ages.look()
         stats, self._shared.stats = dict(self._shared.stats), Counter()
         if self._shared.hints.stats:
             stats, self._shared.hints.stats = {**stats, **self._shared.hints.stats}, Counter()
-        levels = {"removed_chunks": self.manager.num_removed, "num_ready_chunks": self.manager.num_ready}
-        levels["num_stuck_copies"] = self.jobs.num_stuck
-        levels["num_pinned_chunks"] = self._shared.hints.num_pinned
-        # Differences, so that the counters of all steps sum up to the level.
-        stats |= {
-            name: level - before for name, level in levels.items() if level != (before := self._levels.get(name, 0))
-        }
-        self._levels = levels
-        return stats if self._lower is None else {**stats, **self._lower.take_stats()}
+        lower = {} if self._lower is None else self._lower.take_stats()
+        return {**stats, **self._measures.take_levels(), **lower}
+
+    def get_outages(self) -> Sequence[Outage]:
+        """Return which tiers are out of use, as a whole or in part."""
+        return () if self._lower is None else self._lower.outages()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -177,6 +177,11 @@ class StorePlanner(Protocol):
         """Whether stores are to be planned although no request runs."""
         ...
 
+    @property
+    def promised_blocks(self) -> Sequence[int]:
+        """Blocks of ended requests that are held because another engine was promised their KV, and it is not stored yet."""
+        ...
+
 
 MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
 """Makes a ``StorePlanner`` for the requests of a connector."""
@@ -247,6 +252,11 @@ class EagerStores:
     def has_pending_work(self) -> bool:
         """Whether chunks of ended requests are still to be offered. They may wait for ever for what stuck copies hold."""
         return len(self._leftovers) > 0 and (not self._shared.jobs.num_stuck or self._leftovers.num_held > 0)
+
+    @property
+    def promised_blocks(self) -> Sequence[int]:
+        """Blocks that are held for leftovers."""
+        return tuple(chain.from_iterable(leftover.held for leftover in self._leftovers))
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -347,9 +357,10 @@ class EagerStores:
 
     def _plan_leftovers(self) -> Iterator[StoreJob]:
         assert self._shared.context is not None, "without it there are none"
-        for leftover in self._leftovers:
+        for leftover in self._leftovers:  # all of them, even if stuck copies leave no room for any store
             if leftover.held and self._has_passed(leftover.held_until):
                 self._let_go(leftover)
+        for leftover in self._leftovers:
             is_done = True
             for group, first in enumerate(leftover.state.next_chunk):
                 # Look no further than what can be stored now: all leftovers together may be as long as the device pool.
@@ -482,6 +493,7 @@ class NoStores:
     """Stores nothing, for ``read_only``. Satisfies ``StorePlanner``."""
 
     has_pending_work = False
+    promised_blocks = ()
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int

@@ -125,7 +125,7 @@ class Scheduler:
             emit_salted_events=config.emit_salted_events,
         )
         self._roster = Roster(config.policy, self.kv)
-        self.connector = ConnectorGuard(connector, layout.num_blocks, len(layout.groups))
+        self.connector = ConnectorGuard(connector, layout.num_blocks, len(layout.groups), clock=clock)
         if with_context:
             self.connector.bind_scheduler_context(EngineContext(self.kv, self._roster.waiting))
         self._admission = Admission(self.kv, self._roster, self.connector, clock)

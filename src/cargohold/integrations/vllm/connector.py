@@ -36,7 +36,7 @@ from cargohold.integrations.vllm.messages import (
     stage_obstacles,
     united,
 )
-from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats, for_vllm
+from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, Settings
 from cargohold.integrations.vllm.signatures import waived_demands
@@ -345,7 +345,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """Counters of both sides since the last call, on the scheduler side; ``None`` on workers or if nothing was counted."""
         if self._scheduler is None:
             return None
-        stats = for_vllm(self._scheduler.take_stats(), self._mean_block_bytes)
+        stats = self._scheduler.take_stats(self._mean_block_bytes)
         return TransferStats(data=stats) if stats else None
 
     def reset_cache(self) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
+from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.errors import ContractError, RequestError
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
@@ -29,7 +31,6 @@ from cargohold.protocol import (
     KVEvent,
     OutputAggregator,
     Patience,
-    Stats,
     add_stats,
     hints_in,
     parse_hints,
@@ -107,7 +108,7 @@ class SchedulerSide:
         clock: Callable[[], float],
         options: SideOptions,
     ) -> None:
-        self.guard = ConnectorGuard(inner, layout.num_blocks, len(layout.groups))
+        self.guard = ConnectorGuard(inner, layout.num_blocks, len(layout.groups), clock=clock)
         self.layout = layout
         self._tables = tables
         self._room = room
@@ -143,7 +144,9 @@ class SchedulerSide:
         self._new_synchronous: list[str] = []
         self._stopped_ranks: set[int] = set()
         self._has_seen_request = False
-        self._stats: Counter[str] = Counter()
+        device_bytes = (layout.num_blocks - 1) * layout.block_bytes * layout.world_size
+        self._stats: Counter[str] = Counter({"num_device_capacity_bytes": device_bytes})
+        self._outages = OutageLevels(time.time() - clock())
         self._refusals = SparingLog(logger)  # clients decide how many there are
         self.guard.bind_scheduler_context(self._context)
 
@@ -346,10 +349,12 @@ class SchedulerSide:
         """Drop everything kept; ``False`` if it is in use: it is then dropped later, and not found until then."""
         return self._resets.reset()
 
-    def take_stats(self) -> Stats:
-        """Counters of both sides since the last call."""
+    def take_stats(self, block_bytes: float) -> dict[str, float]:
+        """Counters of both sides since the last call, as operators want them; ``block_bytes`` is a worker's mean."""
         stats, self._stats = self._stats, Counter()
-        return add_stats(stats, self.guard.get_stats())
+        shown = for_operators(add_stats(stats, self.guard.get_stats()), block_bytes, self.layout.token_bytes)
+        shown.update(self._outages.take_changes(self.guard.get_outages()))
+        return {name: value for name, value in shown.items() if value}
 
     def shutdown(self) -> None:
         """Let go of everything."""

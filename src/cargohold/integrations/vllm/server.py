@@ -58,7 +58,7 @@ def serving(
     Raises:
         ServerError: the server ended, or was not ready in time.
     """
-    port = _free_port()
+    port = free_port()
     command = [*_command(model), "--host", "127.0.0.1", "--port", str(port)]
     for name, value in (options or {}).items():
         command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
@@ -122,7 +122,8 @@ def _environment() -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nobody uses at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

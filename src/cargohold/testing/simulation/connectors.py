@@ -286,6 +286,7 @@ def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> T
                 max_inflight_chunks=random.choice((1, 4, 64)),
                 has_index=random.random() < 0.5,
                 num_asked_at_once=aside.choice((None, 1, 4)),
+                locality="REMOTE" if name == "shared" or aside.random() < 0.7 else "LOCAL",
             ),
             max_chunks=random.choice((random.randint(1, 20), 1000, 1000)),
             latency_s=random.choice((0.0, 0.01, 0.1)),

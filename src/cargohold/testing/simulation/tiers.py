@@ -250,7 +250,7 @@ class MediumPlan:
         """A description in one line, for people."""
         options = self.options
         return (
-            f"{options.name}: {self.max_chunks} chunks, {self.latency_s:g} s + {self.chunk_s:g} s each, "
+            f"{options.name}: {options.locality}, {self.max_chunks} chunks, {self.latency_s:g} s + {self.chunk_s:g} s each, "
             f"admission={options.admission.value}, write={options.write_mode.value}, "
             f"max_daily_chunks={options.max_daily_chunks}, max_inflight_chunks={options.max_inflight_chunks}, "
             f"has_index={options.has_index}, num_asked_at_once={options.num_asked_at_once}"

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER
+from cargohold.connector.offloading.handoff import HANDOFF
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.protocol import AttentionKind
 from cargohold.testing.simulation.clock import GroupPlan
@@ -371,7 +372,9 @@ def remote_decode(load: Workload) -> None:
         if random.random() < 0.5:
             writer.ask(prompt, 1, params={"do_remote_decode": True})
         else:
-            writer.ask(prompt, random.randint(1, 8), params={"do_remote_prefill": True, "num_offloaded_tokens": 8})
+            # Some of them were told of more than there ever is.
+            told = {"num_tokens": random.choice((0, len(prompt) // 2, len(prompt), 10**6))}
+            writer.ask(prompt, random.randint(1, 8), params={"do_remote_prefill": True, HANDOFF: told})
 
 
 def limits(load: Workload) -> None:

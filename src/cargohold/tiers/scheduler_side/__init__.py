@@ -4,7 +4,7 @@ from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.manager import TieringManager
-from cargohold.tiers.scheduler_side.pace import Pace
+from cargohold.tiers.scheduler_side.pace import Pace, StepPace
 from cargohold.tiers.scheduler_side.plan import HostStates, Wanted, sources_per_token
 from cargohold.tiers.scheduler_side.prefetch import Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.promises import Promises
@@ -22,6 +22,7 @@ __all__ = [
     "Pace",
     "Prefetcher",
     "Promises",
+    "StepPace",
     "TierCommand",
     "TierEvent",
     "TierOptions",

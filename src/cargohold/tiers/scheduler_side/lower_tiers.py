@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.protocol import Clock, TransferOutcome
+from cargohold.protocol import Clock, Outage, TransferOutcome
 from cargohold.tiers.health import TierHealth
 from cargohold.tiers.port import JobKind
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
@@ -93,6 +93,11 @@ class LowerTiers:
     def num_never_there(self) -> int:
         """Number of chunks that host memory counts as removed although they had never arrived from a tier."""
         return self._fetches.num_never_there
+
+    @property
+    def max_chunks(self) -> Mapping[str, int]:
+        """The number of chunks that each tier may hold, by its name, for those that have a limit of ours."""
+        return {tier.name: most for tier in self.tiers if (most := tier.options.max_chunks) is not None}
 
     @property
     def is_readable(self) -> bool:
@@ -325,6 +330,10 @@ class LowerTiers:
         self._conclude(task, is_done=outcome is TransferOutcome.DONE)
         return True
 
+    def outages(self) -> list[Outage]:
+        """Return which tiers are out of use, as a whole or in part."""
+        return [outage for tier in self.tiers if (outage := tier.outage()) is not None]
+
     def take_stats(self) -> Counter[str]:
         """Return counters since the last call."""
         total: Counter[str] = Counter()
@@ -360,6 +369,8 @@ class LowerTiers:
 
     def _conclude(self, task: TierTask, *, is_done: bool) -> None:
         task.has_ended = True
+        if is_done:
+            self.tiers[task.tier].note_took(task.kind, self.clock() - task.begun_at)
         task.on_end(task, task.succeeded(self.config.num_workers), is_done)
         if task.kind is JobKind.STORE:
             self.promises.note_written(task.keys)

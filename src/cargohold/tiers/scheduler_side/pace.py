@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -102,6 +102,8 @@ REACH: Final = 4
 """Steps more than this many times larger than the largest measured one are not predicted."""
 _MOST_STEPS: Final = 16
 """Maximum number of steps in flight: more than any engine has."""
+_PROMPT_TOKENS: Final = 32
+"""A request that computes so many tokens in a step computes its prompt: generating takes one, or some with speculation."""
 
 
 @dataclass(slots=True)
@@ -135,8 +137,8 @@ class StepPace:
         self._clock = clock
         self._max_step_tokens = max_step_tokens
         self._measured: dict[int, _Steps] = {}
-        # Tokens of each step in flight, and the time at which it was handed out; oldest first.
-        self._begun: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)
+        # Tokens of each step in flight, of them those of prompts, and the time at which it was handed out; oldest first.
+        self._begun: deque[tuple[int, int, float]] = deque(maxlen=_MOST_STEPS)
         self._ended_at = clock()
 
     @property
@@ -146,14 +148,26 @@ class StepPace:
 
     def begin(self, step: StepView) -> None:
         """Note that a step is handed out to the workers now."""
-        self._begun.append((sum(share.num_scheduled_tokens for share in step.scheduled), self._clock()))
+        shares = [share.num_scheduled_tokens for share in step.scheduled]
+        num_tokens, num_prompt_tokens = sum(shares), 0
+        if (
+            num_tokens >= len(shares) + _PROMPT_TOKENS - 1
+        ):  # while all requests only generate, there is nothing to count
+            num_prompt_tokens = sum([count for count in shares if count >= _PROMPT_TOKENS])
+        self._begun.append((num_tokens, num_prompt_tokens, self._clock()))
 
-    def end(self) -> None:
-        """Note that the workers have reported the oldest step in flight, and measure it."""
+    def end(self, stats: Counter[str]) -> None:
+        """Note that the workers have reported the oldest step in flight, and measure it.
+
+        Counts in ``stats`` the steps that mostly compute prompts: their tokens of prompts, and how long they took.
+        """
         if not self._begun:
             return
-        (num_tokens, since), now = self._begun.popleft(), self._clock()
+        (num_tokens, num_prompt_tokens, since), now = self._begun.popleft(), self._clock()
         since, self._ended_at = max(since, self._ended_at), now
+        if 2 * num_prompt_tokens > num_tokens:
+            stats["prefill_tokens"] += num_prompt_tokens
+            stats["prefill_s"] += now - since  # type: ignore[assignment]  # a Counter counts whatever can be added
         if not num_tokens:
             return
         steps = self._measured.get(num_tokens.bit_length())

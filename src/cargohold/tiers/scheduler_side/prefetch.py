@@ -205,17 +205,23 @@ class Prefetcher:
         host: the manager of host memory.
         lower: the tiers below host memory.
         environment: facts about the engine.
+        pace: how fast the engine computes; measured by its owner.
         only_if_faster: whether to fetch chunks only if that is expected to be faster than computing them.
     """
 
     def __init__(
-        self, host: OffloadManager, lower: LowerTiers, environment: SchedulerEnvironment, *, only_if_faster: bool
+        self,
+        host: OffloadManager,
+        lower: LowerTiers,
+        environment: SchedulerEnvironment,
+        pace: StepPace,
+        *,
+        only_if_faster: bool,
     ) -> None:
         self._host = host
         self._lower = lower
         self._clock = lower.clock
-        self._pace = StepPace(environment.clock, environment.max_step_tokens)
-        self._planner = Planner(host, lower, self._pace if only_if_faster else None)
+        self._planner = Planner(host, lower, pace if only_if_faster else None)
         self._max_num_seqs = environment.max_num_seqs
         # How many requests the engine can admit before the next step, and how many it has asked for.
         self._num_places = environment.max_num_seqs
@@ -287,7 +293,6 @@ class Prefetcher:
 
         Asks tiers, reserves slots, begins loads. Mutates host memory, lower tiers and the waits.
         """
-        self._pace.begin(step)
         self._lower.clock.begin_step()
         self._current, self._asked, self._num_asked = self._asked, [], 0
         if self._max_num_seqs is not None:
@@ -296,7 +301,6 @@ class Prefetcher:
 
     def end_step(self) -> None:
         """Note that a step has ended, and all jobs that ended in it; count time, and do what answers that have come allow."""
-        self._pace.end()
         self._lower.clock.end_step()
         now = self._clock()
         for waiting in self._current:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
-from cargohold.protocol import Clock, Locality
+from cargohold.protocol import Clock, Locality, Outage, Times
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import HEALTHY, BreakerState, TierHealth
 from cargohold.tiers.port import ACCESS_OF, Access, JobKind
@@ -193,6 +193,10 @@ class TierState:
         self.health = HEALTHY
         self._healths: dict[int, TierHealth] = {}
         self._is_in_flight = is_in_flight
+        self._clock = clock
+        # Since when it is not healthy, and when what is suspended is tried again.
+        self._ill_since: float | None = None
+        self._retry_at: float | None = None
         num_answers = min(MAX_ANSWERS, max(MIN_ANSWERS, ANSWERS_PER_SLOT * host_capacity))
         self.presence = Presence(num_answers, MAX_ANSWER_AGE_S, clock)
         self.pace = Pace(clock, REMEASURE_S)
@@ -200,6 +204,7 @@ class TierState:
         self.look_up_gain = LookUpGain()
         self.probing: set[OffloadKey] = set()
         self.stats: Counter[str] = Counter()
+        self._times = {JobKind.PROBE: Times("look_up"), JobKind.LOAD: Times("fetch"), JobKind.STORE: Times("write")}
         self._events: list[TierEvent] | None = [] if config.record_events else None
 
     @property
@@ -219,6 +224,16 @@ class TierState:
             return f"tier {self.name} is off, because a worker can no longer use it"
         suspended = [access.value for access in _READING if self.health.of(access) is BreakerState.OPEN]
         return f"tier {self.name}: {' and '.join(suspended)} are suspended: {self.health.reason}" if suspended else ""
+
+    def outage(self) -> Outage | None:
+        """Return which ways of access are out of use, those that are being tried again among them; ``None`` if all work."""
+        if self._ill_since is None:
+            return None
+        if self.is_off:
+            reason = "a worker can no longer use it, and logged why"
+            return Outage(self.name, "everything", reason, self._ill_since)
+        accesses = [access.value for access in Access if self.health.of(access) is not BreakerState.CLOSED]
+        return Outage(self.name, " and ".join(accesses), self.health.reason, self._ill_since, self._retry_at)
 
     @property
     def is_readable(self) -> bool:
@@ -246,6 +261,7 @@ class TierState:
         self._healths[worker] = health
         worst = reduce(TierHealth.worse, self._healths.values())
         self.health = HEALTHY if worst == HEALTHY else worst
+        self._note_outage(health)
         if self.is_off and not was_off:
             self.stats["off"] += 1
             logger.error(
@@ -256,6 +272,14 @@ class TierState:
         elif not self._can_be_relied_on:
             # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
             self._note_events(AllChunksRemoved())
+
+    def _note_outage(self, news: TierHealth) -> None:
+        now = self._clock()
+        if self.health == HEALTHY:
+            self._ill_since = self._retry_at = None
+        else:
+            self._ill_since = now if self._ill_since is None else self._ill_since
+            self._retry_at = now + news.retry_s if news.retry_s else self._retry_at
 
     def _admits(self, access: Access) -> bool:
         """Whether a job may be handed out that shows whether this access works: one at a time while it is half-open."""
@@ -333,6 +357,11 @@ class TierState:
         if events:
             self._events = []
         return events
+
+    def note_took(self, kind: JobKind, seconds: float) -> None:
+        """Count how long a job took that was carried out, from when it was handed out until all workers had reported it."""
+        if kind in self._times:
+            self._times[kind].note(seconds, self.stats)
 
     def clear(self) -> None:
         """Forget what the tier holds, for a reset or because it is off."""

@@ -56,12 +56,13 @@ class PoolOracle(Oracle):
         self._engine.scheduler.check_settled()
 
     def _check_held(self, held: Counter[int]) -> None:
-        """Check that each offloading connector holds exactly the blocks that its jobs in flight copy."""
+        """Check that each offloading connector holds exactly the blocks that its jobs in flight copy, and what is promised."""
         for side, guards in offloading_sides(self._engine.scheduler.connector):
             if any(guard.broken is not None for guard in guards):
                 continue
             jobs: list[Load | Store] = [*side.jobs.loads(), *side.jobs.stores()]
             copied = Counter(block_id for job in jobs for block_id in job.block_ids)
+            copied.update(side.promised_blocks)
             own = guards[-1].held_references()
             self.require(
                 own == (copied if side.holds_outlive_requests else Counter()),

@@ -1,0 +1,309 @@
+"""Time series: what connectors count, under the names, labels and units that Prometheus reads; the same in every engine.
+
+``docs/operating.md`` has the table for people; a test compares it with what is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from cargohold.protocol import (
+    AGES_MS,
+    SEPARATOR,
+    WAITS_MS,
+    Outage,
+    Stats,
+    is_level,
+    labelled,
+    last_name,
+    level_changes,
+    times_part,
+)
+
+
+class Kind(Enum):
+    """Kinds of time series, as Prometheus calls them."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Time series of one name.
+
+    Attributes:
+        name: the name; Prometheus appends ``_total`` to the names of counters.
+        kind: what kind they are.
+        help: what they say.
+        labels: names of the labels that tell them apart.
+        bounds_s: of a histogram, the upper bounds of its buckets, in seconds.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    bounds_s: tuple[float, ...] = ()
+
+
+class Series(NamedTuple):
+    """One time series: its family, and the values of its labels."""
+
+    family: Family
+    values: tuple[str, ...] = ()
+
+
+def _counter(name: str, text: str, *labels: str) -> Family:
+    return Family(f"cargohold_{name}", Kind.COUNTER, text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Family:
+    return Family(f"cargohold_{name}", Kind.GAUGE, text, labels)
+
+
+def _times(name: str, text: str, *labels: str, bounds_ms: Iterable[int] = WAITS_MS) -> Family:
+    return Family(f"cargohold_{name}_seconds", Kind.HISTOGRAM, text, labels, tuple(bound / 1000 for bound in bounds_ms))
+
+
+PROMPT: Final = _counter(
+    "prompt_tokens", "Prompt tokens of requests by where their KV was found; computed means nowhere.", "tier"
+)
+CAPACITY: Final = _gauge("tier_capacity_bytes", "Bytes of KV that a tier may hold.", "tier")
+READY: Final = _gauge("tier_ready_bytes", "Bytes of KV in a tier that can be found again.", "tier")
+PINNED: Final = _gauge("tier_pinned_bytes", "Bytes of KV that hints keep from being evicted.", "tier")
+IN_USE: Final = _gauge("tier_in_use_bytes", "Bytes of KV that copies in flight and requests hold.", "tier")
+CAPACITY_TOKENS: Final = _gauge("tier_capacity_tokens", "The same in tokens, of all layers.", "tier")
+READY_TOKENS: Final = _gauge("tier_ready_tokens", "The same in tokens, of all layers.", "tier")
+PINNED_TOKENS: Final = _gauge("tier_pinned_tokens", "The same in tokens, of all layers.", "tier")
+IN_USE_TOKENS: Final = _gauge("tier_in_use_tokens", "The same in tokens, of all layers.", "tier")
+OF_TENANT: Final = _gauge("tenant_bytes", "Bytes of KV in a tier, by tenants that have a quota.", "tier", "tenant")
+OF_TENANT_TOKENS: Final = _gauge("tenant_tokens", "The same in tokens, of all layers.", "tier", "tenant")
+QUOTA: Final = _gauge("tenant_quota_bytes", "Reserved bytes, soft and hard limit.", "tier", "tenant", "limit")
+QUOTA_TOKENS: Final = _gauge("tenant_quota_tokens", "The same in tokens.", "tier", "tenant", "limit")
+HINTS: Final = _counter("hints", "Outcomes of hints, and how those that were carried out ended.", "outcome")
+MOVED: Final = _counter("moved_bytes", "Bytes copied into a tier and out of it, over all workers.", "tier", "direction")
+STORED: Final = _counter("stored_chunks", "Chunks that entered a tier.", "tier")
+REMOVED: Final = _counter("removed_chunks", "Chunks that left host memory: evicted, damaged, or dropped.", "tier")
+NOT_STORED: Final = _counter("not_stored_chunks", "Chunks that a tier refused, or whose write failed.", "tier")
+NOT_LOADED: Final = _counter("not_loaded_chunks", "Chunks that were gone, damaged or late when fetched.", "tier")
+CORRUPT: Final = _counter("corrupt_chunks", "Chunks that failed their check; counted by each worker.", "tier")
+TIER_FAILURES: Final = _counter("tier_failures", "Jobs of a tier that failed or were late, on each worker.", "tier")
+SUSPENSIONS: Final = _counter("suspensions", "Times that a tier's access was suspended, on each worker.", "tier")
+FAILURES: Final = _counter("failures", "What failed or was given up, by kind.", "kind")
+DEFERRED_LOOKUPS: Final = _counter(
+    "deferred_lookups", "Requests that waited for a tier's answer, or for another request's load of the same."
+)
+DEFERRED_STORES: Final = _counter("deferred_stores", "Times that stores waited for room, counted in each step.")
+LOAD_TOKENS: Final = _counter("load_tokens", "Tokens that loads to the device brought.")
+PREFILL_TOKENS: Final = _counter("prefill_tokens", "Prompt tokens computed in steps that mostly compute prompts.")
+PREFILL_SECONDS: Final = _counter("prefill_seconds", "Seconds that these steps took.")
+WAIT: Final = _times("wait", "How long requests waited for a tier's answer or another request's load.")
+GAP: Final = _times("reuse_gap", "Time between two uses of the same chunk; sampled.", bounds_ms=AGES_MS)
+TIMES: Final[Mapping[str, Family]] = MappingProxyType(
+    {
+        "load": _times("load", "How long loads from host memory to the device took.", "tier"),
+        "store": _times("store", "How long stores from the device to host memory took.", "tier"),
+        "fetch": _times("fetch", "How long jobs took that fetch chunks from a lower tier.", "tier"),
+        "write": _times("write", "How long jobs took that write chunks to a lower tier.", "tier"),
+        "look_up": _times("look_up", "How long a lower tier took to say which chunks it has.", "tier"),
+        "lifetime": _times("lifetime", "How long chunks stayed in a tier; sampled.", "tier", bounds_ms=AGES_MS),
+    }
+)
+"""Histograms by the end of the names of their counters, which begin with a tier's."""
+OUTAGE_SINCE: Final = _gauge(
+    "outage_since_timestamp_seconds",
+    "Since when something is out of use, in seconds since 1970; 0 if it is in use again.",
+    "tier",
+    "what",
+    "reason",
+)
+OUTAGE_RETRY: Final = _gauge(
+    "outage_retry_timestamp_seconds",
+    "When that is tried again, in seconds since 1970; 0 if it is in use again. None if only a restart helps.",
+    "tier",
+    "what",
+    "reason",
+)
+OTHER: Final = _counter("connector", "Everything else that connectors and tiers count, by its own name.", "counter")
+OTHER_LEVELS: Final = _gauge("connector_level", "What else there is now, by its own name.", "counter")
+
+FAMILIES: Final = (
+    *(PROMPT, CAPACITY, READY, PINNED, IN_USE, CAPACITY_TOKENS, READY_TOKENS, PINNED_TOKENS, IN_USE_TOKENS),
+    *(OF_TENANT, OF_TENANT_TOKENS, QUOTA, QUOTA_TOKENS, HINTS, MOVED, STORED, REMOVED),
+    *(NOT_STORED, NOT_LOADED, CORRUPT, TIER_FAILURES, SUSPENSIONS, FAILURES, DEFERRED_LOOKUPS, DEFERRED_STORES),
+    *(LOAD_TOKENS, PREFILL_TOKENS, PREFILL_SECONDS, WAIT, GAP, *TIMES.values(), OUTAGE_SINCE, OUTAGE_RETRY),
+    *(OTHER, OTHER_LEVELS),
+)
+"""All families that connectors fill."""
+
+NAMED: Final[Mapping[str, Series]] = MappingProxyType(
+    {
+        "device_tokens": Series(PROMPT, ("device",)),
+        "computed_tokens": Series(PROMPT, ("computed",)),
+        "host_loaded_bytes": Series(MOVED, ("host", "out")),
+        "host_stored_bytes": Series(MOVED, ("host", "in")),
+        "stored_chunks": Series(STORED, ("host",)),
+        "removed_chunks": Series(REMOVED, ("host",)),
+        "loads_failed": Series(FAILURES, ("load",)),
+        "stores_failed": Series(FAILURES, ("store",)),
+        "connectors_off": Series(FAILURES, ("connector_off",)),
+        "deferred_lookups": Series(DEFERRED_LOOKUPS),
+        "stores_deferred": Series(DEFERRED_STORES),
+        "load_tokens": Series(LOAD_TOKENS),
+        "prefill_tokens": Series(PREFILL_TOKENS),
+        "prefill_s": Series(PREFILL_SECONDS),
+    }
+)
+"""Time series by the name of the connectors' counter."""
+FROM_THE_START: Final = (
+    *NAMED.values(),
+    *(Series(TIMES[what], ("host",)) for what in ("load", "store", "lifetime")),
+    *(Series(WAIT), Series(GAP)),
+)
+"""What is shown as 0 before anything has happened, because rates are told only of what was there before."""
+
+_ENDS: Final[Mapping[str, tuple[Family, tuple[str, ...]]]] = MappingProxyType(
+    {
+        "_hit_tokens": (PROMPT, ()),
+        "_stored_bytes": (MOVED, ("in",)),
+        "_loaded_bytes": (MOVED, ("out",)),
+        "_not_stored_chunks": (NOT_STORED, ()),
+        "_not_loaded_chunks": (NOT_LOADED, ()),
+        "_stored_chunks": (STORED, ()),
+        "_corrupt_chunks": (CORRUPT, ()),
+        "_failures": (TIER_FAILURES, ()),
+        "_suspensions": (SUSPENSIONS, ()),
+        "_capacity_bytes": (CAPACITY, ()),
+        "_pinned_bytes": (PINNED, ()),
+        "_in_use_bytes": (IN_USE, ()),
+        "_tenant_bytes": (OF_TENANT, ()),
+        "_quota_bytes": (QUOTA, ()),
+        "_bytes": (READY, ()),
+        "_capacity_tokens": (CAPACITY_TOKENS, ()),
+        "_pinned_tokens": (PINNED_TOKENS, ()),
+        "_in_use_tokens": (IN_USE_TOKENS, ()),
+        "_tenant_tokens": (OF_TENANT_TOKENS, ()),
+        "_quota_tokens": (QUOTA_TOKENS, ()),
+        "_tokens": (READY_TOKENS, ()),
+    }
+)
+"""Families by the end of the names of their counters, which begin with a tier's; and the values of further labels."""
+_OUTAGES: Final = MappingProxyType({"num_outage_since": OUTAGE_SINCE, "num_outage_retry": OUTAGE_RETRY})
+_NOT_OF_TIERS: Final = frozenset({"stored_again"})
+"""What stands in front of such an end, and is no tier."""
+
+
+def series_of(counter: str) -> Series:
+    """Return the time series that a counter belongs to; of a histogram's counter, that of the histogram.
+
+    Args:
+        counter: its name, as in the result of ``for_operators``.
+    """
+    if counter in NAMED:
+        return NAMED[counter]
+    full_name, *labels = counter.split(SEPARATOR)
+    if full_name in _OUTAGES:
+        return Series(_OUTAGES[full_name], tuple(labels))
+    if full_name.startswith("hints_"):
+        return Series(HINTS, (full_name.removeprefix("hints_"),))
+    part = times_part(counter)
+    if part is not None:
+        return _series_of_times(part.name)
+    name = full_name.removeprefix("num_")
+    kind = Kind.GAUGE if is_level(counter) else Kind.COUNTER
+    for end, (family, values) in _ENDS.items():
+        tier = name.removesuffix(end)
+        if tier != name and family.kind is kind and tier not in _NOT_OF_TIERS:
+            return Series(family, (tier, *values, *labels))
+    return Series(OTHER_LEVELS if is_level(counter) else OTHER, (counter,))
+
+
+def _series_of_times(name: str) -> Series:
+    for family in (WAIT, GAP):
+        if family.name == f"cargohold_{name}_seconds":
+            return Series(family)
+    for end, family in TIMES.items():
+        if name.endswith(f"_{end}"):
+            return Series(family, (name.removesuffix(f"_{end}"),))
+    return Series(OTHER, (name,))
+
+
+_MAX_REASONS: Final = 16
+_MAX_REASON_CHARS: Final = 200
+
+
+# --- connectors' counters as operators want them ----------------------------------------------------------------------
+
+_NOT_SHOWN: Final = frozenset(
+    {
+        # Counted by each connector, so that several connectors would count a request several times.
+        *("asked_tokens", "device_hit_tokens"),
+        # Told by other counters.
+        *("loads", "stores", "loaded_blocks", "stored_blocks", "load_s", "store_s"),
+    }
+)
+
+
+def for_operators(stats: Stats, block_bytes: float, token_bytes: float) -> dict[str, float]:
+    """Return connectors' counters added up over connectors, in bytes instead of blocks; levels in bytes also in tokens.
+
+    Args:
+        stats: counters. Those of one of several connectors have its name and a dot in front.
+        block_bytes: bytes of one block on one worker. Where workers differ, their mean: all of them copy the same blocks.
+        token_bytes: bytes of one token's KV, on all workers.
+    """
+    total: dict[str, float] = {}
+    for full_name, value in stats.items():
+        name = last_name(full_name)
+        total[name] = total.get(name, 0) + value
+    for blocks, name in (("load_blocks", "host_loaded_bytes"), ("store_blocks", "host_stored_bytes")):
+        total[name] = total.pop(blocks, 0) * block_bytes
+    shown: dict[str, float] = {}
+    for name, value in total.items():
+        if name not in _NOT_SHOWN:
+            shown[name] = value
+            of_what, separator, labels = name.partition(SEPARATOR)
+            if of_what.endswith("_bytes") and is_level(name):
+                shown[f"{of_what.removesuffix('_bytes')}_tokens{separator}{labels}"] = value / token_bytes
+    return shown
+
+
+class OutageLevels:
+    """Tells of outages as levels, for engines whose metrics take nothing but numbers with names.
+
+    Args:
+        epoch: seconds since 1970 at which the engine's clock was 0.
+    """
+
+    def __init__(self, epoch: float) -> None:
+        self._epoch = epoch
+        self._levels: Stats = {}
+        self._reasons: set[str] = set()
+
+    def take_changes(self, outages: Sequence[Outage]) -> Stats:
+        """Return how the levels have changed since the last call."""
+        if not outages and not self._levels:
+            return {}  # nearly always
+        before, self._levels = self._levels, dict(self._told(outages))
+        return level_changes(before, self._levels)
+
+    def _told(self, outages: Sequence[Outage]) -> Iterator[tuple[str, float]]:
+        for outage in outages:
+            told = outage.since_1970(self._epoch)
+            labels = outage.tier, outage.what, self._reason(outage.reason)
+            yield labelled("num_outage_since", *labels), told.since
+            if told.retry_at is not None:
+                yield labelled("num_outage_retry", *labels), told.retry_at
+
+    def _reason(self, reason: str) -> str:
+        """A reason that fits into a label. Each makes a time series, and stores put ids of requests into theirs."""
+        reason = reason[:_MAX_REASON_CHARS]
+        if len(self._reasons) < _MAX_REASONS:
+            self._reasons.add(reason)
+        return reason if reason in self._reasons else "another reason; the log has it"

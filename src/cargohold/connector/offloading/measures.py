@@ -1,0 +1,176 @@
+"""What is measured beside the decisions: how long loads, stores and waits take, how fast prompts are computed, and for how long
+chunks are kept and wanted. It changes no decision.
+
+Ages of chunks are sampled, because their number may be in the millions, and all that they cost is a few dictionary entries per
+request: as in spatial sampling (SHARDS, Waldspurger et al., FAST 2015), a chunk is in the sample or not by its key, which is a
+digest, so that all its uses are seen or none; and when the sample is full, half of it goes and half as many are taken from then
+on. So both are bounded, and neither prefers old chunks or young ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Final
+
+from cargohold.cache.manager import OffloadKey
+from cargohold.connector.offloading.jobs import Load, Store
+from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.shared import Shared
+from cargohold.protocol import AGES_MS, Clock, Stats, Times, TransferOutcome, labelled, level_changes
+
+MAX_KEPT: Final = 256
+"""Maximum number of chunks whose stay in host memory is followed."""
+MAX_USED: Final = 4096
+"""Maximum number of chunks whose last use is remembered."""
+LOOK_S: Final = 1.0
+"""Seconds after which it is looked again which of the followed chunks are still there."""
+_MOST_APART: Final = 1 << 16
+
+
+class Measures:
+    """Measures one connector's scheduler side.
+
+    Args:
+        shared: has the manager, and the counters.
+        clock: monotonic time in seconds.
+        lower_chunks: by the name of a lower tier that has a limit, the number of chunks that it may hold.
+    """
+
+    def __init__(self, shared: Shared, clock: Clock, lower_chunks: Mapping[str, int]) -> None:
+        self._shared = shared
+        self._clock = clock
+        self._loads = Times(f"{shared.tier}_load")
+        self._stores = Times(f"{shared.tier}_store")
+        self._waits = Times("wait")
+        self.ages = ChunkAges(shared, clock)
+        self._levels: Stats = {}
+        layout = shared.layout
+        self._chunk_bytes = layout.block_bytes * layout.world_size * shared.config.blocks_per_chunk
+        self._limits = {
+            f"num_{name}_capacity_bytes": num_chunks * self._chunk_bytes for name, num_chunks in lower_chunks.items()
+        }
+        for tenant, limits in shared.manager.quotas.items():
+            for limit, num_chunks in (("reserved", limits.reserved), ("soft", limits.soft), ("hard", limits.hard)):
+                if num_chunks is not None:
+                    name = labelled(f"num_{shared.tier}_quota_bytes", tenant, limit)
+                    self._limits[name] = num_chunks * self._chunk_bytes
+
+    def note_answer(self, state: RequestState, *, is_known: bool) -> None:
+        """Note whether a look-up was answered with "not yet". Called for every look-up, most of which change nothing."""
+        since = state.not_yet_since
+        if is_known and since is not None:
+            self._waits.note(self._clock() - since, self._shared.stats)
+            state.not_yet_since = None
+        elif since is None and not is_known:
+            state.not_yet_since = self._clock()
+
+    def note_end(self, job: Load | Store | None, since: float | None, outcome: TransferOutcome) -> None:
+        """Note that a job has ended which began at ``since``. What failed or was not awaited says nothing of the speed."""
+        if job is None or since is None or outcome is not TransferOutcome.DONE:
+            return
+        took_s = self._clock() - since
+        if isinstance(job, Load):
+            self._loads.note(took_s, self._shared.stats)
+            self._shared.stats["load_tokens"] += len(job.origins.tiers)
+        else:
+            self._stores.note(took_s, self._shared.stats)
+            if not job.is_spoiled:
+                self.ages.note_stored(job.handle.keys)
+
+    def take_levels(self) -> Stats:
+        """Return how levels have changed since the last call, so that the counters of all steps sum up to the level."""
+        manager, chunk_bytes, tier = self._shared.manager, self._chunk_bytes, self._shared.tier
+        num_ready = manager.num_ready
+        levels: dict[str, float] = {
+            "removed_chunks": manager.num_removed,
+            "num_ready_chunks": num_ready,
+            "num_stuck_copies": self._shared.jobs.num_stuck,
+            f"num_{tier}_bytes": num_ready * chunk_bytes,
+            "num_pinned_chunks": (num_pinned := self._shared.hints.num_pinned),
+            f"num_{tier}_pinned_bytes": num_pinned * chunk_bytes,
+            f"num_{tier}_in_use_bytes": manager.num_pins * chunk_bytes,
+            f"num_{tier}_capacity_bytes": manager.capacity * chunk_bytes,
+            **self._limits,
+        }
+        for tenant, num_chunks in manager.usage().items():
+            levels[labelled(f"num_{tier}_tenant_bytes", tenant)] = num_chunks * chunk_bytes
+        before, self._levels = self._levels, levels
+        return level_changes(before, levels) if levels != before else {}
+
+
+class ChunkAges:
+    """Samples how long chunks stay in host memory, and after what time requests come back to them.
+
+    Args:
+        shared: has the manager, and the counters.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, shared: Shared, clock: Clock) -> None:
+        self._shared = shared
+        self._clock = clock
+        self._lifetimes = Times(f"{shared.tier}_lifetime", AGES_MS)
+        self._gaps = Times("reuse_gap", AGES_MS)
+        # When each followed chunk was stored, and when each remembered one was used last; the oldest first.
+        self._kept: dict[OffloadKey, float] = {}
+        self._used: dict[OffloadKey, float] = {}
+        # One of so many chunks is followed, the next one after so many, and one of so many is remembered.
+        self._apart = 1
+        self._skip = 0
+        self._used_apart = 1
+        self._look_at = clock() + LOOK_S
+
+    def note_stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that chunks have come from the device."""
+        now = self._clock()
+        while self._skip < len(keys):
+            self._kept[keys[self._skip]] = now
+            self._skip += self._apart
+        self._skip -= len(keys)
+        while len(self._kept) > MAX_KEPT:
+            self._kept = dict(islice(self._kept.items(), None, None, 2))
+            self._apart *= 2
+
+    def note_used(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that a request uses these chunks, in prefix order. Looks at the first, second, fourth, eighth and so on."""
+        now = self._clock()
+        for key in _spread(keys):
+            if _number(key) % self._used_apart:
+                continue
+            before = self._used.pop(key, None)
+            if before is not None:
+                self._gaps.note(now - before, self._shared.stats)
+            self._used[key] = now
+        if len(self._used) > MAX_USED:
+            self._used_apart = min(2 * self._used_apart, _MOST_APART)
+            kept = {key: at for key, at in self._used.items() if _number(key) % self._used_apart == 0}
+            self._used = dict(islice(kept.items(), max(0, len(kept) - MAX_USED), None))
+
+    def look(self) -> None:
+        """Look now and then which of the followed chunks have gone."""
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        followed = list(self._kept)
+        for key, is_there in zip(followed, self._shared.manager.lookup(followed), strict=True):
+            if not is_there:
+                self._lifetimes.note(now - self._kept.pop(key), self._shared.stats)
+        if self._apart > 1 and len(self._kept) < MAX_KEPT // 4:
+            self._apart //= 2
+
+    def forget(self) -> None:
+        """Forget the chunks that are followed, because all are dropped: they were not evicted."""
+        self._kept.clear()
+
+
+def _spread(keys: Sequence[OffloadKey]) -> Iterator[OffloadKey]:
+    at = 1
+    while at <= len(keys):
+        yield keys[at - 1]
+        at *= 2
+
+
+def _number(key: OffloadKey) -> int:
+    return key[0] | key[1] << 8
