@@ -24,8 +24,8 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo serve test test-long test-browser test-lowest pictures check bench format clean test-vllm demo-vllm bench-vllm gpu-packages \
-	test-gpu bench-gpu
+.PHONY: help demo serve docs figures dist test test-long test-browser test-lowest pictures check bench format clean test-vllm demo-vllm \
+	bench-vllm gpu-packages test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -66,6 +66,25 @@ check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the d
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_docs.py
 
+docs: $(VENV)/.docs ## Build the documentation in build/site, offline, with all links checked
+	$(BIN)/python tools/diagrams.py --check
+	$(BIN)/python tools/plots.py --check
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
+	@echo "open build/site/docs/index.html"
+
+figures: ## Draw the documentation's diagrams, and its plots from benchmarks/results
+	$(PYTHON) tools/diagrams.py
+	$(PYTHON) tools/plots.py
+
+dist: $(VENV)/.dev ## Build wheel and source distribution in dist, check them, and run the wheel in a new environment
+	rm -rf dist build/dist-venv
+	$(BIN)/python -m hatchling build --directory dist
+	$(BIN)/python -m pytest -q tests/test_packaging.py
+	$(PYTHON) -m venv build/dist-venv
+	build/dist-venv/bin/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt dist/*.whl
+	cd build && dist-venv/bin/cargohold --version && dist-venv/bin/cargohold doctor --quick
+	rm -rf build/dist-venv
+
 bench: $(VENV)/.dev $(VENV)/.demo ## Run benchmarks: all of them, or NAME=...
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
@@ -98,7 +117,7 @@ format: $(VENV)/.dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove environments and caches
-	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(GPU_PACKAGES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(GPU_PACKAGES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -119,6 +138,10 @@ $(VENV)/.serve: $(VENV)/.demo
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install --constraint constraints.txt --group dev
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) install --constraint constraints.txt --group docs
 	@touch $@
 
 # What constraints-lowest.txt does not name is as in constraints.txt.

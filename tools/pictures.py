@@ -38,6 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.to.mkdir(parents=True, exist_ok=True)
     with serving(arguments.model) as url:
+        sys.stderr.write(f"serving at {url}\n")
         until = time.monotonic() + arguments.seconds
         people = [threading.Thread(target=ask, args=(url, number, until)) for number in range(3)]
         for one in people:
@@ -69,7 +70,7 @@ def serving(model: str) -> Iterator[str]:
 def ask(url: str, number: int, until: float) -> None:
     """One of some people, who talks about one text after the other, and comes back to the first."""
     connection = HTTPConnection(url.removeprefix("http://"), timeout=600)
-    texts = [file.read_text(encoding="utf-8")[:3500] for file in sorted(TEXTS.glob("*.txt"))][number::3] or ["The sea."]
+    texts = [file.read_text(encoding="utf-8")[:1800] for file in sorted(TEXTS.glob("*.txt"))][number::3] or ["The sea."]
     turns = 0
     while time.monotonic() < until:
         text, visit = texts[turns % len(texts)], turns // len(texts)
@@ -106,6 +107,7 @@ def take(url: str, directory: Path) -> None:
             page.locator("summary").nth(1).click()
             page.screenshot(path=directory / f"{name}.png", full_page=True)
             page.close()
+            sys.stderr.write(f"{directory / name}.png\n")
         browser.close()
 
 

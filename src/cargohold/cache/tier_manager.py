@@ -96,6 +96,16 @@ class TierManager(OffloadManager):
         self._num_pins = 0
         self._num_removed = 0
 
+    @property
+    def table(self) -> ChunkTable:
+        """The chunks: for inspection."""
+        return self._table
+
+    @property
+    def shares(self) -> Shares | None:
+        """What hints and quotas add to the policy, if there are any: for inspection."""
+        return self._shares
+
     def admit_all(self) -> None:  # noqa: D102
         self.policy.admit_all()
 
@@ -288,7 +298,7 @@ class TierManager(OffloadManager):
         """
         keys, missed, num_others = offer.keys, placement.missed, len(placement.keys)
         if self._shares is not None:
-            self._shares.tenant, self._shares.is_wanted = self._shares.share_of(offer.tenant), offer.is_wanted
+            self._shares.tenant, self._shares.level = self._shares.share_of(offer.tenant), offer.level
         # No more are deferred than will find a slot: a request that is longer than the tier is not offered for ever.
         num_waiting = placement.num_waiting - len(placement.deferred)
         at = 0

@@ -30,6 +30,13 @@ class ServeOptions:
             show_envvar=True,
         ),
     ] = None
+    tenants: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help='Let in tenants with shares of host memory: JSON such as {"acme": {"key": "...", "hard": "2GiB"}}.',
+        ),
+    ] = None
     admin_key: Annotated[
         str | None,
         typer.Option(
@@ -46,12 +53,13 @@ class ServeOptions:
 
     def config(self) -> Any:
         """The options as the server takes them. Raises ``ConfigError`` for impossible ones."""
-        from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # needs packages that may be absent
+        from cargohold.serve.settings import ServeConfig, Tenant  # noqa: PLC0415  # needs packages that may be absent
 
         return ServeConfig(
             host=self.host,
             port=self.port,
             api_keys=tuple(self.api_key or ()),
+            tenants=() if self.tenants is None else Tenant.read(self.tenants),
             admin_key=self.admin_key,
             served_names=tuple(self.served_model_name or ()),
             max_queue=self.max_queue,
@@ -77,9 +85,11 @@ def serve(
             raise typer.Exit(EXIT_USAGE)
     from cargohold.async_llm import AsyncLLM  # noqa: PLC0415  # slow to import
     from cargohold.serve.server import serving  # noqa: PLC0415  # needs packages that may be absent
+    from cargohold.serve.settings import with_shares  # noqa: PLC0415  # as above
 
-    options = engine.llm_options()
-    with serving(server.config()) as running:
+    config, options = server.config(), engine.llm_options()
+    options["offload"] = with_shares(options["offload"], config.tenants)
+    with serving(config) as running:
         with loading(model):
             llm = AsyncLLM(model, **options)
         running.open(llm)

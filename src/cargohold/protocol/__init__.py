@@ -17,6 +17,7 @@ from cargohold.protocol.guard import ConnectorGuard
 from cargohold.protocol.hints import (
     HINTS_KEY,
     MAX_HINTS,
+    MAX_PRIORITY,
     Hint,
     HintEnd,
     HintEvent,
@@ -88,6 +89,7 @@ __all__ = [
     "AGES_MS",
     "HINTS_KEY",
     "MAX_HINTS",
+    "MAX_PRIORITY",
     "MEDIUM_DEVICE",
     "MEDIUM_HOST",
     "MEDIUM_STORAGE",

@@ -194,9 +194,11 @@ class RequestState:
         self._note_due()
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether a hint wants its chunks to be stored even if the policy would refuse them."""
-        return bool(self.grants) and any(grant.level > NORMAL and not grant.is_over for grant in self.grants)
+    def level(self) -> int:
+        """The level with which its chunks are offered: the highest that a hint gives them."""
+        if not self.grants:
+            return NORMAL
+        return max([NORMAL, *(grant.level for grant in self.grants if not grant.is_over)])
 
     @property
     def chunk_tokens(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadManager
+from cargohold.connector.offloading.ahead import Prefetches
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import tier_events
 from cargohold.connector.offloading.handoff import Handoff
@@ -88,6 +89,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         if lower is not None:
             only_if_faster = config.restore == RESTORE_IF_FASTER
             self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
+            hints = self._shared.hints
+            hints.ahead = Prefetches(self._prefetcher, lower.host, environment.clock, hints.end_ahead)
         self._lookup = TierLookup(
             manager if lower is None else lower.host,
             self._shared.jobs,
@@ -113,6 +116,11 @@ class OffloadingScheduler(KVConnectorScheduler):
     def manager(self) -> OffloadManager:
         """The manager of the tier: for inspection."""
         return self._shared.manager
+
+    @property
+    def hints(self) -> Hints:
+        """Leases and priorities: for inspection."""
+        return self._shared.hints
 
     @property
     def requests(self) -> Mapping[str, RequestState]:
@@ -240,6 +248,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         """
         self._pace.begin(step)
         if self._prefetcher is not None:
+            if self._shared.hints.ahead:
+                self._shared.hints.ahead.step()  # behind the requests, which the engine has asked for
             self._prefetcher.begin_step(step)
         if self._shared.hints:
             self._shared.hints.expire()
@@ -297,6 +307,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         Also whether lower tiers need further steps for a short while; see ``LowerTiers.is_settling``.
         """
         is_busy = bool(self._shared.jobs.num_awaited or self._lingering) or self._stores.has_pending_work
+        is_busy |= bool(self._shared.hints.ahead)
         return is_busy or (self._lower is not None and self._lower.is_settling)
 
     # --- on demand ----------------------------------------------------------------------------------------------------
