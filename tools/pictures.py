@@ -1,8 +1,9 @@
-"""Renews the pictures of the page in docs/pictures: serves a real model, lets people come back to it, and takes them."""
+"""Renews the pictures of the page and of ``cargohold top`` in docs/pictures: serves a real model, and lets people come back."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import random
 import re
@@ -19,6 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from playwright.sync_api import sync_playwright
+from rich.console import Console
+
+from cargohold.cli.top import draw
+from cargohold.serve.scrapes import metrics_url, scrape
 
 PICTURES: Final = Path(__file__).parents[1] / "docs" / "pictures"
 TEXTS: Final = Path(__file__).parents[1] / "src" / "cargohold" / "cli" / "texts"
@@ -28,6 +33,8 @@ VIEWS: Final[dict[str, dict[str, Any]]] = {
     "page-phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 1000}},
 }
 SERVER: Final = ("--port", "0", "--num-device-blocks", "100", "--max-model-len", "1500", "--host-bytes", "60MiB")
+LOOK_S: Final = 10.0
+"""Seconds between two looks of ``cargohold top``: long enough for something to happen in them."""
 PART: Final = 1800
 """Characters of one text: some 450 tokens."""
 
@@ -46,6 +53,8 @@ def main() -> None:
         people = [threading.Thread(target=ask, args=(url, number, until)) for number in range(3)]
         for one in people:
             one.start()
+        time.sleep(max(0.0, arguments.seconds - 2 * LOOK_S))
+        draw_top(url, arguments.to)
         for one in people:
             one.join()
         take(url, arguments.to)
@@ -86,6 +95,16 @@ def ask(url: str, number: int, until: float) -> None:
         told = reply.read()
         assert reply.status == 200, told
     connection.close()
+
+
+def draw_top(url: str, directory: Path) -> None:
+    """Draw what ``cargohold top`` shows while people ask."""
+    before = scrape(metrics_url(url))
+    time.sleep(LOOK_S)
+    console = Console(record=True, width=128, file=io.StringIO(), force_terminal=True)
+    console.print(draw("localhost:8000", scrape(metrics_url(url)), before))
+    console.save_svg(str(directory / "top.svg"), title="cargohold top localhost:8000")
+    sys.stderr.write(f"{directory / 'top.svg'}\n")
 
 
 def model_of(connection: HTTPConnection) -> str:
