@@ -54,7 +54,7 @@ def test_a_failing_medium_is_suspended_and_tried_again() -> None:
         for _ in range(3):
             result = setup.run(JobKind.PROBE, [b"a"])
             assert (result.status, result.reason) == (JobStatus.FAILED, "cable unplugged")
-        assert setup.queue.health() == TierHealth(look_up=BreakerState.OPEN, reason="cable unplugged")
+        assert setup.queue.health() == TierHealth(look_up=BreakerState.OPEN, reason="cable unplugged", retry_s=1.0)
         assert not setup.submit(JobKind.PROBE, [b"a"])
         for cooldown in (1.0, 2.0, 3.0, 3.0):
             setup.clock.advance(cooldown - 0.1)

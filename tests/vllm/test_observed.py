@@ -23,7 +23,9 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.lora.request import LoRARequest
 
+from cargohold.connector import tracing
 from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats
+from cargohold.integrations.vllm.requests import SeenRequest
 from tests.vllm.common import EAGER, EVENTS, RESTARTED, ask_twice, follow_events, forget, make_prompts, restored, tokens
 from tests.vllm.engine import BLOCK_TOKENS
 from tests.vllm.models import save_adapter
@@ -168,6 +170,30 @@ def test_the_log_shows_what_an_interval_brought_and_no_levels() -> None:
     stats = TransferStats(data={"stored_chunks": 2, "num_ready_chunks": 1})
     stats = stats.aggregate(TransferStats(data={"removed_chunks": 4, "load_s": 0.12345, "num_ready_chunks": -4}))
     assert stats.reduce() == {"load_s": 0.123, "removed_chunks": 4, "stored_chunks": 2}
+
+
+def test_what_is_done_for_a_request_is_in_its_trace(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports = pytest.importorskip("opentelemetry.sdk.trace.export", reason="traces need the extra otel")
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415  # may be absent
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: PLC0415  # likewise
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(exports.SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "_open_tracer", lambda: (provider.get_tracer("test"), lambda: None))
+    trace, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace}-{span_id}-01"}
+    # vLLM gives a request this attribute if it traces itself.
+    monkeypatch.setattr(SeenRequest, "trace_headers", property(lambda _: headers))
+    engine = start(vllm_model("llama"), {**EAGER, "traces": True})
+    assert restored(ask_twice(engine, make_prompts(1, 330))) == 320
+    engine.settle()
+    spans = exporter.get_finished_spans()
+    assert {span.name for span in spans} >= {f"cargohold.{what}" for what in ("request", "look_up", "load", "store")}
+    assert {format(span.context.trace_id, "032x") for span in spans} == {trace}
+    (load,) = (span for span in spans if span.name == "cargohold.load")
+    assert load.attributes["cargohold.tokens"] == 320
 
 
 def test_levels_are_shown_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
