@@ -58,6 +58,7 @@ from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side import Fetch, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
+from cargohold.tiers.scheduler_side.prefetch import Event
 from cargohold.tiers.scheduler_side.tasks import TaskTable
 from cargohold.tiers.scheduler_side.writing import Writes
 from tests.simulation.mutation import Mutant, Patch, registrar
@@ -517,6 +518,17 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
     patch.setattr(Writes, "take", unpinned)
 
 
+@mutant(connector="tiered", workload="endurance", faults="hangs")
+def gives_slots_back_before_the_workers_have_reported(patch: Patch) -> None:
+    def at_once(self: Fetches, fetch: Fetch) -> None:
+        self._live.discard(fetch)
+        for task in [task for task in self._tasks if task.owner is fetch]:
+            task.on_end(task, [False] * len(task.keys), False)
+            task.on_end = lambda *_: None
+
+    patch.setattr(Fetches, "_forget", at_once)
+
+
 @mutant(connector="tiered", workload="returning")
 def never_lets_go_of_what_it_has_fetched(patch: Patch) -> None:
     patch.setattr(Fetch, "release", lambda self: None)
@@ -577,6 +589,12 @@ def waits_longer_than_computing_takes(patch: Patch) -> None:
 @mutant(connector="tiered", workload="endurance", faults="hangs")
 def never_counts_the_time_of_a_wait(patch: Patch) -> None:
     patch.setattr(Waiting, "waited_s", property(lambda self: 0.0, lambda self, seconds: None))
+
+
+@mutant(connector="tiered", workload="endurance")
+def waits_although_there_is_nothing_worth_waiting_for(patch: Patch) -> None:
+    go = Waiting.go
+    patch.setattr(Waiting, "go", lambda self, event: None if event is Event.NOTHING else go(self, event))
 
 
 @mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=28)
