@@ -1,11 +1,11 @@
 """Hand-offs between two engines over a shared directory: how long the decode engine takes, and how much writing is hidden.
 
-*Handed off*: the time from the end of the prefill to the decode engine's first token, while the last chunks are still being written.
-*Warm*: the time to the decode engine's first token of a prompt that another engine stored long before. Both include the whole way back:
-asking, fetching, copying to the device, computing the last token.
+*Handed off*: the time from the end of the prefill to the decode engine's first token, while the last chunks are still written.
+*Warm*: the time to the decode engine's first token of a prompt that another engine stored long before. Both include the whole
+way back: asking, fetching, copying to the device, computing the last token.
 
-*Hidden*: writing takes some time after the prefill if the whole prompt is computed in one step, because then nothing is written before
-its end. With several steps, the rest of the writing takes less; the part that is missing was hidden behind computing.
+*Hidden*: writing takes some time after the prefill if one step computes the whole prompt: then nothing is written before its
+end. With several steps, the rest of the writing takes less; the part that is missing was hidden behind computing.
 """
 
 from __future__ import annotations
@@ -54,24 +54,27 @@ def _decode(model: str, prompts: Iterator[list[int]], length: int, step_tokens: 
     """Measure a hand-off beside a restore from a store that was filled before, in turns."""
     times: dict[str, list[float]] = defaultdict(list)
     readable: list[float] = []
-    with tempfile.TemporaryDirectory() as directory, _engine(model, directory, length, step_tokens) as prefill:
-        with _engine(model, directory, length, step_tokens) as decode:
-            for llm in (prefill, decode):
-                llm.generate([next(prompts)], FIRST)  # so that each knows how long computing takes
-                llm.settle()
-            for _ in range(repeats):
-                prompt = next(prompts)
-                prefill.generate([prompt], FIRST, kv_transfer_params=REMOTE_DECODE)
-                prefill.settle()
-                times["warm"].append(_first_token_s(decode, prompt, {}, length))
-                prompt = next(prompts)
-                (out,) = prefill.generate([prompt], FIRST, kv_transfer_params=REMOTE_DECODE)
-                assert out.kv_transfer_params is not None
-                times["handed_off"].append(_first_token_s(decode, prompt, dict(out.kv_transfer_params), length))
-                told = out.kv_transfer_params[HANDOFF]
-                readable.append(told["num_readable_tokens"] / told["num_tokens"])
-                assert decode.generate([prompt], FIRST)[0].token_ids == out.token_ids
-                prefill.settle()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        _engine(model, directory, length, step_tokens) as prefill,
+        _engine(model, directory, length, step_tokens) as decode,
+    ):
+        for llm in (prefill, decode):
+            llm.generate([next(prompts)], FIRST)  # so that each knows how long computing takes
+            llm.settle()
+        for _ in range(repeats):
+            prompt = next(prompts)
+            prefill.generate([prompt], FIRST, kv_transfer_params=REMOTE_DECODE)
+            prefill.settle()
+            times["warm"].append(_first_token_s(decode, prompt, {}, length))
+            prompt = next(prompts)
+            (out,) = prefill.generate([prompt], FIRST, kv_transfer_params=REMOTE_DECODE)
+            assert out.kv_transfer_params is not None
+            times["handed_off"].append(_first_token_s(decode, prompt, dict(out.kv_transfer_params), length))
+            told = out.kv_transfer_params[HANDOFF]
+            readable.append(told["num_readable_tokens"] / told["num_tokens"])
+            assert decode.generate([prompt], FIRST)[0].token_ids == out.token_ids
+            prefill.settle()
     figures = {f"{name}_s": round(median(of), 4) for name, of in times.items()}
     ratio = median(off / warm for off, warm in zip(times["handed_off"], times["warm"], strict=True))
     return {
