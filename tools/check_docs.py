@@ -15,7 +15,7 @@ LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 SOURCE_PATH = re.compile(r"`((?:src|tests|benchmarks|docs|examples|tools)/[\w./-]+)`")
-MAX_LINES = {"README.md": 150}
+MAX_LINES = {"README.md": 120}
 MAX_COLUMNS = 140
 TABLE = "|"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -26,7 +27,9 @@ VIEWS: Final[dict[str, dict[str, Any]]] = {
     "page-dark": {"color_scheme": "dark", "viewport": {"width": 1180, "height": 1000}},
     "page-phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 1000}},
 }
-SERVER: Final = ("--port", "0", "--num-device-blocks", "160", "--max-model-len", "1500", "--host-bytes", "80MiB")
+SERVER: Final = ("--port", "0", "--num-device-blocks", "100", "--max-model-len", "1500", "--host-bytes", "60MiB")
+PART: Final = 1800
+"""Characters of one text: some 450 tokens."""
 
 
 def main() -> None:
@@ -38,6 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.to.mkdir(parents=True, exist_ok=True)
     with serving(arguments.model) as url:
+        sys.stderr.write(f"serving at {url}\n")
         until = time.monotonic() + arguments.seconds
         people = [threading.Thread(target=ask, args=(url, number, until)) for number in range(3)]
         for one in people:
@@ -67,22 +71,20 @@ def serving(model: str) -> Iterator[str]:
 
 
 def ask(url: str, number: int, until: float) -> None:
-    """One of some people, who talks about one text after the other, and comes back to the first."""
-    connection = HTTPConnection(url.removeprefix("http://"), timeout=600)
-    texts = [file.read_text(encoding="utf-8")[:3500] for file in sorted(TEXTS.glob("*.txt"))][number::3] or ["The sea."]
-    turns = 0
+    """One of some people, who talk about some texts, about the first ones most often."""
+    connection, choose = HTTPConnection(url.removeprefix("http://"), timeout=600), random.Random(number)  # noqa: S311
+    texts = [file.read_text(encoding="utf-8") for file in sorted(TEXTS.glob("*.txt"))]
+    parts = [text[start : start + PART] for start in (0, PART) for text in texts]
+    model = model_of(connection)
     while time.monotonic() < until:
-        text, visit = texts[turns % len(texts)], turns // len(texts)
-        messages = [
-            {"role": "system", "content": text},
-            {"role": "user", "content": f"Question {visit}: who is it about?"},
-        ]
-        body = {"model": model_of(connection), "messages": messages, "max_tokens": 24, "temperature": 0}
+        part = parts[min(int(choose.expovariate(0.4)), len(parts) - 1)]
+        question = f"Question {choose.randrange(1000)}: who is it about?"
+        messages = [{"role": "system", "content": part}, {"role": "user", "content": question}]
+        body = {"model": model, "messages": messages, "max_tokens": 16, "temperature": 0}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
         reply = connection.getresponse()
         told = reply.read()
         assert reply.status == 200, told
-        turns += 1
     connection.close()
 
 
@@ -106,6 +108,7 @@ def take(url: str, directory: Path) -> None:
             page.locator("summary").nth(1).click()
             page.screenshot(path=directory / f"{name}.png", full_page=True)
             page.close()
+            sys.stderr.write(f"{directory / name}.png\n")
         browser.close()
 
 

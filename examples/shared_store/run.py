@@ -14,7 +14,7 @@ HANDBOOK = "".join(f"Antwerp, berth {n}: ships of up to {40 + n} metres.\n" for 
 
 def start_engine(url: str) -> LLM:
     """An engine with host memory of its own, and the common store below it."""
-    store = SharedTierConfig(url=url, max_bytes="4GiB")
+    store = SharedTierConfig(url=url)
     return LLM(MODEL, dtype="float32", num_device_blocks=150, offload=OffloadConfig(host_bytes="512MiB", tiers=[store]))
 
 
@@ -42,6 +42,7 @@ def main() -> None:
             tell("engine one", first)
             second = ask(two, "How long may a ship at berth 9 be?")
             tell("engine two", second)
+            print(*second.cache_notes, sep="\n")
 
     assert second.metrics.restored_tokens["shared"] > 0.9 * second.metrics.prompt_tokens
     print("Engine two computed nothing of the handbook.")

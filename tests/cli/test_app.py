@@ -246,7 +246,7 @@ def test_a_connector_in_the_current_directory_is_found(
 
 
 def test_engines_that_a_connector_refuses_are_left_out(cargohold: Command) -> None:
-    result = cargohold("simulate", "--connector", "tests.conformance.shelf:FACTORY", "--seeds", "4", "--jobs", "1")
+    result = cargohold("simulate", "--connector", "examples.own_connector.shelf:FACTORY", "--seeds", "4", "--jobs", "1")
     assert result.status == 0, result.out
     assert "engines refused by the connector" in result.out and " requests" in result.out
 

@@ -26,7 +26,7 @@ from cargohold.tiers.disk.root import bytes_in
 from cargohold.tiers.inventory.disk import DiskInventory
 from cargohold.tiers.objects import ObjectTier
 from cargohold.tiers.redis import RedisTier
-from tests.conformance.folder import FolderConfig
+from examples.own_tier.folder import FolderConfig
 from tests.servers import key_value_server
 from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads
 

@@ -27,7 +27,7 @@ from cargohold.protocol import (
 from cargohold.testing.conformance import ConnectorConformance
 from cargohold.testing.conformance.strict import Failure, StrictScheduler
 from cargohold.testing.simulation import SimulatedEngine, WrongTokenError, simulated_layout
-from tests.conformance.shelf import Orders, ShelfScheduler, ShelfWorker
+from examples.own_connector.shelf import Orders, ShelfScheduler, ShelfWorker
 
 
 class Suite(ConnectorConformance):

@@ -10,7 +10,7 @@ from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.connector.offloading.lazy import LazyOffloadConfig, LazyOffloadingFactory
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
 from cargohold.testing.conformance import ConnectorConformance
-from tests.conformance import shelf
+from examples.own_connector import shelf
 
 
 class TestShelf(ConnectorConformance):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cargohold.errors import ConfigError
 from cargohold.protocol import ClassFactory, SchedulerEnvironment, WorkerEnvironment
-from tests.conformance.folder import FolderConfig
-from tests.conformance.shelf import FACTORY, ShelfScheduler, ShelfWorker
+from examples.own_connector.shelf import FACTORY, ShelfScheduler, ShelfWorker
+from examples.own_tier.folder import FolderConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from cargohold import LLM
-from tests.conformance.oldest_ends import OldestEnds
+from examples.own_policy.oldest_ends import OldestEnds
 from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
 from tests.llms import SettledLLM
 
-OLDEST_ENDS = "tests.conformance.oldest_ends:OldestEnds"
+OLDEST_ENDS = "examples.own_policy.oldest_ends:OldestEnds"
 FAILING = f"{__name__}:Failing"
 
 

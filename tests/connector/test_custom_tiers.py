@@ -10,7 +10,7 @@ import pytest
 
 from cargohold import LLM, ConfigError
 from cargohold.connector.offloading.factory import tier_options
-from tests.conformance.folder import FolderConfig
+from examples.own_tier.folder import FolderConfig
 from tests.connector.test_tiers_with_models import OPTIONS, ask, offload, prompts, restored, tokens
 from tests.llms import SettledLLM
 

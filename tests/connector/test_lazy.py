@@ -20,7 +20,7 @@ from cargohold.protocol import NULL_CONNECTOR, Clock, KVConnectorFactory, Schedu
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.testing.simulation.transfers import HeldTransfers
 from cargohold.transfer import CopyResult, Direction
-from tests.conformance.oldest_ends import OldestEnds
+from examples.own_policy.oldest_ends import OldestEnds
 from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.effort import examples
 
@@ -197,7 +197,7 @@ def test_impossible_options_are_refused_by_name(options: dict[str, Any], named: 
 
 
 def test_host_memory_has_the_policy_that_the_options_name() -> None:
-    config = LazyOffloadConfig(host_bytes="1MiB", policy="tests.conformance.oldest_ends:OldestEnds")
+    config = LazyOffloadConfig(host_bytes="1MiB", policy="examples.own_policy.oldest_ends:OldestEnds")
     side = LazyOffloadingFactory(config).make_scheduler_side(SchedulerEnvironment(simulated_layout(20), lambda: 0.0))
     assert isinstance(side._shared.manager, TierManager) and isinstance(side._shared.manager.policy, OldestEnds)
 

@@ -14,8 +14,8 @@ from cargohold.connector.offloading import OffloadConfig as EagerConfig
 from cargohold.connector.options import NAMES_ELSEWHERE, NAMES_OF_TIERS_ELSEWHERE, parse_offload
 from cargohold.errors import ConfigError
 from cargohold.tiers import DiskTierConfig, SharedTierConfig
-from tests.conformance import shelf
-from tests.conformance.folder import FolderConfig
+from examples.own_connector import shelf
+from examples.own_tier.folder import FolderConfig
 from tests.connector.strangers import ShelfFactory
 
 HERE = "tests.connector.strangers"

@@ -338,9 +338,9 @@ def test_a_request_that_finds_no_slot_does_not_look_for_one_in_every_step(monkey
     looks: list[float] = []
     fetch = tiering.lower.fetch
 
-    def noted(chains: Sequence[Chain], kept: Sequence[bytes]) -> Fetch | None:
+    def noted(chains: Sequence[Chain], kept: Sequence[bytes], tenant: str | None) -> Fetch | None:
         looks.append(engine.clock())
-        return fetch(chains, kept)
+        return fetch(chains, kept, tenant)
 
     monkeypatch.setattr(tiering.lower, "fetch", noted)
     engine.add("known", prompt(0, 17), 3)

@@ -23,10 +23,12 @@ from cargohold.blocks.prefix_hit import _Windowed
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
+from cargohold.cache.shares import HELD, Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
 from cargohold.connector.offloading.events import TierEvents
+from cargohold.connector.offloading.hints import Budgets, Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import BlocksToLoad, BlocksToStore, Loads, blocks_to_load, blocks_to_store
@@ -56,6 +58,7 @@ from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side import Fetch, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
+from cargohold.tiers.scheduler_side.prefetch import Event
 from cargohold.tiers.scheduler_side.tasks import TaskTable
 from cargohold.tiers.scheduler_side.writing import Writes
 from tests.simulation.mutation import Mutant, Patch, registrar
@@ -515,6 +518,17 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
     patch.setattr(Writes, "take", unpinned)
 
 
+@mutant(connector="tiered", workload="endurance", faults="hangs")
+def gives_slots_back_before_the_workers_have_reported(patch: Patch) -> None:
+    def at_once(self: Fetches, fetch: Fetch) -> None:
+        self._live.discard(fetch)
+        for task in [task for task in self._tasks if task.owner is fetch]:
+            task.on_end(task, [False] * len(task.keys), False)
+            task.on_end = lambda *_: None
+
+    patch.setattr(Fetches, "_forget", at_once)
+
+
 @mutant(connector="tiered", workload="returning")
 def never_lets_go_of_what_it_has_fetched(patch: Patch) -> None:
     patch.setattr(Fetch, "release", lambda self: None)
@@ -575,6 +589,12 @@ def waits_longer_than_computing_takes(patch: Patch) -> None:
 @mutant(connector="tiered", workload="endurance", faults="hangs")
 def never_counts_the_time_of_a_wait(patch: Patch) -> None:
     patch.setattr(Waiting, "waited_s", property(lambda self: 0.0, lambda self, seconds: None))
+
+
+@mutant(connector="tiered", workload="endurance")
+def waits_although_there_is_nothing_worth_waiting_for(patch: Patch) -> None:
+    go = Waiting.go
+    patch.setattr(Waiting, "go", lambda self, event: None if event is Event.NOTHING else go(self, event))
 
 
 @mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=28)
@@ -724,3 +744,61 @@ def does_not_tell_the_connector_of_preemptions(patch: Patch) -> None:
         self._preempted_ids.clear()
 
     patch.setattr(Roster, "preempt", silent)
+
+
+# --- hints and quotas -------------------------------------------------------------------------------------------------
+
+
+@mutant(workload="hints")
+def evicts_chunks_under_a_lease(patch: Patch) -> None:
+    aside = Share.give_up_aside
+    patch.setattr(Share, "give_up_aside", lambda self, count, first, end: aside(self, count, first, max(end, HELD + 1)))
+
+
+@mutant(workload="hints")
+def gives_leases_beyond_their_budget(patch: Patch) -> None:
+    patch.setattr(Budgets, "room", lambda self, tenant, budget: 1_000_000)
+
+
+@mutant(workload="hints")
+def lets_leases_last_for_ever(patch: Patch) -> None:
+    patch.setattr(Hints, "expire", lambda self: None)
+
+
+@mutant(workload="hints")
+def leaves_chunks_out_of_order_when_their_hint_ends(patch: Patch) -> None:
+    end, rank = Hints._end, Hints._rank
+
+    def forgetful(self: Hints, *args: Any) -> None:
+        patch.setattr(Hints, "_rank", lambda *_: None)
+        end(self, *args)
+        patch.setattr(Hints, "_rank", rank)
+
+    patch.setattr(Hints, "_end", forgetful)
+
+
+@mutant(workload="hints")
+def does_not_give_budgets_back(patch: Patch) -> None:
+    take = Budgets.take
+    patch.setattr(Budgets, "take", lambda self, grant, count: take(self, grant, max(count, 0)))
+
+
+@mutant(workload="hints")
+def takes_what_is_reserved_for_a_tenant(patch: Patch) -> None:
+    init = Share.__init__
+
+    def unreserved(self: Share, policy: Any, number: int = 0, limits: Limits = Limits()) -> None:  # noqa: B008  # frozen
+        init(self, policy, number, replace(limits, reserved=0))
+
+    patch.setattr(Share, "__init__", unreserved)
+
+
+@mutant(workload="hints")
+def lets_a_tenant_pass_its_hard_limit(patch: Patch) -> None:
+    patch.setattr(Shares, "num_allowed", lambda self, keys, parent: len(keys))
+
+
+@mutant(workload="hints")
+def forgets_a_hint_in_its_answer(patch: Patch) -> None:
+    on_hints = Hints.on_hints
+    patch.setattr(Hints, "on_hints", lambda self, request, hints: on_hints(self, request, hints)[:1])

@@ -11,7 +11,7 @@ from cargohold.protocol import BlockIds, ClassFactory, RequestView, SchedulerCon
 from cargohold.testing.simulation.connectors import ConnectorPlan
 from cargohold.testing.simulation.run import RecentTimeline, Run, RunResult
 from cargohold.testing.simulation.scenario import draw_scenario
-from tests.conformance.shelf import FACTORY, ShelfScheduler, ShelfWorker
+from examples.own_connector.shelf import FACTORY, ShelfScheduler, ShelfWorker
 
 
 class Clinging(ShelfScheduler):

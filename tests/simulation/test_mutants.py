@@ -10,7 +10,7 @@ from cargohold.testing.simulation.campaign import play_seed
 from cargohold.testing.simulation.engine import VOCAB_SIZE
 from cargohold.testing.simulation.fingerprints import tokens_alone
 from cargohold.testing.simulation.run import quiet_logging
-from tests.conformance.shelf import ShelfScheduler, ShelfWorker
+from examples.own_connector.shelf import ShelfScheduler, ShelfWorker
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.mutation import Mutant
 

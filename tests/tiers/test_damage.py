@@ -8,7 +8,7 @@ import pytest
 
 from cargohold.rate_limited_log import NUM_TOLD
 from cargohold.tiers import LoadOutcome, Tier
-from tests.conformance.folder import Folder
+from examples.own_tier.folder import Folder
 from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload
 
 COUNT = 40

@@ -13,7 +13,7 @@ from cargohold.tiers import DiskTierConfig, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.disk.root import Owner, bytes_in, delete_shard, owner_of, shards_in
 from cargohold.tiers.inventory import open_inventory
 from cargohold.tiers.inventory.disk import DiskInventory
-from tests.conformance.folder import FolderConfig
+from examples.own_tier.folder import FolderConfig
 from tests.tiers.common import CHUNK, NAMESPACE, codec, disk_tier, key, load, needs_root, payload, run_as_nobody
 
 MIB = 1024**2

@@ -7,7 +7,7 @@ from typing import Any
 
 from cargohold import protocol
 from cargohold.errors import ConfigError
-from tests.conformance.shelf import ShelfScheduler, ShelfWorker
+from examples.own_connector.shelf import ShelfScheduler, ShelfWorker
 
 FAULTS = ("none", "spoils", "fails", "raises")
 

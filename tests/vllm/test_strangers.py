@@ -86,7 +86,7 @@ def test_chunks_come_back_from_a_tier_of_ones_own(
     vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
-    tier = {"kind": "tests.conformance.folder:FolderConfig", "path": str(tmp_path)}
+    tier = {"kind": "examples.own_tier.folder:FolderConfig", "path": str(tmp_path)}
     prompts = make_prompts(2, 330)
     first = start(vllm_model("llama"), {**RESTARTED, "tiers": [tier]})
     without = tokens(first.ask(prompts))

@@ -60,13 +60,13 @@ class StoreOffer(NamedTuple):
         keys: consecutive chunks of one prefix.
         parent: the chunk before the first; ``None`` if there is none or it is not known.
         tenant: whose chunks they will be, for quotas; ``None`` if that is not known.
-        is_wanted: whether a hint wants them to be stored even if the policy would refuse them.
+        level: the level that a hint gives them (see ``rank``): above 50, they are stored even if the policy would refuse them.
     """
 
     keys: Sequence[OffloadKey]
     parent: OffloadKey | None = None
     tenant: str | None = None
-    is_wanted: bool = False
+    level: int = 50
 
 
 class StoreHandle(Protocol):

@@ -102,7 +102,8 @@ class Shares(ReplacementPolicy):
 
     Attributes:
         tenant: number of the share that the chunks on offer belong to; set by the owner for each offer.
-        is_wanted: whether the chunks on offer are stored even if the policy would refuse them; set likewise.
+        level: level of the chunks on offer; set likewise. Above ``NORMAL``, the policy does not refuse them. They displace no
+            chunk of a higher level, unless that is what soft limits and reservations of tenants ask for.
     """
 
     name: ClassVar[str] = "shares"
@@ -117,7 +118,7 @@ class Shares(ReplacementPolicy):
         quotas = quotas or {}
         assert len(quotas) < MAX_SHARES, "more shares than there may be"
         self.tenant = 0
-        self.is_wanted = False
+        self.level = NORMAL
         self._shares = [Share(policy)]
         self._number_of: dict[str | None, int] = {}
         for number, (tenant, limits) in enumerate(quotas.items(), 1):
@@ -126,6 +127,11 @@ class Shares(ReplacementPolicy):
             self._shares.append(Share(make_policy(policy.table, policy.runs), number, limits))
         if quotas:
             policy.table.count_owners(len(self._shares))
+
+    @property
+    def num_aside(self) -> int:
+        """Number of chunks whose level is not ``NORMAL``."""
+        return len(self._shares[0].policy.runs.aside)
 
     def share_of(self, tenant: str | None) -> int:
         """Return the number of a tenant's share."""
@@ -238,12 +244,11 @@ class Shares(ReplacementPolicy):
         is_refused = False
         if table.num_free < goal:
             is_refused = own.policy.make_room(keys, self._own_parent(parent), goal - table.num_free)
-        if is_refused and self.is_wanted:
-            is_refused = False
+        if is_refused and self.level > NORMAL:
             own.policy.give_up(goal - table.num_free)
-        if not is_refused:
-            own.give_up_aside(goal - table.num_free, NORMAL + 1, HELD)
-        return is_refused and table.num_free < goal
+        if self.level > NORMAL:
+            own.give_up_aside(goal - table.num_free, NORMAL + 1, min(self.level + 1, HELD))
+        return table.num_free < goal and (is_refused or any(level > self.level for level in own.aside))
 
     def _own_parent(self, parent: int) -> int:
         """Return the parent if it belongs to the share of the chunks on offer: policies know only chunks of their own."""

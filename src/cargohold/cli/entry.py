@@ -25,6 +25,7 @@ def main() -> int:
             chat,  # noqa: F401
             demo,  # noqa: F401
             demo_vllm,  # noqa: F401
+            doctor,  # noqa: F401
             plan,  # noqa: F401
             replay,  # noqa: F401
             run,  # noqa: F401

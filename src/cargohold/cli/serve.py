@@ -1,4 +1,4 @@
-"""``cargohold serve``: a model behind the interfaces of OpenAI and Anthropic, and a page that shows its cache."""
+"""``cargohold serve`` and ``dashboard``: a model behind known interfaces with a page, and the page for engines elsewhere."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ class ServeOptions:
             show_envvar=True,
         ),
     ] = None
+    tenants: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help='Let in tenants with shares of host memory: JSON such as {"acme": {"key": "...", "hard": "2GiB"}}.',
+        ),
+    ] = None
     admin_key: Annotated[
         str | None,
         typer.Option(
@@ -46,12 +53,13 @@ class ServeOptions:
 
     def config(self) -> Any:
         """The options as the server takes them. Raises ``ConfigError`` for impossible ones."""
-        from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # needs packages that may be absent
+        from cargohold.serve.settings import ServeConfig, Tenant  # noqa: PLC0415  # needs packages that may be absent
 
         return ServeConfig(
             host=self.host,
             port=self.port,
             api_keys=tuple(self.api_key or ()),
+            tenants=() if self.tenants is None else Tenant.read(self.tenants),
             admin_key=self.admin_key,
             served_names=tuple(self.served_model_name or ()),
             max_queue=self.max_queue,
@@ -70,18 +78,43 @@ def serve(
 
     Ctrl-C and SIGTERM end it: it takes no more requests, and gives those that it has some seconds to end.
     """
-    for package in _PACKAGES:
-        if find_spec(package) is None:
-            install = "pip install 'cargohold[serve]'"
-            typer.echo(f"cargohold serve: the package {package} is not installed here: {install}", err=True)
-            raise typer.Exit(EXIT_USAGE)
+    _check_packages("serve")
     from cargohold.async_llm import AsyncLLM  # noqa: PLC0415  # slow to import
     from cargohold.serve.server import serving  # noqa: PLC0415  # needs packages that may be absent
+    from cargohold.serve.settings import with_shares  # noqa: PLC0415  # as above
 
-    options = engine.llm_options()
-    with serving(server.config()) as running:
+    config, options = server.config(), engine.llm_options()
+    options["offload"] = with_shares(options["offload"], config.tenants)
+    with serving(config) as running:
         with loading(model):
             llm = AsyncLLM(model, **options)
         running.open(llm)
         remark(f"serving {model} at {running.url} (a page for people), {running.url}/v1 (for clients)", style="")
         running.wait()
+
+
+@app.command()
+def dashboard(
+    urls: Annotated[list[str], typer.Argument(help="Addresses of engines, such as localhost:8000.", metavar="URL...")],
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen at; 0 takes any free one.")] = 8080,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks at an engine.", min=0.5)] = 2.0,
+) -> None:
+    """Show the page for engines that run elsewhere: cargohold serve, or vLLM with the connector. Ctrl-C ends it."""
+    _check_packages("dashboard")
+    from cargohold.serve.dashboard import Engine, serve_dashboard  # noqa: PLC0415  # needs packages that may be absent
+    from cargohold.serve.scrapes import metrics_url  # noqa: PLC0415  # as above
+    from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # as above
+
+    engines = [Engine(url, metrics_url(url)) for url in urls]
+    config = ServeConfig(host=host, port=port)
+    serve_dashboard(engines, config, interval, lambda address: remark(f"a page for people at {address}", style=""))
+
+
+def _check_packages(command: str) -> None:
+    """End with words where a package of the server's is absent."""
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            install = "pip install 'cargohold[serve]'"
+            typer.echo(f"cargohold {command}: the package {package} is not installed here: {install}", err=True)
+            raise typer.Exit(EXIT_USAGE)

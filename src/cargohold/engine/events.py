@@ -1,6 +1,6 @@
 """Publishes KV events over ZeroMQ, in the message formats that KV-aware routers in the field already read.
 
-A message has three frames: topic, sequence number (eight bytes, big-endian, from 0), and a msgpack payload::
+A message has three frames: topic, sequence number (eight bytes, big-endian), and a msgpack payload::
 
     [timestamp, [event, ...], data_parallel_rank]
 
@@ -15,12 +15,14 @@ A message has three frames: topic, sequence number (eight bytes, big-endian, fro
 This is the format of vLLM's KV event publisher (``vllm.distributed.kv_events``), where hashes are the last 64 bits of the
 digests by default. With ``wire="array"``, an event is the list of these values in the same order, as vLLM sent it until 2026.
 
-The first event of all is an ``AllBlocksCleared``: what a follower heard from this address before was of an engine that is gone.
+Numbers begin with the microseconds since 1970, and the first event of all is an ``AllBlocksCleared``. So a follower that knew
+an engine at this address before its restart sees a gap, not old numbers again, asks for what it missed, and forgets the rest.
 
-Replay: a follower that has missed messages asks for them at a second address, with a REQ or DEALER socket; the request is an
-empty frame, which REQ sockets send by themselves, and the first sequence number that it wants, in eight bytes. It gets each
-message that is still kept, as an empty frame and the three frames above, and then an end mark: empty topic and payload, and
-minus one for the number. This, too, is vLLM's protocol.
+Replay: a follower that has missed messages asks for them at a second address, with a DEALER socket; the request is an empty
+frame and the first sequence number that it wants, in eight bytes. It gets each message that is still kept, as an empty frame
+and the three frames above, and then an end mark: empty topic and payload, and minus one for the number. This, too, is vLLM's
+protocol. If messages before these are kept no more, an ``AllBlocksCleared`` comes first: whoever has missed removals must not
+rely on what it knows.
 """
 
 from __future__ import annotations
@@ -55,6 +57,9 @@ _REPLAY_PATIENCE_MS = 1000
 """Milliseconds that an answer waits for a follower that does not read it. The others wait meanwhile."""
 _SEQUENCE_BYTES = 8
 _END_OF_REPLAY = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
+_NUMBERS_PER_S: Final = 1_000_000
+"""No engine sends so many messages in a second, so the next one at the same address begins with a higher number."""
+_ALL_CLEARED: Final = {"type": "AllBlocksCleared"}
 _HASH_BYTES = 8
 _LINGER_MS = 200
 _KINDS: Final = {
@@ -72,14 +77,20 @@ class ReplayBuffer:
     Args:
         max_messages: maximum number of messages kept.
         max_bytes: maximum number of bytes kept in their payloads.
+        all_cleared: payload of a message that stands for those that are kept no more.
     """
 
-    def __init__(self, max_messages: int = MAX_REPLAYED_MESSAGES, max_bytes: int = MAX_REPLAYED_BYTES) -> None:
+    def __init__(
+        self, max_messages: int = MAX_REPLAYED_MESSAGES, max_bytes: int = MAX_REPLAYED_BYTES, all_cleared: bytes = b""
+    ) -> None:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._messages: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
+        self._all_cleared = all_cleared
+        # Messages with lower numbers than this were dropped, if there were any.
+        self._num_dropped_to = 0
 
     def add(self, sequence: int, payload: bytes) -> None:
         """Keep a message; drop the oldest ones if there are too many."""
@@ -87,12 +98,17 @@ class ReplayBuffer:
             self._messages.append((sequence, payload))
             self._num_bytes += len(payload)
             while len(self._messages) > self._max_messages or self._num_bytes > self._max_bytes:
-                self._num_bytes -= len(self._messages.popleft()[1])
+                dropped, its_payload = self._messages.popleft()
+                self._num_dropped_to = dropped + 1
+                self._num_bytes -= len(its_payload)
 
     def since(self, first: int) -> list[tuple[int, bytes]]:
-        """Return the messages from sequence number ``first`` on, as far as they are kept."""
+        """Return the messages from sequence number ``first`` on; if some are kept no more, ``all_cleared`` first."""
         with self._lock:
-            return [(sequence, payload) for sequence, payload in self._messages if sequence >= first]
+            missed = [(sequence, payload) for sequence, payload in self._messages if sequence >= first]
+            if first < self._num_dropped_to:
+                missed.insert(0, (self._num_dropped_to - 1, self._all_cleared))
+            return missed
 
 
 class ReplayServer:
@@ -186,7 +202,7 @@ class ZmqEventPublisher:
         self._rank = data_parallel_rank
         self._groups = groups
         self._wall_clock = wall_clock
-        self._sequence = 0
+        self._first = self._sequence = int(wall_clock() * _NUMBERS_PER_S)
         # Followers within this process have to share its context. For others the publisher has its own, whose end waits until
         # the address is free.
         self._own_context = None if endpoint.startswith("inproc:") else zmq.Context()
@@ -199,7 +215,7 @@ class ZmqEventPublisher:
         try:
             self._socket.bind(endpoint)
             if replay_endpoint is not None:
-                self._buffer = ReplayBuffer()
+                self._buffer = ReplayBuffer(all_cleared=self._payload([_ALL_CLEARED]))
                 self._replays = ReplayServer(replay_endpoint, self._buffer, self._topic)
         except zmq.ZMQError as error:
             self._close(linger_ms=0)
@@ -216,15 +232,18 @@ class ZmqEventPublisher:
         messages = [_as_message(event, self._groups) for event in events]
         if not messages:
             return
-        if not self._sequence:
-            messages.insert(0, {"type": "AllBlocksCleared"})
-        told = [list(message.values()) for message in messages] if self._as_array else messages
-        payload = self._encode([self._wall_clock(), told, self._rank])
+        if self._sequence == self._first:
+            messages.insert(0, _ALL_CLEARED)
+        payload = self._payload(messages)
         frames = (self._topic, self._sequence.to_bytes(_SEQUENCE_BYTES, "big"), payload)
         if self._buffer is not None:
             self._buffer.add(self._sequence, payload)
         self._socket.send_multipart(frames, flags=self._dont_wait)
         self._sequence += 1
+
+    def _payload(self, messages: Sequence[dict[str, Any]]) -> bytes:
+        told = [list(message.values()) for message in messages] if self._as_array else messages
+        return self._encode([self._wall_clock(), told, self._rank])
 
     def close(self) -> None:
         """Close the sockets after queued messages had a moment to go out; the addresses are free then. May be called twice."""
@@ -276,7 +295,7 @@ def _as_message(event: KVEvent, groups: Sequence[KVCacheGroup]) -> dict[str, Any
                 "locality": event.locality,
             }
         case AllBlocksCleared():
-            return {"type": "AllBlocksCleared"}
+            return _ALL_CLEARED
 
 
 def _hash_number(block_hash: bytes) -> int:

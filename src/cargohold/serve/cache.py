@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from itertools import islice
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 from prometheus_client import generate_latest
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from cargohold.async_llm import AsyncLLM
+from cargohold.base_llm import Hints
 from cargohold.connector.factory import Offload
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
-from cargohold.protocol import last_name
+from cargohold.protocol import Hint, last_name
 from cargohold.serve.desk import Hall, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
+from cargohold.serve.interfaces.bodies import Message
 from cargohold.serve.records import Moved
 from cargohold.units import parse_bytes
 
@@ -56,6 +60,80 @@ async def explain(request: Request, request_id: str) -> Response:
         raise ApiError(HTTPStatus.NOT_FOUND, message, code="request_not_found")
     answers = [{"sources": one.sources(), "notes": list(one.notes)} for one in record.sequences]
     return json_response({**record.as_json(), "answers": answers})
+
+
+class PrefixBody(BaseModel):
+    """What hints are about when no request is running: a prompt as text, token ids, or a conversation.
+
+    Attributes:
+        cache_salt: as in the requests that will have the prompt.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    prompt: str | list[int] | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+
+    def tokens(self, llm: AsyncLLM) -> list[int] | None:
+        """The prompt, if there is one. Raises ``RequestError`` if it cannot be made."""
+        if self.messages is not None:
+            messages = [message.for_template(f"messages[{at}]") for at, message in enumerate(self.messages)]
+            return llm.chat_prompt(messages, tools=self.tools)
+        return llm.tokenize(self.prompt) if isinstance(self.prompt, str) else self.prompt
+
+
+class HintsBody(PrefixBody):
+    """Hints in the envelope of routers, or a list of its actions."""
+
+    hints: dict[str, Any] | list[dict[str, Any]]
+
+
+class PrefetchBody(PrefixBody):
+    """A prompt that comes soon, within ``deadline_s`` seconds."""
+
+    deadline_s: Annotated[float, Field(gt=0)] | None = None
+
+
+class PinBody(PrefixBody):
+    """A prompt that is not to be evicted from host memory for ``ttl_s`` seconds after its last use, under a name."""
+
+    lease: Annotated[str, Field(min_length=1, max_length=128)]
+    ttl_s: Annotated[float, Field(gt=0)] | None = None
+
+
+@router.post("/cache/hints")
+async def hints(request: Request, body: HintsBody) -> Response:
+    """Tell the cache what is known of a prompt's future; see ``LLM.hint``."""
+    actions = {"protocol_version": "1", "actions": body.hints}
+    return await _hint(request, body, actions if isinstance(body.hints, list) else body.hints)
+
+
+@router.post("/cache/prefetch")
+async def prefetch(request: Request, body: PrefetchBody) -> Response:
+    """Bring a prompt's KV up from lower tiers now: it comes soon."""
+    return await _hint(request, body, Hint.prefetch(body.deadline_s))
+
+
+@router.post("/cache/pins")
+async def pin(request: Request, body: PinBody) -> Response:
+    """Keep a prompt's KV in host memory for a time."""
+    return await _hint(request, body, Hint.pin(body.ttl_s, body.lease))
+
+
+@router.delete("/cache/pins/{lease}")
+async def release(request: Request, lease: Annotated[str, Path(max_length=128)]) -> Response:
+    """End a pin before its time."""
+    return await _hint(request, PrefixBody(), Hint.release(lease))
+
+
+async def _hint(request: Request, body: PrefixBody, asked: Hints) -> Response:
+    """Give hints in the name of the request's client. The answer has one outcome for each."""
+    llm, client = hall_of(request).desk.llm, client_of(request)
+    prompt = await asyncio.to_thread(body.tokens, llm)
+    outcomes = await llm.hint(asked, prompt=prompt, salt=client.salt(body.cache_salt), tenant=client.tenant)
+    return json_response({"outcomes": [asdict(outcome) for outcome in outcomes]})
 
 
 @router.post("/cache/reset")

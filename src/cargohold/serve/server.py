@@ -50,7 +50,7 @@ class Server:
     def __init__(self, config: ServeConfig) -> None:
         meters = Meters()
         self.desk = Desk(Records(meters.count), config.max_queue)
-        self._socket = _listening(config)
+        self._socket = listening(config)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._llm: AsyncLLM | None = None
@@ -131,7 +131,7 @@ def serving(config: ServeConfig) -> Iterator[Server]:
             server.close()
 
 
-def _listening(config: ServeConfig) -> socket.socket:
+def listening(config: ServeConfig) -> socket.socket:
     """A socket at the server's address. Raises ``ConfigError`` if it is taken, before a model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]

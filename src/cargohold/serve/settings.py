@@ -3,15 +3,67 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
 
-from cargohold.errors import ConfigError
+from cargohold.connector.offloading import HintConfig, OffloadConfig, TenantQuota
+from cargohold.errors import ConfigError, one_line
 from cargohold.units import MAX_TIMEOUT_S, is_int, is_number, is_positive_int
 
 DEFAULT_BODY_BYTES = 8 * 1024**2
 """Largest body of a request by default: the text of some two million tokens."""
 _SALT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Somebody with a key, and a share of host memory. Checked when made; raises ``ConfigError`` naming the option.
+
+    Attributes:
+        name: what metrics and salts call the tenant.
+        key: what its clients send.
+        reserved, soft, hard: see ``TenantQuota``.
+        hints: which hints of its clients are carried out: ``all``, ``retain``, or ``off``; ``None`` for the server's default.
+    """
+
+    name: str
+    key: str
+    reserved: int | str = 0
+    soft: int | str | None = None
+    hard: int | str | None = None
+    hints: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise ConfigError("--tenants", self.name, "its key must be text")
+        if not self.name or not self.name.isprintable() or "/" in self.name:
+            raise ConfigError("--tenants", self.name, "a tenant's name must be printable text without a slash")
+        self.quota()
+        HintConfig(allow_of={} if self.hints is None else {self.name: self.hints})
+
+    def quota(self) -> TenantQuota:
+        """Its share, for the connector."""
+        return TenantQuota(tenant=self.name, reserved=self.reserved, soft=self.soft, hard=self.hard)
+
+    @classmethod
+    def read(cls, file: str) -> tuple[Self, ...]:
+        """Read tenants from a file: a JSON object with their options by name. Raises ``ConfigError`` if it has others."""
+        known = [field.name for field in fields(cls) if field.name != "name"]
+        try:
+            named = json.loads(Path(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError("--tenants", file, f"it must be a file of JSON ({one_line(error)})") from error
+        expected = f'it must be an object such as {{"acme": {{"key": "..."}}}}; there are {", ".join(known)}'
+        if not isinstance(named, dict) or not all(isinstance(options, dict) for options in named.values()):
+            raise ConfigError("--tenants", file, expected)
+        for name, options in named.items():
+            if "key" not in options or options.keys() - known:
+                raise ConfigError("--tenants", name, expected)
+        return tuple(cls(name=name, **options) for name, options in named.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +73,7 @@ class ServeConfig:
     Attributes:
         host, port: where it listens; port 0 takes any free one.
         api_keys: each is a tenant, whose requests share cached KV with nobody else's. None lets everybody in.
+        tenants: the same, with names and shares of host memory.
         admin_key: may see everybody's requests, and reset the cache. Without one, nobody may reset it.
         served_names: names that clients may ask for the model by, the first of which is shown.
         max_queue: requests that wait beside those that the engine runs at the same time; more are refused.
@@ -33,6 +86,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    tenants: tuple[Tenant, ...] = ()
     admin_key: str | None = None
     served_names: tuple[str, ...] = ()
     max_queue: int = 256
@@ -49,11 +103,19 @@ class ServeConfig:
         for key in ("read_timeout_s", "write_timeout_s"):
             value = getattr(self, key)
             self._require(key, is_number(value) and 0 < value <= MAX_TIMEOUT_S, "a number of seconds above 0")
-        for name, keys in (("api_key", self.api_keys), ("admin_key", (self.admin_key,))):
-            if not all(key is None or (key and key.isascii() and key.isprintable()) for key in keys):
-                raise ConfigError(f"--{name.replace('_', '-')}", "***", "it must be printable ASCII, as headers are")
-        if self.admin_key in self.api_keys:
+        of_tenants = [tenant.key for tenant in self.tenants]
+        for name, keys in (
+            ("--api-key", self.api_keys),
+            ("--tenants", of_tenants),
+            ("--admin-key", () if self.admin_key is None else (self.admin_key,)),
+        ):
+            if not all(key and key.isascii() and key.isprintable() for key in keys):
+                raise ConfigError(name, "***", "a key must be printable ASCII, as headers are")
+        of_clients = [*self.api_keys, *of_tenants]
+        if self.admin_key in of_clients:
             raise ConfigError("--admin-key", "***", "it must not be an API key, too: clients know those")
+        if len(set(of_clients)) < len(of_clients):
+            raise ConfigError("--api-key", "***", "a key must not be given twice: each is one tenant's")
 
     def _require(self, field: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -65,7 +127,7 @@ class Client:
     """Whoever sends a request.
 
     Attributes:
-        tenant: what is in the salt of the tenant's requests; ``None`` for a client without an API key.
+        tenant: its name, which is in the salt of its requests; ``None`` for a client without an API key.
         is_admin: whether it has shown the admin key.
     """
 
@@ -88,6 +150,7 @@ class Keys:
 
     def __init__(self, config: ServeConfig) -> None:
         self._clients = [(key.encode(), Client(_tenant(key))) for key in config.api_keys]
+        self._clients += [(tenant.key.encode(), Client(tenant.name)) for tenant in config.tenants]
         self.has_tenants = bool(self._clients)
         self.has_admin = config.admin_key is not None
         if config.admin_key is not None:
@@ -100,6 +163,17 @@ class Keys:
             if key is not None and secrets.compare_digest(known, key):
                 found = client
         return found
+
+
+def with_shares(offload: OffloadConfig | None, tenants: Sequence[Tenant]) -> OffloadConfig | None:
+    """Options of the connector, in which each tenant has its share. Raises ``ConfigError`` if there is nothing to share."""
+    if not tenants:
+        return offload
+    if offload is None:
+        raise ConfigError("--tenants", [tenant.name for tenant in tenants], "shares of host memory need --host-bytes")
+    allowed: Mapping[str, Any] = {tenant.name: tenant.hints for tenant in tenants if tenant.hints is not None}
+    hints = replace(offload.hints, allow_of={**offload.hints.allow_of, **allowed})
+    return replace(offload, quotas=[*offload.quotas, *(tenant.quota() for tenant in tenants)], hints=hints)
 
 
 def _tenant(key: str) -> str:

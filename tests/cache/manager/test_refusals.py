@@ -15,9 +15,9 @@ from cargohold.cache.policies import POLICIES, find_policy
 from cargohold.cache.policies.recency import LRUPolicy
 from cargohold.errors import ConfigError
 from cargohold.tiers import DiskTierConfig
-from tests.conformance.oldest_ends import OldestEnds
+from examples.own_policy.oldest_ends import OldestEnds
 
-OLDEST_ENDS = "tests.conformance.oldest_ends:OldestEnds"
+OLDEST_ENDS = "examples.own_policy.oldest_ends:OldestEnds"
 
 
 @pytest.mark.parametrize("name", ["", "LRU", "belady", "lru "])
@@ -47,11 +47,11 @@ def test_a_policy_of_ones_own_is_named_by_where_it_is() -> None:
         ("no.such.module:Mine", "it cannot be imported from here (ModuleNotFoundError: No module named 'no')"),
         (":Mine", "cannot be imported"),
         (".policies:Mine", "cannot be imported"),
-        ("tests.conformance.oldest_ends:", "cannot be imported"),
-        ("tests.conformance.oldest_ends:Mine", "has no attribute 'Mine'"),
-        ("tests.conformance.oldest_ends:OrderedDict", "derived from cargohold.cache.policies.ReplacementPolicy"),
-        ("tests.conformance.oldest_ends:Sequence", "derived from cargohold.cache.policies.ReplacementPolicy"),
-        ("tests.conformance.oldest_ends:ReplacementPolicy", "lacks add, check, clear, drop, make_room, touch"),
+        ("examples.own_policy.oldest_ends:", "cannot be imported"),
+        ("examples.own_policy.oldest_ends:Mine", "has no attribute 'Mine'"),
+        ("examples.own_policy.oldest_ends:OrderedDict", "derived from cargohold.cache.policies.ReplacementPolicy"),
+        ("examples.own_policy.oldest_ends:Sequence", "derived from cargohold.cache.policies.ReplacementPolicy"),
+        ("examples.own_policy.oldest_ends:ReplacementPolicy", "lacks add, check, clear, drop, make_room, touch"),
         ("broken_policies:Mine", "RuntimeError: not today"),
     ],
 )

@@ -24,7 +24,7 @@ def stored(manager: TierManager, keys: list[bytes], tenant: str | None = None, *
     """Store what is absent of a prefix, and return how many of its leading chunks are there then."""
 
     num_there = len(manager.lookup_run(keys))
-    offer = StoreOffer(keys[num_there:], keys[num_there - 1] if num_there else None, tenant, wanted)
+    offer = StoreOffer(keys[num_there:], keys[num_there - 1] if num_there else None, tenant, 80 if wanted else NORMAL)
     manager.prepare_stores([offer]).commit()
     return len(manager.lookup_run(keys))
 
@@ -80,7 +80,7 @@ class SharesMachine(RuleBasedStateMachine):
         }
         levels = dict(self.levels)
         handle = self.manager.prepare_stores(
-            [StoreOffer(keys[first:], keys[first - 1] if first else None, tenant, wanted)]
+            [StoreOffer(keys[first:], keys[first - 1] if first else None, tenant, 80 if wanted else NORMAL)]
         )
         self.owners.update(dict.fromkeys(handle.keys, share))
         self.writing.append((handle, share))

@@ -17,9 +17,11 @@ from cargohold.blocks import READY
 from cargohold.cache.keys import ChunkKeys
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.cache.shares import HELD, NORMAL
+from cargohold.connector.offloading.ahead import Ahead, Prefetches
 from cargohold.connector.offloading.config import HINTS_ALL, HINTS_OFF, HintConfig, OffloadConfig
 from cargohold.connector.offloading.requests import Budget, Grant, RequestState
 from cargohold.protocol import (
+    MAX_PRIORITY,
     Clock,
     Hint,
     HintEnd,
@@ -94,6 +96,9 @@ class Hints:
         layout: the engine's paged KV.
         clock: monotonic time in seconds.
         requests: the connector's requests, by id.
+
+    Attributes:
+        ahead: prefetches under way; ``None`` without lower tiers.
     """
 
     def __init__(
@@ -120,11 +125,22 @@ class Hints:
         self._leases: dict[tuple[str | None, str], Grant] = {}
         # By chunk: the grants that cover it, the oldest first.
         self._of: dict[OffloadKey, tuple[Grant, ...]] = {}
+        self.ahead: Prefetches | None = None
         self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
         self.stats: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._grants)
+
+    @property
+    def grants(self) -> Sequence[Grant]:
+        """The grants in force: for inspection."""
+        return list(self._grants.values())
+
+    def level_of(self, key: OffloadKey) -> int:
+        """Return the level that a chunk has, or gets when it comes."""
+        grants = self._of.get(key)
+        return NORMAL if grants is None else _counting(grants).level
 
     @property
     def num_pinned(self) -> int:
@@ -145,7 +161,7 @@ class Hints:
         if hint.kind is HintKind.RELEASE:
             return self._release(request, hint)
         if hint.kind in (HintKind.PREFETCH, HintKind.SHARE):
-            return HintOutcome(hint.action_id, HintStatus.REJECTED, "there is no tier below host memory")
+            return self._prefetch(request, hint)
         return self._grant(request, hint)
 
     def _refusal_of(self, hint: Hint, tenant: str | None) -> str:
@@ -159,7 +175,7 @@ class Hints:
 
     def _grant(self, request: RequestView, hint: Hint) -> HintOutcome:
         state = self._requests.get(request.request_id)
-        keys = _keys_of(request, self._layout, self._blocks_per_chunk) if state is None else _extended(state)
+        keys = self._keys_about(request)
         ttl_s, limits = self._ttl(hint)
         grant = Grant(hint, request.tenant, _level_of(hint), self._clock() + ttl_s, ttl_s, next(self._numbers))
         if not self.budgets.limit_of(grant.tenant, grant.budget):
@@ -182,6 +198,52 @@ class Hints:
         num_tokens = max((_num_covered(of_group, grant.keys) for of_group in keys), default=0)
         return HintOutcome(hint.action_id, status, "; ".join(limits), num_tokens)
 
+    def _prefetch(self, request: RequestView, hint: Hint) -> HintOutcome:
+        """Begin to bring chunks up, if there is anything to do; ``share`` also retains what is there already."""
+        if self.ahead is None or not self.ahead.has_room(request.tenant):
+            why = "there is no tier below host memory" if self.ahead is None else "too many prefetches are under way"
+            return HintOutcome(hint.action_id, HintStatus.REJECTED, why)
+        keys = self._keys_about(request)
+        smallest = min([of_group.chunk_tokens for of_group in keys])
+        num_whole = min([len(of_group.keys) * of_group.chunk_tokens for of_group in keys])
+        num_tokens = num_whole if hint.end is None else min(num_whole, hint.end)
+        if num_tokens < smallest:
+            return HintOutcome(hint.action_id, HintStatus.MISSING, f"the prefix has no chunk of {smallest} tokens")
+        if not self.ahead.lacks_any(keys, num_tokens):
+            if hint.kind is HintKind.SHARE:
+                return self._grant(request, hint)
+            return HintOutcome(hint.action_id, HintStatus.ACCEPTED, "host memory has all of it", num_tokens)
+        room = self.budgets.room(request.tenant, Budget.RAISED) // len(keys) * smallest
+        if room < smallest:
+            return HintOutcome(hint.action_id, HintStatus.REJECTED, "retain_fraction leaves no room for it")
+        self.ahead.begin(hint, request.tenant, keys, min(num_tokens, room))
+        status = HintStatus.DEFERRED if num_tokens <= room else HintStatus.CLIPPED
+        reason = "" if num_tokens <= room else f"retain_fraction leaves room for {room} tokens"
+        return HintOutcome(hint.action_id, status, reason, min(num_tokens, room))
+
+    def end_ahead(self, ahead: Ahead, how: HintEnd) -> None:
+        """Learn that a prefetch has ended: what has come is retained, so that it is still there when it is needed."""
+        hint, now = ahead.hint, self._clock()
+        is_shared = hint.kind is HintKind.SHARE and how is HintEnd.DONE
+        left_s = self._ttl(hint)[0] if is_shared else max(1.0, ahead.deadline - now)
+        level = hint.priority if is_shared else MAX_PRIORITY
+        if how is HintEnd.DONE and len(self._grants) < MAX_GRANTS:
+            grant = Grant(hint, ahead.tenant, level, now + left_s, left_s, next(self._numbers))
+            self._cover(grant, _in_range(ahead.wanted.keys, hint), only_present=True)
+            if grant.keys:
+                self._begin(grant)
+                if is_shared:
+                    return  # it ends with its time
+        self._tell(hint, how, ahead.tenant)
+
+    def _keys_about(self, request: RequestView) -> tuple[ChunkKeys, ...]:
+        """Return the keys of the chunks that hints about a request, or a prefix without one, are about."""
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            state.extend_keys()
+            return state.keys
+        return _keys_of(request, self._layout, self._blocks_per_chunk)
+
     def _release(self, request: RequestView, hint: Hint) -> HintOutcome:
         """End a lease, or all grants of the tenant on a prefix."""
         if hint.lease is not None:
@@ -189,7 +251,7 @@ class Hints:
             ended = [] if named is None else [named]
         else:
             state = self._requests.get(request.request_id)
-            keys = _keys_of(request, self._layout, self._blocks_per_chunk) if state is None else _extended(state)
+            keys = self._keys_about(request)
             covering = [self._of.get(key, ()) for key in _in_range(keys, hint)]
             found = {grant.number: grant for grants in covering for grant in grants}
             found |= {grant.number: grant for grant in (() if state is None else state.grants) if not grant.is_over}
@@ -238,7 +300,7 @@ class Hints:
         """Learn that a request has ended: its grants also cover what it has generated."""
         for grant in state.grants:
             if not grant.is_over and grant.hint.end is None:
-                self._cover(grant, _in_range(_extended(state), grant.hint))
+                self._cover(grant, _in_range(self._keys_about(state.request), grant.hint))
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -256,6 +318,8 @@ class Hints:
 
     def void_all(self) -> None:
         """Forget all grants: the tier was reset."""
+        if self.ahead is not None:
+            self.ahead.end_all()
         for grant in list(self._grants.values()):
             self._end(grant, HintEnd.VOID)
 
@@ -313,8 +377,12 @@ class Hints:
         self._rank(keys)
         if len(self._heap) > 2 * len(self._grants) + 64:
             self._heap = sorted(entry for entry in self._heap if not entry[1].is_over)
+        if grant.hint.kind is not HintKind.PREFETCH:  # of which the end was told when its chunks had come
+            self._tell(grant.hint, how, grant.tenant)
+
+    def _tell(self, hint: Hint, how: HintEnd, tenant: str | None) -> None:
         self.stats[f"hints_{how.value}"] += 1
-        self._events.append(HintEvent(grant.hint.action_id, grant.hint.kind, how, grant.tenant))
+        self._events.append(HintEvent(hint.action_id, hint.kind, how, tenant))
 
     def _cover(self, grant: Grant, keys: Sequence[OffloadKey], *, only_present: bool = False) -> int:
         """Let a grant cover chunks, as far as its budget goes; return how many it cannot cover.
@@ -351,21 +419,21 @@ class Hints:
             if grants is None:
                 by_level.setdefault((NORMAL, None), []).append(key)
             else:
-                grant = next((grant for grant in grants if grant.is_lease), grants[-1])
+                grant = _counting(grants)
                 by_level.setdefault((grant.level, grant.tenant), []).append(key)
         for (level, tenant), same in by_level.items():
             self._manager.rank(same, level, tenant)
+
+
+def _counting(grants: Sequence[Grant]) -> Grant:
+    """Return the grant that counts where several meet: a lease, or else the newest."""
+    return next((grant for grant in grants if grant.is_lease), grants[-1])
 
 
 def _level_of(hint: Hint) -> int:
     if hint.kind is HintKind.PIN:
         return HELD
     return DEMOTED[hint.to or "lower"] if hint.kind is HintKind.DEMOTE else hint.priority
-
-
-def _extended(state: RequestState) -> tuple[ChunkKeys, ...]:
-    state.extend_keys()
-    return state.keys
 
 
 def _keys_of(request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int) -> tuple[ChunkKeys, ...]:

@@ -56,7 +56,7 @@ class TierLookup:
             limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
         wanted = None
         if self._prefetcher is not None:
-            wanted = Wanted(state.keys, num_tokens, num_computed_tokens, limit)
+            wanted = Wanted(state.keys, num_tokens, num_computed_tokens, limit, state.tenant)
             if state.waiting is not None and state.waiting.has_expired:
                 state.waiting = None
                 state.notes.append(

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadManager
+from cargohold.connector.offloading.ahead import Prefetches
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import tier_events
 from cargohold.connector.offloading.handoff import Handoff
@@ -78,7 +79,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._shared = Shared(
             config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
         )
-        self._measures = Measures(self._shared, environment.clock, {} if lower is None else lower.max_chunks)
+        self._measures = Measures(self._shared, environment, lower)
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
@@ -88,6 +89,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         if lower is not None:
             only_if_faster = config.restore == RESTORE_IF_FASTER
             self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
+            hints = self._shared.hints
+            hints.ahead = Prefetches(self._prefetcher, lower.host, environment.clock, hints.end_ahead)
         self._lookup = TierLookup(
             manager if lower is None else lower.host,
             self._shared.jobs,
@@ -113,6 +116,11 @@ class OffloadingScheduler(KVConnectorScheduler):
     def manager(self) -> OffloadManager:
         """The manager of the tier: for inspection."""
         return self._shared.manager
+
+    @property
+    def hints(self) -> Hints:
+        """Leases and priorities: for inspection."""
+        return self._shared.hints
 
     @property
     def requests(self) -> Mapping[str, RequestState]:
@@ -224,6 +232,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         sources: Mapping[str, int] = {}
         if num_external_tokens:
             sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
+        self._measures.note_admitted(state, lookup.num_computed_tokens, sources)
         state.end_waiting()
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
@@ -240,6 +249,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         """
         self._pace.begin(step)
         if self._prefetcher is not None:
+            if self._shared.hints.ahead:
+                self._shared.hints.ahead.step()  # behind the requests, which the engine has asked for
             self._prefetcher.begin_step(step)
         if self._shared.hints:
             self._shared.hints.expire()
@@ -297,6 +308,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         Also whether lower tiers need further steps for a short while; see ``LowerTiers.is_settling``.
         """
         is_busy = bool(self._shared.jobs.num_awaited or self._lingering) or self._stores.has_pending_work
+        is_busy |= bool(self._shared.hints.ahead)
         return is_busy or (self._lower is not None and self._lower.is_settling)
 
     # --- on demand ----------------------------------------------------------------------------------------------------

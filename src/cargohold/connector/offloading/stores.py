@@ -211,7 +211,7 @@ class _Offered:
         """Return the offer in the form that managers take."""
         index = self.blocks.chunks[0] if self.keys else 0
         parent = self.state.keys[self.group].keys[index - 1] if index else None
-        return StoreOffer(self.keys, parent, self.state.tenant, self.state.is_wanted)
+        return StoreOffer(self.keys, parent, self.state.tenant, self.state.level)
 
     def num_again(self, keys: AbstractSet[OffloadKey]) -> int:
         """Return how many of these chunks were not computed for the request, because they were on the device."""

@@ -33,3 +33,9 @@ entry point in ``plugin``.
     server      ``vllm serve`` as a child process, for demos and benchmarks
     simulation  vLLM's scheduler and this adapter in ``cargohold simulate``
 """
+
+from typing import Final
+
+OLDEST: Final = (0, 28)
+NEWEST: Final = (0, 32)
+"""The versions between which this adapter is tested. They stand here because this module alone imports nothing of vLLM."""

@@ -11,11 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm import NEWEST, OLDEST, compat
 from cargohold.integrations.vllm.signatures import changed_hooks, refused_call
 
-OLDEST: Final = (0, 28)
-NEWEST: Final = (0, 32)
 SCHEDULER_ONLY: Final = ((0, 33),)
 """Versions of which only the scheduler's side was tested, because there is no build for CPUs."""
 

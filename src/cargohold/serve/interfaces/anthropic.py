@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
 from cargohold.async_llm import AsyncLLM
-from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.desk import Job, Outputs, client_of, hall_of
+from cargohold.errors import RequestError
+from cargohold.protocol import Hint
+from cargohold.serve.desk import Job, Outputs, client_of, hall_of, trace_of
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
 from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
-from cargohold.serve.interfaces.bodies import Body, StopStrings, text_of
+from cargohold.serve.interfaces.bodies import Body, CachedBody, StopStrings, text_of
 from cargohold.serve.interfaces.tools import AnswerReader, Part, ToolCall
 
 router = APIRouter()
 
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens"}
+_TTLS_S: Final = {"5m": 300.0, "1h": 3600.0}
+_MAX_MARKS: Final = 4
 _NOTHING_SAID: Final = {"type": "text", "text": ""}
 
 
+class CacheControl(BaseModel):
+    """A mark: the prompt up to here will come again within that time."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
 class AnthropicMessage(BaseModel):
-    """One message; ``cache_control`` in its blocks asks for what is done with every prompt anyway."""
+    """One message."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -67,6 +81,7 @@ class AnthropicTool(BaseModel):
     description: str = ""
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The tool as templates know it."""
@@ -83,6 +98,27 @@ class Prompt(Body):
     tools: list[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
+
+    def marks(self) -> list[tuple[Prompt, CacheControl]]:
+        """What is marked to come again: each the prompt up to the mark. Raises ``ApiError`` for marks that are impossible."""
+        nothing = [AnthropicMessage(role="user", content="")]
+        marks: list[tuple[Prompt, CacheControl]] = []
+        if self.cache_control is not None:
+            marks.append((self, self.cache_control))
+        # Templates write tools where they like: with the system's text, or before it.
+        with_tools = self.model_copy(update={"messages": nothing})
+        marks += [(with_tools, tool.cache_control) for tool in self.tools or () if tool.cache_control is not None]
+        for end, mark in _marks_in(self.system, "system"):
+            assert self.system is not None
+            marks.append((self.model_copy(update={"system": self.system[:end], "messages": nothing}), mark))
+        for at, message in enumerate(self.messages):
+            for end, mark in _marks_in(message.content, f"messages[{at}].content"):
+                cut = message.model_copy(update={"content": message.content[:end]})
+                marks.append((self.model_copy(update={"messages": [*self.messages[:at], cut]}), mark))
+        if len(marks) > _MAX_MARKS:
+            raise invalid(f"there are {len(marks)} marks of cache_control; there may be {_MAX_MARKS}", "cache_control")
+        return marks
 
     def tokens(self, llm: AsyncLLM) -> list[int]:
         """The conversation as the model's template writes it."""
@@ -109,8 +145,8 @@ class Prompt(Body):
         return AnswerReader([tool.name for tool in self.offered()], 1 if wants_one else None)
 
 
-class MessagesBody(Prompt):
-    """The body of a request for a message. ``cache_salt`` and ``kv_transfer_params`` are as in OpenAI's interface here."""
+class MessagesBody(Prompt, CachedBody):
+    """The body of a request for a message."""
 
     max_tokens: int = Field(ge=1)
     stream: bool = False
@@ -118,8 +154,16 @@ class MessagesBody(Prompt):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=0)
-    cache_salt: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+
+    def implied_hints(self, llm: AsyncLLM, prompt: list[int]) -> list[Hint]:
+        """What follows from the marks: the prompt up to each of them is kept longer than others."""
+        hints = []
+        for number, (up_to, mark) in enumerate(self.marks(), start=1):
+            with suppress(RequestError):  # a template that cannot write that much of a conversation
+                end = _num_alike(up_to.tokens(llm), prompt)
+                if end:
+                    hints.append(Hint.retain(_TTLS_S[mark.ttl], end=end, action_id=f"cache_control-{number}"))
+        return hints
 
     def sampling(self) -> SamplingParams:
         """Sampling parameters. Raises ``ConfigError`` for impossible values."""
@@ -132,6 +176,23 @@ class MessagesBody(Prompt):
             top_k=0 if self.top_k is None or is_greedy else self.top_k,
             stop=self.stop_sequences or (),
         )
+
+
+def _marks_in(blocks: str | list[dict[str, Any]] | None, param: str) -> Iterator[tuple[int, CacheControl]]:
+    """Marks in a list of blocks, each with the number of blocks up to it."""
+    for end, block in enumerate(blocks if isinstance(blocks, list) else (), start=1):
+        if (mark := block.get("cache_control")) is not None:
+            try:
+                yield end, CacheControl.model_validate(mark)
+            except ValidationError as error:
+                where = f"{param}[{end - 1}].cache_control"
+                raise invalid(f'{where} must be {{"type": "ephemeral"}}, with a ttl of 5m or 1h', where) from error
+
+
+def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two prompts begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -147,19 +208,20 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     llm = _begin(request, body)
     prompt = await make_prompt(llm, partial(body.tokens, llm))
     client = client_of(request)
-    options: RequestOptions = {"salt": client.salt(body.cache_salt), "kv_transfer_params": body.kv_transfer_params}
+    options = body.options(client, await asyncio.to_thread(body.implied_hints, llm, prompt))
+    options["trace_headers"] = trace_of(request)
     request_id = f"msg_{hall_of(request).desk.records.new_id()}"
     job = Job(request_id, request.url.path, client, [prompt], [body.sampling()], options, body.stream)
     head = {"id": request_id, "type": "message", "role": "assistant", "model": body.model}
     reader = body.new_reader()
     if body.stream:
         return await streamed(
-            request, job, lambda outputs: with_errors(_events(outputs, head, llm, reader), _error_event)
+            request, job, lambda outputs: with_errors(_events(outputs, head, llm, reader, body), _error_event)
         )
     (output,) = await whole(request, job)
     content = _blocks(reader.read(output.text, finished=True))
     answer = {**head, "content": content, **_stop(output, reader), "usage": _usage(output, llm)}
-    return json_response(answer | _transfer_params(output))
+    return json_response(answer | _transfer_params(output) | body.outcomes([output]))
 
 
 def _begin(request: Request, body: Prompt) -> AsyncLLM:
@@ -224,7 +286,9 @@ class _BlockEvents:
         return _event("content_block_stop", index=self._number) if was_in_text else b""
 
 
-async def _events(outputs: Outputs, head: dict[str, Any], llm: AsyncLLM, reader: AnswerReader) -> AsyncGenerator[bytes]:
+async def _events(
+    outputs: Outputs, head: dict[str, Any], llm: AsyncLLM, reader: AnswerReader, body: MessagesBody
+) -> AsyncGenerator[bytes]:
     has_begun, blocks = False, _BlockEvents()
     async for _, output in outputs:
         if not has_begun:
@@ -235,7 +299,7 @@ async def _events(outputs: Outputs, head: dict[str, Any], llm: AsyncLLM, reader:
         if written := blocks.write(reader.read(output.new_text, finished=output.finished)):
             yield written
         if output.finished:
-            delta = {**_stop(checked(output), reader), **_transfer_params(output)}
+            delta = _stop(checked(output), reader) | _transfer_params(output) | body.outcomes([output])
             yield blocks.end()
             yield _event("message_delta", delta=delta, usage=_usage(output, llm)) + _event("message_stop")
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cargohold.base_llm import RequestOptions
+from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
+from cargohold.protocol import Hint, hints_in
 from cargohold.serve.errors import invalid
+from cargohold.serve.settings import Client
 
 WITHOUT_EFFECT: Final = frozenset(
     {
@@ -20,7 +25,6 @@ WITHOUT_EFFECT: Final = frozenset(
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
         "user",
@@ -73,6 +77,8 @@ without them would pass for one that was made with them."""
 StopString = Annotated[str, Field(max_length=256)]
 StopStrings = Annotated[list[StopString], Field(max_length=16)]
 
+_DAY_S: Final = 24 * 3600.0
+
 
 class Body(BaseModel):
     """The body of a request. Fields that it does not declare are looked up above."""
@@ -93,6 +99,38 @@ class Body(BaseModel):
                 raise invalid(f"this engine has no {name}: leave it out", name, "unsupported_field")
 
 
+class CachedBody(Body):
+    """A request that says something to the cache.
+
+    Attributes:
+        cache_salt: requests share cached KV only with requests of the same salt.
+        kv_transfer_params: what the client asks of the connectors.
+        cargohold_hints: hints as routers and other programs send them: an envelope, or actions.
+    """
+
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    cargohold_hints: dict[str, Any] | list[dict[str, Any]] | None = None
+
+    def options(self, client: Client, implied: Sequence[Hint]) -> RequestOptions:
+        """Options of the request. Hints that follow from other fields count where the client gives none by name."""
+        gives_none = self.cargohold_hints is None and hints_in(self.kv_transfer_params) is None
+        hints: Any = implied if gives_none and implied else self.cargohold_hints
+        params = self.kv_transfer_params
+        return {
+            "salt": client.salt(self.cache_salt),
+            "tenant": client.tenant,
+            "kv_transfer_params": params,
+            "hints": hints,
+        }
+
+    def outcomes(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """What became of the hints that the client has given by name, of the first answer; nothing if it has given none."""
+        if self.cargohold_hints is None:
+            return {}
+        return {"cargohold_hints": [asdict(outcome) for outcome in outputs[0].hint_outcomes]}
+
+
 class StreamOptions(BaseModel):
     """How a stream is written."""
 
@@ -101,7 +139,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class OpenAIBody(Body):
+class OpenAIBody(CachedBody):
     """What completions of text and of conversations have in common. Further fields than OpenAI's are those of vLLM."""
 
     model: str
@@ -117,8 +155,12 @@ class OpenAIBody(Body):
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
     priority: int = 0
-    cache_salt: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    def implied_hints(self) -> list[Hint]:
+        """What follows from OpenAI's own field: a prompt that is to be kept for a day is kept as long as hints may last."""
+        keeps = self.prompt_cache_retention == "24h"
+        return [Hint.retain(_DAY_S, action_id="prompt_cache_retention")] if keeps else []
 
     def sampling(self, max_tokens: int) -> list[SamplingParams]:
         """Sampling parameters, one per answer to one prompt.

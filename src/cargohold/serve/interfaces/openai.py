@@ -18,7 +18,7 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.desk import Hall, Job, Outputs, client_of, hall_of
+from cargohold.serve.desk import Hall, Job, Outputs, client_of, hall_of, trace_of
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
 from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
 from cargohold.serve.interfaces.bodies import Message, OpenAIBody, ToolChoice, offered_tools, tool_names
@@ -159,16 +159,15 @@ async def _answer(
 ) -> Response:
     client = client_of(request)
     options: RequestOptions = {
+        **body.options(client, body.implied_hints()),
         "priority": body.priority,
-        "salt": client.salt(body.cache_salt),
-        "kv_transfer_params": body.kv_transfer_params,
+        "trace_headers": trace_of(request),
     }
     request_id = f"{form.prefix}-{hall_of(request).desk.records.new_id()}"
     job = Job(request_id, request.url.path, client, prompts, sampling, options, body.stream)
     head = {"id": request_id, "created": int(time.time()), "model": body.model}
     if body.stream:
-        wants_usage = body.stream_options is not None and body.stream_options.include_usage
-        return await streamed(request, job, lambda outputs: _with_end(_events(outputs, form, head, job, wants_usage)))
+        return await streamed(request, job, lambda outputs: _with_end(_events(outputs, form, head, job, body)))
     outputs = await whole(request, job)
     choices = []
     for at, output in enumerate(outputs):
@@ -176,11 +175,11 @@ async def _answer(
         choices.append(form.choice(at, reader.read(output.text, finished=True), _finish_reason(output, reader)))
     usage = _usage([output.metrics for output in outputs], job)
     answer = {**head, "object": form.kind, "choices": choices, "usage": usage}
-    return json_response(answer | _transfer_params(outputs))
+    return json_response(answer | _transfer_params(outputs) | body.outcomes(outputs))
 
 
 async def _events(
-    outputs: Outputs, form: Form, head: dict[str, Any], job: Job, wants_usage: bool
+    outputs: Outputs, form: Form, head: dict[str, Any], job: Job, body: OpenAIBody
 ) -> AsyncGenerator[bytes]:
     head = {**head, "object": form.chunk_kind}
     last: dict[int, RequestOutput] = {}
@@ -196,9 +195,9 @@ async def _events(
         if output.finished:
             last[at] = output
     in_order = [last[at] for at in sorted(last)]
-    if params := _transfer_params(in_order):
-        yield _event({**head, "choices": [], **params})
-    if wants_usage:
+    if said := _transfer_params(in_order) | body.outcomes(in_order):
+        yield _event({**head, "choices": [], **said})
+    if body.stream_options is not None and body.stream_options.include_usage:
         yield _event({**head, "choices": [], "usage": _usage([output.metrics for output in in_order], job)})
 
 

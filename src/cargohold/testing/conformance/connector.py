@@ -17,7 +17,7 @@ import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.errors import ConfigError
-from cargohold.protocol import KVConnectorFactory, Stats, add_stats, is_level
+from cargohold.protocol import Hint, HintKind, KVConnectorFactory, Stats, add_stats, is_level
 from cargohold.testing.conformance.strict import (
     CodedExecutor,
     Failure,
@@ -191,6 +191,22 @@ class ConnectorConformance(ABC):
         report = engine.outputs["again"].cache_report
         assert sum(report.restored_tokens.values()) <= again.num_external_tokens
         assert all(report.notes), "an empty note explains nothing"
+
+    def test_each_hint_has_one_outcome_and_changes_no_token(self) -> None:
+        """Hints of every kind, with a request and without one, are answered once each; nothing else changes.
+
+        The guard turns a connector off that answers otherwise.
+        """
+        engine = self._engine(self.factory())
+        for number in (0, 1, 0, 2, 0):
+            hints = [Hint(kind=kind, ttl_s=1.0, lease="lease" if kind is HintKind.PIN else None) for kind in HintKind]
+            request = engine.add(f"request {len(engine.requests)}", self._prompt(number), OUTPUT_TOKENS, hints=hints)
+            assert [outcome.action_id for outcome in request.hint_outcomes] == [hint.action_id for hint in hints]
+            self._settle(engine)
+            expected = tokens_alone(self._prompt(number), OUTPUT_TOKENS, VOCAB_SIZE)
+            assert engine.tokens(request.request_id) == expected, "a hint changed a token"
+            engine.hint(self._prompt(number), None, hints)
+            self._settle(engine)
 
     def test_its_counters_add_up(self) -> None:
         """``get_stats`` gives changes since the last call: only those of levels may be negative, and no sum falls below 0."""

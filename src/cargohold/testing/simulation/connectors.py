@@ -268,6 +268,7 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
     eager = {
         "policy": options.get("eviction", random.choice(sorted(POLICIES))),
         "blocks_per_chunk": options.get("blocks_per_chunk", random.choice((1, 1, 2, 3))),
+        **{name: options[name] for name in ("hints", "quotas") if name in options},
         "store_generated": random.random() < 0.8,
     }
     return TierPlan(slots, None, {**common, **eager})

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
+from cargohold.blocks import extend_hashes, root_hash
 from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.config import SchedulerConfig
@@ -23,6 +24,7 @@ from cargohold.protocol import (
     KVCacheLayout,
     KVConnectorScheduler,
     KVEvent,
+    Prefix,
 )
 from cargohold.testing.simulation.fingerprints import PrefixChains
 from cargohold.testing.simulation.transfers import CopiesInFlight
@@ -218,6 +220,12 @@ class Replica(ABC):
         self.chains.forget(request_id)
         self._queue(request, hints)
         return request
+
+    def hint(self, prompt: Sequence[int], salt: str | None, hints: Sequence[Hint]) -> None:
+        """Give hints about a prefix to the connector."""
+        hashes: list[bytes] = []
+        extend_hashes(hashes, prompt, self._hash_block_tokens, root_hash(salt=salt))
+        self.scheduler.connector.on_hints(Prefix(hashes, prompt, len(prompt), salt, salt), hints)
 
     @abstractmethod
     def _queue(self, request: Request, hints: Sequence[Hint]) -> None:

@@ -21,6 +21,7 @@ from cargohold.testing.simulation.oracles import (
     CopyOracle,
     EventOracle,
     Expectation,
+    HintOracle,
     LimitOracle,
     LookUpOracle,
     Oracle,
@@ -39,7 +40,7 @@ from cargohold.testing.simulation.replica import (
     offloading_sides,
 )
 from cargohold.testing.simulation.scenario import Scenario
-from cargohold.testing.simulation.workloads import Abort, Action, Ask, Reset, Restart
+from cargohold.testing.simulation.workloads import Abort, Action, Ask, Reset, Restart, Tell
 from cargohold.testing.simulation.world import World
 from cargohold.tiers.scheduler_side import TieringManager
 
@@ -265,6 +266,8 @@ class Run:
                 if expected is not None:
                     expected.is_aborted = True
                     self._engine.abort(action.request_id)
+            case Tell():
+                self._engine.hint(action.prompt, action.salt, action.hints)
             case Reset():
                 self._is_reset_due = True
             case Restart():
@@ -293,6 +296,7 @@ class Run:
                 salt=ask.salt,
                 kv_transfer_params=ask.params,
                 stop_token_ids=() if ask.stop is None else (ask.stop,),
+                hints=ask.hints,
             )
         except RequestError:
             # Refused for its ``kv_transfer_params``, or because an earlier request's blocks are still being copied under its
@@ -395,6 +399,7 @@ class Run:
             TierOracle(engine, self._is_excused),
             LimitOracle(engine),
             LookUpOracle(engine),
+            HintOracle(engine),
             ContainmentOracle(engine, self._is_excused),
             *world.oracles(engine),
         ]

@@ -10,6 +10,7 @@ import numpy as np
 
 from cargohold.cache import OffloadKey, make_manager
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
+from cargohold.connector.offloading.config import limits_in_chunks
 from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.worker import TierWorker
@@ -193,7 +194,8 @@ class SimulatedTiering:
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side with an empty host memory."""
-        host = make_manager(self.config.policy, self.num_slots, record_events=True)
+        quotas = limits_in_chunks(self.config.quotas, self.num_slots, 1)
+        host = make_manager(self.config.policy, self.num_slots, record_events=True, quotas=quotas)
         self.transfers, self.queues = [], []
         side = scheduler_side(self.config, environment, host, self.options, make_stores=self._make_stores)
         assert isinstance(side.manager, TieringManager)

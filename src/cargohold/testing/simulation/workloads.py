@@ -9,10 +9,10 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from cargohold.connector.offloading.config import RESTORE_IF_FASTER
+from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig, TenantQuota
 from cargohold.connector.offloading.handoff import HANDOFF
 from cargohold.engine.core.roster import QueuePolicy
-from cargohold.protocol import AttentionKind
+from cargohold.protocol import AttentionKind, Hint, HintKind
 from cargohold.testing.simulation.clock import GroupPlan
 from cargohold.testing.simulation.engine import VOCAB_SIZE, root_of_salt
 from cargohold.testing.simulation.fingerprints import tokens_alone
@@ -32,6 +32,7 @@ class Ask:
         max_tokens: most tokens to generate.
         priority, salt, params: see ``Request``; ``params`` are its ``kv_transfer_params``.
         stop: a token that ends the answer; ``None`` for none.
+        hints: what its client says of its future.
     """
 
     at: float
@@ -42,6 +43,7 @@ class Ask:
     salt: str | None = None
     params: Mapping[str, Any] | None = None
     stop: int | None = None
+    hints: tuple[Hint, ...] = ()
 
     def answer(self) -> list[int]:
         """The tokens that the request generates when it has an engine to itself."""
@@ -51,7 +53,12 @@ class Ask:
     def __str__(self) -> str:
         wishes = "".join(
             f", {name}={value!r}"
-            for name, value in (("priority", self.priority), ("salt", self.salt), ("params", self.params))
+            for name, value in (
+                ("priority", self.priority),
+                ("salt", self.salt),
+                ("params", self.params),
+                ("hints", [hint.kind.value for hint in self.hints]),
+            )
             if value
         )
         return f"{self.request_id} arrives: {len(self.prompt)} tokens, {self.max_tokens} to generate{wishes}"
@@ -66,6 +73,20 @@ class Abort:
 
     def __str__(self) -> str:
         return f"{self.request_id} is aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Somebody gives hints about a prefix, without a request."""
+
+    at: float
+    prompt: Tokens
+    salt: str | None
+    hints: tuple[Hint, ...]
+
+    def __str__(self) -> str:
+        kinds = ", ".join(hint.kind for hint in self.hints)
+        return f"hints about {len(self.prompt)} tokens, salt={self.salt!r}: {kinds}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +109,7 @@ class Restart:
         return "the process dies and comes back"
 
 
-Action: TypeAlias = Ask | Abort | Reset | Restart
+Action: TypeAlias = Ask | Abort | Tell | Reset | Restart
 
 
 @dataclass(slots=True)
@@ -137,6 +158,10 @@ class Writer:
         self.actions += (Abort(again.at, ask.request_id), again)
         return again
 
+    def tell(self, prompt: Sequence[int], salt: str | None, hints: Sequence[Hint]) -> None:
+        """Write that hints are given now about a prefix."""
+        self.actions.append(Tell(self.now, tuple(prompt), salt, tuple(hints)))
+
     def reset(self) -> None:
         """Write that all caches are to be reset now."""
         self.actions.append(Reset(self.now))
@@ -151,7 +176,7 @@ def without_used_ids(actions: Sequence[Action]) -> tuple[Action, ...]:
     times_asked: Counter[str] = Counter()
     changed: list[Action] = []
     for action in actions:
-        if isinstance(action, Reset | Restart):
+        if isinstance(action, Tell | Reset | Restart):
             changed.append(action)
             continue
         times_asked[action.request_id] += isinstance(action, Ask)
@@ -439,12 +464,56 @@ def stops(load: Workload) -> None:
             writer.reset()
 
 
+def hints(load: Workload) -> None:
+    """Clients and routers give hints of every kind, also floods, contradictory and foreign ones; tenants have quotas."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(12, 40) for _ in range(random.randint(3, 8))]
+    num_slots = random.randint(8, 30)
+    load.options |= {
+        "num_spare_blocks": random.randint(0, 6),
+        "tier_slots": num_slots,
+        "hints": HintConfig(
+            pin_fraction=random.choice((0.1, 0.3, 0.6)),
+            retain_fraction=random.choice((0.2, 0.6)),
+            max_ttl_s=random.choice((1.0, 5.0, 60.0)),
+        ),
+        "quotas": random.choice(((), (TenantQuota(tenant="tenant a", reserved="40%", hard="70%"),))),
+    }
+    salts = (None, None, "tenant a", "tenant b")
+    for _ in range(random.randint(10, 40)):
+        writer.pause(1.0)
+        document = _cut(random.choice(documents), random) + writer.text(1, 4)
+        given = tuple(_hint(random) for _ in range(random.choice((0, 1, 1, 2, 8))))
+        writer.ask(document, random.randint(1, 6), salt=random.choice(salts), hints=given)
+        if random.random() < 0.5:
+            told = [_hint(random) for _ in range(random.choice((1, 1, 3)))]
+            writer.tell(random.choice(documents), random.choice(salts), told)
+        if random.random() < 0.02:
+            writer.reset()
+
+
+def _hint(random: Random) -> Hint:
+    kind = random.choice(tuple(HintKind))
+    first = random.randint(0, 20)
+    return Hint(
+        kind=kind,
+        start=first,
+        end=random.choice((None, None, first + random.randint(1, 30))),
+        priority=random.choice((0, 20, 50, 80, 100)),
+        ttl_s=random.choice((None, 0.05, 1.0, 100.0)),
+        lease=random.choice((None, "one", "two")) if kind in (HintKind.PIN, HintKind.RELEASE) else None,
+        to=random.choice((None, "lower", "nowhere")) if kind is HintKind.DEMOTE else None,
+        deadline_s=random.choice((None, 0.1, 2.0)),
+    )
+
+
 WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
     {
         write.__name__.replace("_", "-"): write
         for write in (
             small, shared_prefix, multi_turn, agents, aborts, retries, queues, preemption, tiny_pool, windows,
-            mixed_groups, recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance, stops,
+            mixed_groups, recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance,
+            stops, hints,
         )
     }
 )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager, StoreHandle
+from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager, StoreHandle, StoreOffer
 from cargohold.protocol import Clock
 from cargohold.tiers.port import JobKind
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
@@ -141,7 +141,7 @@ class Fetches:
         """Number of chunks pinned for fetches, counted once per fetch."""
         return sum(len(pins.keys) for fetch in self._live for pins in fetch.pins)
 
-    def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Fetch | None:
+    def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey], tenant: str | None = None) -> Fetch | None:
         """See ``LowerTiers.fetch``."""
         now = self._clock()
         fetch = Fetch(now, now + 2 * self._timeout_s, self._forget)
@@ -150,7 +150,7 @@ class Fetches:
         fetch.pins.append(self._host.prepare_load(kept))
         is_busy = False
         for chain in chains:
-            is_busy |= not self._reserve(chain, fetch)
+            is_busy |= not self._reserve(chain, fetch, tenant)
         # If nobody else uses slots, none becomes free while the request waits: its own chunks fill host memory.
         if is_busy and is_shared and not fetch.num_running:
             self._live.discard(fetch)
@@ -174,7 +174,7 @@ class Fetches:
             num_running = sum(task.owner is fetch for task in loads)
             assert fetch.num_running == num_running, "waits for a job that does not exist"
 
-    def _reserve(self, chain: Chain, fetch: Fetch) -> bool:
+    def _reserve(self, chain: Chain, fetch: Fetch, tenant: str | None) -> bool:
         """Reserve slots for a chain's leading chunks, and add the jobs that fill them. Mutates host memory and ``fetch``.
 
         Returns:
@@ -183,7 +183,7 @@ class Fetches:
         before = dict(zip(chain.keys, (chain.parent, *chain.keys), strict=False))
         for start in range(0, len(chain.keys), BATCH_CHUNKS):
             keys = chain.keys[start : start + BATCH_CHUNKS]
-            handle = self._host.prepare_store(keys, before[keys[0]])
+            handle = self._host.prepare_stores([StoreOffer(keys, before[keys[0]], tenant)])
             if not handle.keys:
                 handle.commit()
                 return not handle.deferred

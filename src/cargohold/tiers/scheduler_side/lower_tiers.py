@@ -235,14 +235,14 @@ class LowerTiers:
                 answers = zip(keys, tier.presence.last(keys), strict=True)
                 tier.presence.forget([key for key, is_there in answers if is_there is False])
 
-    def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey]) -> Fetch | None:
+    def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey], tenant: str | None = None) -> Fetch | None:
         """Fetch chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
 
         Returns:
             The fetch to wait for, and to release in the end; nothing is on its way for it if ``kept`` fill host memory.
             ``None`` if there is no slot as long as others use them, and then nothing is pinned.
         """
-        return self._fetches.begin(chains, kept)
+        return self._fetches.begin(chains, kept, tenant)
 
     def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Learn that host memory has new chunks: they are to be written down."""

@@ -28,12 +28,14 @@ class Wanted(NamedTuple):
         num_tokens: number of tokens of the prompt.
         num_computed_tokens: number of leading tokens that are on the device, so that nobody needs them.
         limit_tokens: maximum number of leading tokens that are wanted, computed tokens included.
+        tenant: whose chunks they will be in host memory, for quotas.
     """
 
     keys: Sequence[ChunkKeys]
     num_tokens: int
     num_computed_tokens: int
     limit_tokens: int
+    tenant: str | None = None
 
     def needed(self, keys: ChunkKeys, num_hit_tokens: int) -> range:
         """Return the numbers of the chunks of one group that a hit of so many tokens needs: of windows, the last ones."""

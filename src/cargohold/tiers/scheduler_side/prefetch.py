@@ -109,6 +109,7 @@ class Waiting:
     Attributes:
         wanted: what is wanted, as of the last look-up.
         notes: takes lines for whoever waits.
+        planner: decides what is worth fetching.
         begun_at: time at which it began.
         limit_s: seconds that it may take.
         excuse: what to note if it ends because its time is up.
@@ -128,6 +129,7 @@ class Waiting:
 
     wanted: Wanted
     notes: Notes
+    planner: Planner
     begun_at: float
     limit_s: float
     excuse: str
@@ -222,6 +224,7 @@ class Prefetcher:
         self._lower = lower
         self._clock = lower.clock
         self._planner = Planner(host, lower, pace if only_if_faster else None)
+        self._ahead_planner = Planner(host, lower, None)
         self._max_num_seqs = environment.max_num_seqs
         # How many requests the engine can admit before the next step, and how many it has asked for.
         self._num_places = environment.max_num_seqs
@@ -241,7 +244,13 @@ class Prefetcher:
         return self._lower.namespace
 
     def begin(
-        self, wanted: Wanted, notes: Notes, num_announced: int = 0, on_ask: Callable[[], None] = _tell_nobody
+        self,
+        wanted: Wanted,
+        notes: Notes,
+        num_announced: int = 0,
+        on_ask: Callable[[], None] = _tell_nobody,
+        *,
+        is_ahead: bool = False,
     ) -> Waiting:
         """Begin to wait for chunks that lower tiers may have. The wait may be over at once.
 
@@ -250,11 +259,12 @@ class Prefetcher:
             notes: takes lines for whoever waits.
             num_announced: number of leading tokens whose chunks will come if they are not there yet.
             on_ask: called before tiers are asked for its chunks, or chunks are fetched.
+            is_ahead: whether no request waits for it yet, so that it does not matter whether computing is faster.
         """
         timeout_s = self._lower.config.restore_timeout_s
         excuse = f"lower tiers took longer than {timeout_s:g} s"
-        now = self._clock()
-        waiting = Waiting(wanted, notes, now, timeout_s, excuse, num_announced=num_announced, on_ask=on_ask)
+        planner, now = self._ahead_planner if is_ahead else self._planner, self._clock()
+        waiting = Waiting(wanted, notes, planner, now, timeout_s, excuse, num_announced=num_announced, on_ask=on_ask)
         for tier in self._lower.tiers:
             if tier.trouble:
                 notes.append(tier.trouble)
@@ -342,10 +352,10 @@ class Prefetcher:
     def _decide(self, waiting: Waiting) -> None:
         """Ask the tiers further, or fetch what they have, or wait no more: by what is known now."""
         wanted, unknown = waiting.wanted, list[OffloadKey]()
-        hit = self._planner.deep_hit(wanted, wanted.limit_tokens, unknown, waiting.skipped)
+        hit = waiting.planner.deep_hit(wanted, wanted.limit_tokens, unknown, waiting.skipped)
         if self._skip_slow(waiting, len(unknown)):
             unknown.clear()
-            hit = self._planner.deep_hit(wanted, wanted.limit_tokens, unknown, waiting.skipped)
+            hit = waiting.planner.deep_hit(wanted, wanted.limit_tokens, unknown, waiting.skipped)
         if hit.undecided:
             waiting.on_ask()
             self._ask(waiting, list(dict.fromkeys(unknown)))
@@ -355,7 +365,7 @@ class Prefetcher:
             return
         left_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, waiting.limit_s - waiting.waited_s)
         notes: list[str] = []
-        plan = self._planner.worth_while(wanted, hit.num_tokens, left_s, waiting.skipped, notes)
+        plan = waiting.planner.worth_while(wanted, hit.num_tokens, left_s, waiting.skipped, notes)
         for note in notes:
             waiting.notes.append(note)
         if plan.chains:
@@ -385,7 +395,7 @@ class Prefetcher:
         if not self._are_slots_taken and self._lower.may_hold_more:
             needed = waiting.wanted.needed_keys(plan.num_tokens)
             kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
-            waiting.fetch = self._lower.fetch(plan.chains, kept)
+            waiting.fetch = self._lower.fetch(plan.chains, kept, waiting.wanted.tenant)
         if waiting.phase is Phase.ASK:
             waiting.go(Event.FOUND)
         if waiting.fetch is None:
@@ -407,7 +417,7 @@ class Prefetcher:
         What a tier did lately says nothing of what it does when it hangs: until its jobs count as failed, each request would
         wait for ``restore_timeout_s``, even if it can be computed in a moment.
         """
-        compute_s = self._planner.compute_s(waiting.wanted, num_tokens)
+        compute_s = waiting.planner.compute_s(waiting.wanted, num_tokens)
         if compute_s is not None:
             waiting.is_limited = True
             left_s = MAX_COMPUTE_RATIO * compute_s
@@ -461,7 +471,7 @@ class Prefetcher:
             # A tier that has the first chunks may have all, and so may one for which they were announced.
             part = 1.0 if num_found or waiting.num_announced else tier.look_up_gain.expected
             ask_s = tier.look_up_s(num_unknown, num_found, part)
-            compute_s = self._planner.compute_s(waiting.wanted, waiting.wanted.limit_tokens)
+            compute_s = waiting.planner.compute_s(waiting.wanted, waiting.wanted.limit_tokens)
             if ask_s is not None and compute_s is not None and ask_s > part * compute_s:
                 waiting.skipped.add(at)
                 waiting.notes.append(

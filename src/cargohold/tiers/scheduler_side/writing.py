@@ -15,7 +15,7 @@ from cargohold.tiers.health import BreakerState
 from cargohold.tiers.port import Access, JobKind
 from cargohold.tiers.scheduler_side.fetches import BATCH_CHUNKS
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
-from cargohold.tiers.scheduler_side.tier_state import ANSWERS_PER_SLOT, MAX_ANSWERS, TierState
+from cargohold.tiers.scheduler_side.tier_state import ANSWERS_PER_SLOT, MAX_ANSWERS, TierState, parents_in
 
 LOOK_AFTER_S: Final = 600.0
 """A tier that has said nothing of a chunk in use for so many seconds is asked for it; it is written again if it is gone."""
@@ -178,11 +178,10 @@ class Writes:
         """Learn that a request uses ``keys``, in prefix order, of which host memory has ``ready``."""
         if self._options.write_mode is WriteMode.BACK:
             self.backlog.postpone(keys)
-        parents = dict(zip(keys, (None, *keys), strict=False))
         if self._options.admission is Admission.REUSED:
-            self.backlog.add(self._wanted(ready), parents)
+            self.backlog.add(self._wanted(ready), parents_in(keys))
         if self.tier.is_readable:
-            self._touch(ready, parents)
+            self._touch(ready, keys)
 
     def clear(self) -> None:
         """Forget what is to be written, for a reset or because the tier is off."""
@@ -291,7 +290,7 @@ class Writes:
 
     # --- upkeep -------------------------------------------------------------------------------------------------------
 
-    def _touch(self, ready: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+    def _touch(self, ready: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         """Tell the tier of the use of chunks that host memory gives back, and ask whether it has them still.
 
         A tier sees nothing of their use otherwise, and would evict them. It is told of all that it is thought to have: if
@@ -300,7 +299,10 @@ class Writes:
         waits for the answers, and requests that wait for others should not stand behind thousands of these.
         """
         presence, options = self.tier.presence, self._options
-        idle = [key for key in ready if not self.is_busy_with(key)]
+        idle = ready
+        for busy in (self.touching, self.tier.probing, self._writing, self.backlog):
+            if busy:  # seldom; a prompt has thousands of chunks
+                idle = [key for key in idle if key not in busy]
         told = presence.not_heard_of(idle, LOOK_AFTER_S) if options.write_mode is WriteMode.THROUGH else []
         if options.num_asked_at_once is not None:
             told = [] if self.touching else told[: options.num_asked_at_once]
@@ -309,7 +311,10 @@ class Writes:
             if presence.not_heard_of(known, TOUCH_S):
                 also = {*known, *told}
                 told = [key for key in idle if key in also]
+        if not told:
+            return
         self.touching.update(told)
+        parents = parents_in(keys)
         for part in reversed(self.tier.parts(told)):
             task = TierTask(JobKind.TOUCH, self._at, part, self._end_touch, [parents[key] for key in part])
             self._tasks.want(task)

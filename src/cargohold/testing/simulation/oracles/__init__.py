@@ -2,6 +2,7 @@
 
 from cargohold.testing.simulation.oracles.base import Oracle, OracleError
 from cargohold.testing.simulation.oracles.blocks import CopyOracle, EventOracle, Index, PoolOracle
+from cargohold.testing.simulation.oracles.hints import HintOracle
 from cargohold.testing.simulation.oracles.requests import (
     ContainmentOracle,
     Expectation,
@@ -17,6 +18,7 @@ __all__ = [
     "CopyOracle",
     "EventOracle",
     "Expectation",
+    "HintOracle",
     "Index",
     "LimitOracle",
     "LookUpOracle",

@@ -1,0 +1,1 @@
+"""Examples for users; the tests use some of their parts."""

@@ -1,0 +1,187 @@
+"""The page for engines that run elsewhere, this server's or vLLM with the connector, from their ``/metrics``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import Any, Final
+
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from cargohold.serve import page
+from cargohold.serve.cache import Vessel
+from cargohold.serve.errors import ApiError, error_response, json_response
+from cargohold.serve.records import BUCKET_S, MAX_BUCKETS, Bucket, Moved
+from cargohold.serve.scrapes import Labels, Scrape, scrape, tiers_of
+from cargohold.serve.server import listening
+from cargohold.serve.settings import ServeConfig
+
+_TTFT: Final = "cargohold_time_to_first_token_seconds"
+_SINCE: Final = "cargohold_outage_since_timestamp_seconds"
+_RETRY: Final = "cargohold_outage_retry_timestamp_seconds"
+
+Ask = Callable[[str], Scrape]
+
+
+class Engine:
+    """One engine, as its metrics tell.
+
+    Args:
+        name: what people call it.
+        url: of its metrics.
+        ask: asks it.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, name: str, url: str, ask: Ask = scrape, clock: Callable[[], float] = time.time) -> None:
+        self.name = name
+        self._url = url
+        self._ask = ask
+        self._clock = clock
+        self._now: Scrape | None = None
+        self._history: deque[Bucket] = deque(maxlen=MAX_BUCKETS)
+
+    def look(self) -> None:
+        """Ask it. What has happened since the last look is added to its history."""
+        before, self._now = self._now, self._ask(self._url)
+        if before is None or before.error or self._now.error:
+            return
+        start = self._clock() // BUCKET_S * BUCKET_S
+        if not self._history or start > self._history[-1].start:
+            self._history.append(Bucket(start))
+        _add(self._history[-1], self._now.since(before))
+
+    @property
+    def state(self) -> str:
+        """How it is, in a word or two."""
+        if self._now is None:
+            return "connecting"
+        if self._now.error:
+            return f"not reachable: {self._now.error}"
+        return "serving" if self._now.samples.get("cargohold_up", {Labels(): 1.0}).get(Labels()) else "not serving"
+
+    def as_json(self) -> dict[str, Any]:
+        """What the page shows of it, as ``/cache`` of a server says it. Single requests are not known."""
+        now, since_start = self._now or Scrape(0.0), Bucket(0.0)
+        _add(since_start, now)
+        outages = [(dict(labels), since, labels) for labels, since in now.samples.get(_SINCE, {}).items() if since]
+        lines = [
+            {"time": since, "level": "WARNING", "text": f"tier {of.get('tier')}: {of.get('what')}: {of.get('reason')}"}
+            for of, since, _ in outages
+        ]
+        out = Counter(of.get("tier", "") for of, _, _ in outages)
+        off = {of.get("tier", "") for of, _, labels in outages if labels not in now.samples.get(_RETRY, {})}
+        return {
+            "state": self.state,
+            "now": self._clock(),
+            "model": self.name,
+            "tiers": [asdict(_vessel(now, tier, out[tier], tier in off)) for tier in tiers_of(now)],
+            "engine": _requests(now),
+            "requests": None,
+            "history": [bucket.as_json() for bucket in self._history],
+            "totals": since_start.as_json(),
+            "log": lines,
+        }
+
+
+def _add(bucket: Bucket, grown: Scrape) -> None:
+    """Count what has happened."""
+    for tier, tokens in grown.by("cargohold_prompt_tokens_total", "tier").items():
+        bucket.tokens[tier] += int(tokens)
+    sums, counts = grown.by(f"{_TTFT}_sum", "cache"), grown.by(f"{_TTFT}_count", "cache")
+    bucket.num_hits += int(counts.get("hit", 0))
+    bucket.num_misses += int(counts.get("miss", 0))
+    bucket.hit_ttft_s += sums.get("hit", 0)
+    bucket.miss_ttft_s += sums.get("miss", 0)
+    moved = _moved(grown)
+    bucket.moved += Moved(
+        up_bytes=sum(value for (tier, way), value in moved.items() if way == "out" and tier != "device"),
+        down_bytes=sum(value for (tier, way), value in moved.items() if way == "in" and tier != "device"),
+        evicted_chunks=sum(grown.by("cargohold_removed_chunks_total", "tier").values()),
+    )
+
+
+def _moved(scraped: Scrape) -> dict[tuple[str, str], float]:
+    """Bytes by tier and direction."""
+    series = scraped.samples.get("cargohold_moved_bytes_total", {})
+    return {
+        (dict(labels).get("tier", ""), dict(labels).get("direction", "")): value for labels, value in series.items()
+    }
+
+
+def _vessel(now: Scrape, tier: str, num_out: int, is_off: bool) -> Vessel:
+    moved = _moved(now)
+    return Vessel(
+        tier,
+        now.by("cargohold_tier_ready_bytes", "tier").get(tier, 0),
+        now.by("cargohold_tier_capacity_bytes", "tier").get(tier),
+        used_bytes=now.by("cargohold_tier_pinned_bytes", "tier").get(tier, 0) if tier == "device" else None,
+        in_bytes=moved.get((tier, "in"), 0),
+        out_bytes=moved.get((tier, "out"), 0),
+        evicted_chunks=now.by("cargohold_removed_chunks_total", "tier").get(tier),
+        suspended=num_out,
+        is_off=is_off,
+    )
+
+
+def _requests(now: Scrape) -> dict[str, Any]:
+    states = now.by("cargohold_engine_requests", "state")
+    return {
+        "running": states.get("running", now.total("vllm:num_requests_running")),
+        "waiting": states.get("waiting", now.total("vllm:num_requests_waiting")),
+        "loading": states.get("loading", 0),
+        "refused": now.total("cargohold_refused_requests_total"),
+        "connector_error": None,
+    }
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+def make_dashboard(engines: Sequence[Engine], interval_s: float) -> FastAPI:
+    """An application that shows engines, and looks at them every ``interval_s`` seconds."""
+
+    @asynccontextmanager
+    async def looking(_app: FastAPI) -> AsyncGenerator[None]:
+        tasks = [asyncio.create_task(_look_on(engine, interval_s)) for engine in engines]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    async def cache(request: Request) -> Response:
+        which = request.query_params.get("engine", "0")
+        if not which.isdecimal() or int(which) >= len(engines):
+            message = f"there are engines 0 to {len(engines) - 1}"
+            return error_response(request.url.path, ApiError(HTTPStatus.NOT_FOUND, message, param="engine"))
+        names = [{"name": engine.name, "state": engine.state} for engine in engines]
+        return json_response({**engines[int(which)].as_json(), "engines": names})
+
+    app = FastAPI(title="Cargohold", docs_url=None, redoc_url=None, lifespan=looking)
+    app.add_api_route("/cache", cache, methods=["GET"])
+    app.include_router(page.router)
+    return app
+
+
+async def _look_on(engine: Engine, interval_s: float) -> None:
+    while True:
+        await asyncio.to_thread(engine.look)
+        await asyncio.sleep(interval_s)
+
+
+def serve_dashboard(
+    engines: Sequence[Engine], config: ServeConfig, interval_s: float, say: Callable[[str], object]
+) -> None:
+    """Show engines until Ctrl-C or SIGTERM. Raises ``ConfigError`` if the address is taken; ``say`` is told where it is."""
+    with listening(config) as listener:
+        host, port = listener.getsockname()[:2]
+        say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        app = make_dashboard(engines, interval_s)
+        uvicorn.Server(uvicorn.Config(app, http="h11", ws="none", log_level="error", access_log=False)).run([listener])

@@ -1,0 +1,140 @@
+"""``cargohold doctor`` says what is there, and what to set."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import resource
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cargohold.cli import doctor
+from cargohold.cli.doctor import Level, check_disk
+from cargohold.errors import TierError
+from tests.command import Command
+
+
+def findings(cargohold: Command, *args: str) -> dict[str, list[dict[str, str]]]:
+    result = cargohold("doctor", "--json", *args)
+    assert result.status == 0, result.err
+    by_area: dict[str, list[dict[str, str]]] = {}
+    for finding in json.loads(result.out):
+        by_area.setdefault(finding["area"], []).append(finding)
+    return by_area
+
+
+def test_it_speaks_of_all_that_matters(cargohold: Command, tmp_path: Path) -> None:
+    areas = findings(cargohold, "--disk", str(tmp_path))
+    assert {
+        "system",
+        "memory",
+        "PyTorch",
+        "GPU",
+        "pinned memory",
+        "open files",
+        "disk",
+        "vLLM",
+        "extras",
+    } <= areas.keys()
+    (disk,) = areas["disk"]
+    assert disk["level"] == "ok" and "GB/s" in disk["found"], disk
+    assert list(tmp_path.iterdir()) == [], "what was written to measure is gone"
+
+
+def test_for_people_it_is_a_table(cargohold: Command, tmp_path: Path) -> None:
+    result = cargohold("doctor", "--quick", "--disk", str(tmp_path))
+    assert result.status == 0
+    assert "PyTorch" in result.out and str(tmp_path) in result.out and "GB/s" not in result.out
+
+
+def test_a_directory_that_is_not_there_yet_is_judged_by_the_one_around_it(tmp_path: Path) -> None:
+    speeds = {tmp_path: (2e9, 1e9)}
+    finding = check_disk(tmp_path / "not" / "there", measure=speeds.__getitem__)
+    assert finding.level is Level.OK and "writes 2.00 GB/s and reads 1.00 GB/s" in finding.found
+    assert not (tmp_path / "not").exists()
+
+
+def test_a_file_is_no_place_for_a_disk_tier(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert check_disk(tmp_path / "file" / "kv", measure=None).level is Level.SET
+
+
+def test_a_directory_that_everybody_may_write_to_is_not_private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    finding = check_disk(tmp_path, measure=None)
+    assert finding.level is Level.SET and "chmod" in finding.advice
+
+
+def test_a_disk_that_fails_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
+    def fail(place: Path) -> tuple[float, float]:
+        raise TierError("disk", "Input/output error")
+
+    finding = check_disk(tmp_path, measure=fail)
+    assert finding.level is Level.SET and "Input/output error" in finding.advice
+
+
+def test_without_torch_it_says_so_and_goes_on(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_torch(name: str, *args: Any, **options: Any) -> Any:
+        if name == "torch":
+            raise ImportError("No module named 'torch'")
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_torch)
+    areas = findings(cargohold, "--quick")
+    assert areas["PyTorch"][0]["level"] == "set" and "No module named 'torch'" in areas["PyTorch"][0]["found"]
+    assert "GPU" not in areas and "disk" in areas
+
+
+def test_low_limits_come_with_the_command_that_raises_them(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_MEMLOCK: (8 << 20, 8 << 20), resource.RLIMIT_NOFILE: (256, 65536)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    areas = findings(cargohold, "--quick")
+    assert "ulimit -l unlimited" in areas["pinned memory"][0]["advice"]
+    assert areas["open files"][0]["level"] == "set" and "ulimit -n 65536" in areas["open files"][0]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("release", "level"), [("0.32.0", "ok"), ("0.28.1", "ok"), ("0.27.3", "note"), ("1.0.0", "note")]
+)
+def test_the_version_of_vllm_is_compared_with_the_tested_ones(
+    release: str, level: str, cargohold: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"vllm": release}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    first, *others = findings(cargohold, "--quick")["vLLM"]
+    assert (first["found"], first["level"]) == (f"vllm {release}", level)
+    assert [finding["found"] for finding in others] == ["does not know CargoholdConnector"]
+
+
+def test_extras_that_are_missing_or_too_old_are_named(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["numpy>=2", 'redis>=6.0; extra == "redis"', 'pyzmq>=26; extra == "events"', 'ray>=2.40; extra == "ray"']
+    monkeypatch.setattr(doctor, "requires", lambda name: needs)
+    monkeypatch.setattr(doctor, "_version", {"redis": "7.0", "ray": "2.1"}.get)
+    said = {finding["found"]: finding["level"] for finding in findings(cargohold, "--quick")["extras"]}
+    assert said == {"redis: redis": "ok", "ray: ray 2.1 is not >=2.40": "set", "not installed: events": "note"}
+
+
+def test_a_source_tree_that_is_not_installed_is_no_error(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "requires", not_installed)
+    assert findings(cargohold, "--quick")["extras"][0]["level"] == "note"
+
+
+def test_a_gpu_that_torch_can_use_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch  # noqa: PLC0415  # tests of the command line itself run without it
+
+    facts = SimpleNamespace(name="Some GPU", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: facts)
+    gpus = [finding.found for finding in doctor._torch() if finding.area == "GPU"]
+    assert [gpu.partition(",")[0] for gpu in gpus] == ["0: Some GPU", "1: Some GPU"]

@@ -1,0 +1,117 @@
+"""Prefetches that hints ask for, in a simulated engine with tiers below host memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from cargohold.blocks import READY, extend_hashes, root_hash
+from cargohold.connector.offloading import HintConfig, TenantQuota
+from cargohold.protocol import Hint, HintEnd, HintOutcome, HintStatus, Prefix
+from cargohold.testing.simulation import SimulatedEngine, VirtualClock
+from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers import JobKind
+from tests.connector.common import prompt
+from tests.connector.offloading import keys_of
+from tests.connector.tiering import finish, make_engine, restored, serve
+
+TOKENS = prompt(0, 44)
+
+
+def prefix(tokens: list[int], salt: str | None = None) -> Prefix:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, tokens, 4, root_hash(salt=salt))
+    return Prefix(hashes, tokens, len(tokens), salt, salt)
+
+
+def give(engine: SimulatedEngine, hint: Hint, tokens: list[int] = TOKENS, salt: str | None = None) -> HintOutcome:
+    (outcome,) = engine.scheduler.hint(prefix(tokens, salt), [hint])
+    return outcome
+
+
+def ends(engine: SimulatedEngine) -> list[HintEnd]:
+    return [event.end for event in engine.scheduler.connector.take_hint_events()]
+
+
+def restarted(tiering: SimulatedTiering) -> SimulatedEngine:
+    """An engine that finds the chunks of ``TOKENS`` on disk only."""
+    serve(make_engine(tiering), tiering, "first", TOKENS)
+    return make_engine(tiering)
+
+
+@pytest.mark.parametrize(("hint", "how"), [(Hint.prefetch(), [HintEnd.DONE]), (Hint.share(), [])])
+def test_a_prefetch_brings_chunks_up_before_the_request_comes(hint: Hint, how: list[HintEnd]) -> None:
+    tiering = SimulatedTiering(60)
+    engine = restarted(tiering)
+    outcome = give(engine, hint)
+    assert (outcome.status, outcome.num_tokens) == (HintStatus.DEFERRED, 44)
+    assert engine.scheduler.has_work(), "the engine goes on for it"
+    finish(engine, tiering)
+    assert list(tiering.manager.lookup(keys_of(TOKENS, 11))) == [READY] * 11
+    assert ends(engine) == how, "what is shared is retained until its time is over"
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LOAD, JobKind.PROBE})
+    engine.add("second", [*TOKENS, 5], 3)
+    for _ in range(30):
+        engine.step()
+    assert restored(engine, "second") == {"host": 44}, "nothing was waited for"
+    queue.held = frozenset()
+    finish(engine, tiering)
+
+
+def test_a_prefetch_of_what_nobody_has_fails_and_of_what_host_memory_has_is_done() -> None:
+    tiering = SimulatedTiering(60)
+    engine = restarted(tiering)
+    assert give(engine, Hint.prefetch(), prompt(7, 44)).status is HintStatus.DEFERRED
+    finish(engine, tiering)
+    assert ends(engine) == [HintEnd.FAILED]
+    give(engine, Hint.prefetch())
+    finish(engine, tiering)
+    assert give(engine, Hint.prefetch()).status is HintStatus.ACCEPTED
+    assert give(engine, Hint.prefetch(), prompt(0, 3)).status is HintStatus.MISSING
+
+
+def test_a_prefetch_that_a_tier_does_not_answer_ends_at_its_deadline() -> None:
+    tiering = SimulatedTiering(60)
+    engine = restarted(tiering)
+    (queue,) = tiering.all_queues()
+    queue.auto = False
+    assert give(engine, Hint.prefetch(deadline_s=2.0)).status is HintStatus.DEFERRED
+    assert isinstance(engine.clock, VirtualClock)
+    for _ in range(10):
+        engine.step()
+        engine.clock.advance(1.0)
+    assert ends(engine) == [HintEnd.FAILED]
+    queue.auto = True
+    finish(engine, tiering)
+
+
+def test_a_reset_voids_a_prefetch() -> None:
+    tiering = SimulatedTiering(60)
+    engine = restarted(tiering)
+    give(engine, Hint.prefetch())
+    assert engine.scheduler.reset_cache()
+    assert ends(engine) == [HintEnd.VOID]
+    finish(engine, tiering)
+    serve(engine, tiering, "again", TOKENS)
+    assert restored(engine, "again") == {}
+
+
+def test_prefetches_are_limited_and_tell_so() -> None:
+    tiering = SimulatedTiering(60, hints=HintConfig(retain_fraction=0.1))
+    engine = restarted(tiering)
+    outcome = give(engine, Hint.prefetch())
+    assert (outcome.status, outcome.num_tokens) == (HintStatus.CLIPPED, 24)
+    statuses = [give(engine, Hint.prefetch(), prompt(100 + at, 8)).status for at in range(70)]
+    assert statuses[-1] is HintStatus.REJECTED
+    finish(engine, tiering)
+
+
+def test_what_is_fetched_for_a_tenant_counts_for_that_tenant() -> None:
+    tiering = SimulatedTiering(60, quotas=[TenantQuota(tenant="ann", reserved="50%")])
+    engine = make_engine(tiering)
+    engine.add("first", TOKENS, 3, salt="ann")
+    finish(engine, tiering)
+    engine = make_engine(tiering)
+    give(engine, Hint.prefetch(), TOKENS, "ann")
+    finish(engine, tiering)
+    assert tiering.manager.usage() == {"others": 0, "ann": 11}

@@ -1,0 +1,213 @@
+"""What Dynamo's indexer makes of our events equals what the engine can find, at every quiet moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, takewhile
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from cargohold.blocks import READY, extend_hashes, root_hash
+from cargohold.cache.keys import offload_key
+from cargohold.engine.events import ZmqEventPublisher
+from cargohold.protocol import BlockRemoved, BlockStored
+from cargohold.testing.simulation import SimulatedEngine, VirtualClock
+from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers import JobStatus
+from tests.connector.common import evict_everything, prompt
+from tests.connector.tiering import make_engine
+from tests.routers.dynamo import Found, Indexer, needs_dynamo, running_indexer
+
+pytestmark = needs_dynamo
+zmq = pytest.importorskip("zmq", reason="publishing events needs the extra cargohold[events]")
+
+BLOCK_TOKENS = 4
+NUM_PROMPTS = 5
+LONGEST = 44
+_MARKS = count(1_000_000)
+_WORKERS = count(1)
+
+
+@pytest.fixture(scope="module")
+def indexer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Indexer]:
+    with running_indexer(tmp_path_factory.mktemp("dynamo") / "log") as indexer:
+        yield indexer
+
+
+class Replica:
+    """A simulated engine on tiers that outlive it, whose events the indexer follows, also over a restart.
+
+    Args:
+        indexer: the indexer.
+        blocks_per_chunk: blocks that are offloaded together.
+        wire: how events are written.
+    """
+
+    def __init__(self, indexer: Indexer, blocks_per_chunk: int, wire: str) -> None:
+        self.tiering = SimulatedTiering(24, blocks_per_chunk=blocks_per_chunk)
+        self.worker = next(_WORKERS)
+        self.indexer = indexer
+        self._wire = wire
+        self.blocks_per_chunk = blocks_per_chunk
+        self.endpoints = ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+        self.start()
+        self.endpoints = (self.publisher.endpoint, self.publisher.replay_endpoint or "")
+        indexer.register(self.worker, *self.endpoints, BLOCK_TOKENS)
+
+    def start(self) -> None:
+        """Start the engine."""
+        self.engine: SimulatedEngine = make_engine(self.tiering, num_blocks=40, emit_events=True)
+        self.publisher = ZmqEventPublisher(
+            self.endpoints[0], self.engine.layout.groups, replay_endpoint=self.endpoints[1], wire=self._wire
+        )
+
+    def restart(self) -> None:
+        """Lose device and host memory."""
+        self.publisher.close()
+        self.start()
+
+    def stop(self) -> None:
+        """End the engine for good."""
+        self.indexer.forget(self.worker)
+        self.publisher.close()
+
+    def settle(self) -> None:
+        """Let all work end."""
+        self.engine.run()
+        self.tiering.manager.check()
+
+    def tell(self) -> None:
+        """Publish what has happened, until the indexer knows it: marks in the same stream show how far it is."""
+        self.publisher.publish(self.engine.scheduler.take_events())
+        for _ in range(300):
+            token = next(_MARKS)
+            block_hash = token.to_bytes(32, "big")
+            tokens = (token,) * BLOCK_TOKENS
+            self.publisher.publish([BlockStored((block_hash,), None, tokens, BLOCK_TOKENS, 0, "GPU", extra_keys=((),))])
+            is_heard = self.indexer.find(tokens, self.worker).device > 0
+            self.publisher.publish([BlockRemoved((block_hash,), 0, "GPU")])
+            if is_heard:
+                return
+        pytest.fail("the indexer hears nothing")
+
+    def can_find(self, token_ids: list[int]) -> Found:
+        """How many leading tokens the engine itself can find: on the device, then in host memory, then on disk."""
+        hashes: list[bytes] = []
+        extend_hashes(hashes, token_ids, BLOCK_TOKENS, root_hash())
+        pool, per_chunk = self.engine.scheduler.kv.pool, self.blocks_per_chunk
+        on_device = {pool.get_block(block_id).block_hash for block_id in range(1, pool.num_blocks)}
+        num_device = len(list(takewhile(on_device.__contains__, hashes)))
+        keys = [offload_key(hashes[end - 1], 0) for end in range(per_chunk, len(hashes) + 1, per_chunk)]
+        in_host = [state == READY for state in self.tiering.manager.lookup(keys)]
+        (disk,) = self.tiering.lower.tiers
+        on_disk = [disk.is_readable and bool(is_there) for is_there in disk.presence.last(keys)]
+        num_host = _run(in_host, num_device, per_chunk)
+        num_disk = _run(on_disk, num_host, per_chunk)
+        return Found(num_device * BLOCK_TOKENS, num_host * BLOCK_TOKENS, num_disk * BLOCK_TOKENS)
+
+
+def _run(chunks: list[bool], first: int, per_chunk: int) -> int:
+    """The number of the block before which all from ``first`` on are in chunks that are there."""
+    while first // per_chunk < len(chunks) and chunks[first // per_chunk]:
+        first = (first // per_chunk + 1) * per_chunk
+    return first
+
+
+def compare(replica: Replica, indexer: Indexer) -> None:
+    """Ask for every prompt. Of chunks of several blocks, it may find a part that cannot be loaded alone."""
+    replica.settle()
+    replica.tell()
+    for seed in range(NUM_PROMPTS):
+        tokens = prompt(seed, LONGEST)
+        found, expected = indexer.find(tokens, replica.worker), replica.can_find(tokens)
+        too_many = [count - right for count, right in zip(found, expected, strict=True)]
+        allowed = BLOCK_TOKENS * (replica.blocks_per_chunk - 1)
+        assert too_many[0] == 0 and 0 <= min(too_many) <= max(too_many) <= allowed, (seed, found, expected)
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@settings(max_examples=25, phases=(Phase.explicit, Phase.generate))  # each example takes a second: none is made smaller
+@given(data=st.data())
+def test_it_finds_what_the_engine_can_find(indexer: Indexer, blocks_per_chunk: int, data: st.DataObject) -> None:
+    """Traffic with evictions, aborts, failures of the disk, restarts and resets."""
+    replica = Replica(indexer, blocks_per_chunk, "map")
+    try:
+        for at in range(data.draw(st.integers(2, 8))):
+            tokens = prompt(data.draw(st.integers(0, NUM_PROMPTS - 1)), data.draw(st.integers(1, LONGEST)))
+            replica.engine.add(f"r{at}", tokens, 3, salt=data.draw(st.sampled_from((None, None, "mine"))))
+            for _ in range(data.draw(st.integers(0, 4))):
+                if replica.engine.scheduler.has_work():
+                    replica.engine.step()
+            what = data.draw(st.sampled_from(("nothing", "abort", "evict", "reset", "restart", "fail", "lose disk")))
+            disturb(replica, what, f"r{at}")
+            if data.draw(st.booleans()):
+                compare(replica, indexer)
+        compare(replica, indexer)
+    finally:
+        replica.stop()
+
+
+def disturb(replica: Replica, what: str, request_id: str) -> None:
+    """Let something happen to a replica."""
+    (queue,) = replica.tiering.all_queues()
+    match what:
+        case "abort":
+            replica.engine.abort(request_id)
+        case "evict":
+            replica.settle()
+            evict_everything(replica.engine)
+        case "reset":
+            replica.settle()
+            assert replica.engine.scheduler.reset_cache()
+        case "restart":
+            replica.settle()
+            replica.restart()
+        case "fail":
+            for job in list(queue.pending):
+                queue.complete(job, JobStatus.FAILED)
+        case "lose disk":  # it is suspended; until the next engine, nobody can load from it
+            replica.tiering.media[0][0].is_gone = True
+            for at in range(4):
+                replica.engine.add(f"{request_id} {at}", prompt(100 + at, 16), 1)
+                replica.settle()
+                assert isinstance(replica.engine.clock, VirtualClock)
+            compare(replica, replica.indexer)
+            replica.tiering.media[0][0].is_gone = False
+            replica.restart()
+
+
+def test_a_disk_is_found_when_the_device_has_lost_what_it_had(indexer: Indexer) -> None:
+    """That host memory and disk are really compared: all three have something of a prompt."""
+    replica = Replica(indexer, 1, "map")
+    try:
+        replica.engine.add("long", prompt(0, LONGEST), 1)
+        replica.settle()
+        evict_everything(replica.engine)
+        for at in range(1, 4):
+            replica.engine.add(f"r{at}", prompt(at, 36), 1)
+            replica.settle()
+        evict_everything(replica.engine)
+        replica.engine.add("again", prompt(0, 12), 1)
+        compare(replica, indexer)
+        found = indexer.find(prompt(0, LONGEST), replica.worker)
+        assert 0 < found.device < found.disk == LONGEST
+        replica.restart()
+        compare(replica, indexer)
+        assert indexer.find(prompt(0, LONGEST), replica.worker) == Found(0, 0, 0), "nobody has asked for it yet"
+        replica.engine.add("after", prompt(0, LONGEST), 1)
+        compare(replica, indexer)
+        assert indexer.find(prompt(0, LONGEST), replica.worker).device == LONGEST
+    finally:
+        replica.stop()
+
+
+def test_events_as_lists_of_values_are_read_as_well(indexer: Indexer) -> None:
+    replica = Replica(indexer, 2, "array")
+    try:
+        replica.engine.add("r", prompt(0, LONGEST), 1)
+        compare(replica, indexer)
+        assert indexer.find(prompt(0, LONGEST), replica.worker).device == LONGEST
+    finally:
+        replica.stop()

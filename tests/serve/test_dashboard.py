@@ -1,0 +1,172 @@
+"""The page for engines that run elsewhere: of a server what its own page shows, of vLLM what its metrics tell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+import pytest
+import uvicorn
+
+from cargohold import DiskTierConfig, OffloadConfig
+from cargohold.serve.dashboard import Engine, make_dashboard
+from cargohold.serve.scrapes import Scrape, metrics_url
+from cargohold.serve.server import Server, listening
+from cargohold.serve.settings import ServeConfig
+from tests.serve.running import call, running, wait_until
+from tests.serve.test_page import browsing, in_a_browser
+
+TEXT = "The ship sails on. " * 40
+OF_VLLM = """
+vllm:num_requests_running{engine="0",model_name="m"} 3
+vllm:num_requests_waiting{engine="0",model_name="m"} 2
+cargohold_prompt_tokens_total{engine="0",model_name="m",tier="host"} 300
+cargohold_prompt_tokens_total{engine="0",model_name="m",tier="computed"} 100
+cargohold_tier_ready_bytes{engine="0",model_name="m",tier="host"} 1000
+cargohold_tier_capacity_bytes{engine="0",model_name="m",tier="host"} 4000
+cargohold_tier_ready_bytes{engine="0",model_name="m",tier="disk"} 500
+cargohold_moved_bytes_total{direction="in",engine="0",model_name="m",tier="host"} 700
+cargohold_moved_bytes_total{direction="out",engine="0",model_name="m",tier="host"} 200
+cargohold_removed_chunks_total{engine="0",model_name="m",tier="host"} 5
+cargohold_outage_since_timestamp_seconds{engine="0",model_name="m",tier="disk",what="writes",reason="it is full"} 1000
+cargohold_outage_retry_timestamp_seconds{engine="0",model_name="m",tier="disk",what="writes",reason="it is full"} 1060
+"""
+
+
+@pytest.fixture(scope="module")
+def tiered(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    disk = DiskTierConfig(directory=tmp_path_factory.mktemp("disk"), max_bytes="64MiB", reserve_bytes=0)
+    offload = OffloadConfig(host_bytes="1MiB", tiers=[disk], restore="always")
+    with running(chat_model, offload=offload, num_device_blocks=30, max_model_len=350) as server:
+        ask(server, "First. ", "Second. ", "First. ")
+        yield server
+
+
+def ask(server: Server, *starts: str) -> None:
+    for start in starts:
+        body = {"model": "chat", "prompt": start + TEXT, "max_tokens": 2, "temperature": 0}
+        assert call(server, "/v1/completions", body).status == 200
+
+
+def settled(server: Server) -> Any:
+    """What the server shows of itself, once nothing moves any more."""
+    seen: list[Any] = []
+
+    def is_settled() -> bool:
+        seen.append(call(server, "/cache").json)
+        return len(seen) > 1 and seen[-1]["tiers"] == seen[-2]["tiers"]
+
+    wait_until(is_settled)
+    return seen[-1]
+
+
+def test_a_server_looks_as_on_its_own_page(tiered: Server) -> None:
+    engine = Engine("one", metrics_url(tiered.url))
+    assert engine.state == "connecting"
+    engine.look()
+    ask(tiered, "Third. ", "First. ")
+    own = settled(tiered)
+    engine.look()
+    shown = engine.as_json()
+    assert (shown["state"], shown["requests"], shown["log"]) == ("serving", None, [])
+    for here, there in zip(shown["tiers"], own["tiers"], strict=True):
+        assert here["name"] == there["name"]
+        for what in ("held_bytes", "capacity_bytes", "in_bytes", "out_bytes", "suspended"):
+            assert here[what] == there[what], (here["name"], what)
+    tokens = [request["prompt_tokens"] for request in own["requests"]]
+    assert sum(shown["totals"]["tokens"].values()) == sum(tokens)
+    assert sum(sum(bucket["tokens"].values()) for bucket in shown["history"]) == sum(tokens[:2])  # since the first look
+    assert sum(bucket["hit_requests"] + bucket["miss_requests"] for bucket in shown["history"]) == 2
+
+
+def test_vllm_with_the_connector_is_understood() -> None:
+    texts = iter([OF_VLLM.replace("300", "100"), OF_VLLM])
+    engine = Engine("vllm", "", lambda _: Scrape.parse(0.0, next(texts)), clock=lambda: 1001.0)
+    engine.look()
+    engine.look()
+    shown = engine.as_json()
+    assert shown["engine"]["running"] == 3 and shown["engine"]["waiting"] == 2
+    host, disk = shown["tiers"]
+    assert (host["held_bytes"], host["capacity_bytes"], host["in_bytes"], host["evicted_chunks"]) == (
+        1000,
+        4000,
+        700,
+        5,
+    )
+    assert (disk["capacity_bytes"], disk["suspended"], disk["is_off"]) == (None, 1, False)
+    assert [line["text"] for line in shown["log"]] == ["tier disk: writes: it is full"]
+    (bucket,) = shown["history"]
+    assert bucket["tokens"]["host"] == 200 and shown["totals"]["tokens"] == {"host": 300, "computed": 100}
+    assert (bucket["up_bytes"], bucket["hit_ttft_s"]) == (0, None)
+
+
+def test_an_engine_that_goes_away_and_begins_anew_takes_nothing_back() -> None:
+    scrapes = iter(
+        [
+            Scrape.parse(0.0, OF_VLLM),
+            Scrape(0.0, error="refused"),
+            Scrape.parse(0.0, OF_VLLM.replace("300", "10")),
+            Scrape.parse(0.0, OF_VLLM.replace("300", "30")),
+        ]
+    )
+    engine = Engine("vllm", "", lambda _: next(scrapes), clock=lambda: 1001.0)
+    states = []
+    for _ in range(4):
+        engine.look()
+        states.append(engine.state)
+    assert states == ["serving", "not reachable: refused", "serving", "serving"]
+    assert [bucket["tokens"]["host"] for bucket in engine.as_json()["history"]] == [20]
+
+
+@contextmanager
+def dashboard(engines: Sequence[Engine]) -> Iterator[Any]:
+    """The dashboard in a thread; has a ``url``, as servers have."""
+    with listening(ServeConfig(port=0)) as listener:
+        server: Any = uvicorn.Server(
+            uvicorn.Config(make_dashboard(engines, 0.5), ws="none", log_config=None, access_log=False)
+        )
+        server.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = Thread(target=server.run, args=([listener],))
+        thread.start()
+        wait_until(lambda: server.started)
+        yield server
+        server.should_exit = True
+        thread.join()
+
+
+def test_each_engine_can_be_asked_for(tiered: Server) -> None:
+    dead = Engine("dead", "", lambda _: Scrape(time.monotonic(), error="refused"))
+    with dashboard([Engine("one", metrics_url(tiered.url)), dead]) as server:
+        wait_until(lambda: call(server, "/cache").json["state"] == "serving")
+        assert call(server, "/cache?engine=1").json["state"] == "not reachable: refused"
+        assert [one["name"] for one in call(server, "/cache").json["engines"]] == ["one", "dead"]
+        missing = call(server, "/cache?engine=2")
+        assert (missing.status, missing.json["error"]["message"]) == (404, "there are engines 0 to 1")
+        assert call(server, "/").body == call(tiered, "/").body
+
+
+@in_a_browser
+def test_the_page_shows_one_engine_after_the_other(tiered: Server) -> None:
+    of_vllm = Engine("of vLLM", "", lambda _: Scrape.parse(time.monotonic(), OF_VLLM))
+    with dashboard([Engine("one", metrics_url(tiered.url)), of_vllm]) as server, browsing(server) as page:
+        page.wait_for_selector("#vessels li:nth-child(3)")
+        assert page.locator("#chat-section").is_hidden() and page.locator("#requests-section").is_hidden()
+        assert "prompt tokens were found in the cache" in page.inner_text("#answer")
+        page.select_option("#which", label="of vLLM")
+        page.wait_for_selector("text=75 %")
+        assert "it is full" in page.inner_text("#vessels")
+
+
+@pytest.mark.parametrize("url", ["ftp://here", "http://", ":x"])
+def test_addresses_that_are_none_are_refused(cargohold: Any, url: str) -> None:
+    result = cargohold("dashboard", url)
+    assert result.status == 2 and "it must be an engine's address" in result.err
+
+
+def test_a_port_that_is_taken_is_told(tiered: Server, cargohold: Any) -> None:
+    port = tiered.url.rpartition(":")[2]
+    result = cargohold("dashboard", tiered.url, "--port", port)
+    assert result.status == 2 and f"port={port} is not possible" in result.err
