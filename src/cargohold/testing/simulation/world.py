@@ -51,10 +51,10 @@ class World:
         self._scenario = scenario
         self._prepare = prepare
         self._checksums = checksums
-        self.clock = VirtualClock() if beside is None else beside.clock
+        self.clock: VirtualClock = VirtualClock() if beside is None else beside.clock
         random = Random(f"{scenario.seed}/chance")  # noqa: S311  # repeatable, on purpose
         drawn = FaultSource(scenario.rates, random, self._now, scenario.quiet_from)
-        self.source = drawn if beside is None else beside.source
+        self.source: FaultSource = drawn if beside is None else beside.source
         if Fault.STALLS in scenario.rates and beside is None:
             self.clock.before_reading = Stalls(self.source)
         self._is_gone = Spells(self.source, Fault.GONE)
