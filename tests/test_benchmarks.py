@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, gpu, holes, paths, policies, serve, transfers, vllm_contenders
+from benchmarks import bookkeeping, gpu, holes, paths, policies, serve, soak, transfers, vllm_contenders
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -50,6 +50,13 @@ def test_transfers() -> None:
     rows = [row for row in transfers.run(quick=True)["rows"] if row["device"] == "cpu"]
     assert len(rows) == len(transfers.REGIONS) * 4
     assert all(row["gigabytes_per_s"] > 0 and row["caller_held_up_ms"] >= 0 for row in rows)
+
+
+@pytest.mark.long
+def test_soak() -> None:
+    pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+    result = soak.run(quick=True)
+    assert result["after"]["requests"] == 0 and result["requests"]["answered"] > 0
 
 
 def test_serve(chat_model: str) -> None:
