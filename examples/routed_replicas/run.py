@@ -35,7 +35,6 @@ def play(replicas: Sequence[LLM], choose: Callable[[Sequence[int]], int]) -> lis
             prompt = history[conversation] + replicas[0].tokenize(question(conversation, turn))
             replica = replicas[choose(prompt)]
             (out,) = replica.generate([prompt], SamplingParams(max_tokens=4))
-            replica.settle()
             history[conversation] = [*prompt, *out.token_ids]
             told.append(out.metrics)
     return told
